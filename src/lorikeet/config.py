@@ -1,0 +1,266 @@
+"""Settings: small frozen values per part, filled from a TOML file, the environment and flags.
+
+Precedence: flags, then environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here.
+Unknown keys are errors. The *row* fixes the policies along the axes of the design (idea 5).
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorikeet.core.plan import KernelForm
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a wrong value; the message names it and where it came from."""
+
+
+class KvAfterFinish(StrEnum):
+    """What becomes of a request's KV when it finishes."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+class MemorySplit(StrEnum):
+    """How device memory is divided between adapters and KV."""
+
+    UNIFIED = "unified"
+
+
+class BatchingMode(StrEnum):
+    """Whether an adapter is merged into the base weights."""
+
+    UNMERGED = "unmerged"
+
+
+class ColdStart(StrEnum):
+    """What happens while a request's adapter is transferred."""
+
+    WAIT = "wait"
+    """Only requests of that adapter wait."""
+    BLOCK = "block"
+    """Everything waits until the transfer has ended."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One system: a choice on every axis. Policies are named as their tables name them."""
+
+    kernel_form: KernelForm = KernelForm.UNPADDED
+    kv_after_finish: KvAfterFinish = KvAfterFinish.KEPT
+    memory_split: MemorySplit = MemorySplit.UNIFIED
+    eviction: str = "lru"
+    admission: str = "fifo"
+    batching_mode: BatchingMode = BatchingMode.UNMERGED
+    cold_start: ColdStart = ColdStart.WAIT
+
+
+ROWS: dict[str, Row] = {
+    "lorikeet:plain": Row(),
+    "lorikeet:plain-block": Row(cold_start=ColdStart.BLOCK),
+    "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
+}
+"""Every system by name. A new policy is one file and one row here."""
+
+AUTO_ROW = "lorikeet:plain"
+"""What ``auto`` stands for today; the start-up log says it."""
+
+
+def resolve_row(name: str) -> tuple[str, Row]:
+    """Return the full name and the row for ``name`` (``auto`` included).
+
+    Raises:
+        ConfigError: there is no such row; the message lists those there are.
+    """
+    full = AUTO_ROW if name == "auto" else name
+    if full not in ROWS:
+        raise ConfigError(f"no row is called {name!r}; there are: auto, {', '.join(ROWS)}")
+    return full, ROWS[full]
+
+
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which base model, and how it is loaded.
+
+    Attributes:
+        model: local folder or hub id; empty for the default model, SmolLM2-135M-Instruct.
+        served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
+        dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
+        load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
+        max_model_tokens: longest sequence; 0 for the model's own.
+        chat_template: file with a Jinja template instead of the tokenizer's.
+        cache_dir: where converted weights are kept; empty for the user's cache folder.
+    """
+
+    model: str = ""
+    served_names: tuple[str, ...] = ()
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_tokens: int = 0
+    chat_template: str = ""
+    cache_dir: str = ""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The loop, its memory and its executor.
+
+    Attributes:
+        row: name of the system (see ``ROWS``), or ``auto``.
+        memory_bytes: size of the device arena; 0 takes a share of what is free.
+        block_tokens: tokens of KV in a block.
+        max_running: most sequences that hold blocks at once.
+        max_step_tokens: most tokens in one step; longer prompts are prefilled in chunks.
+        max_repeat: most identical decode steps in one plan.
+        repeat_limit_s: a repeat ends after this time.
+        tensor_parallel: ranks.
+        device: ``cpu`` or ``cuda``.
+        threads: threads of one rank; 0 divides the machine's cores.
+        load_threads: threads that read adapters.
+    """
+
+    row: str = "auto"
+    memory_bytes: int = 0
+    block_tokens: int = 16
+    max_running: int = 64
+    max_step_tokens: int = 512
+    max_repeat: int = 8
+    repeat_limit_s: float = 0.05
+    tensor_parallel: int = 1
+    device: str = "cpu"
+    threads: int = 0
+    load_threads: int = 1
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where adapters may come from, and where they are kept.
+
+    Attributes:
+        enabled: False answers adapter routes with a clear error.
+        preload: ``name=source`` pairs, registered at start-up.
+        adapter_dir: the only folder that local paths may lie in; empty allows none at run time.
+        allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) that may be loaded from.
+        store_dir: where the content of registered adapters is kept; empty for the user's data folder.
+        registry_url: SQLAlchemy URL; empty for SQLite in ``store_dir``.
+        max_rank: larger ranks are refused; 0 for no limit.
+        max_bytes: larger weight files are refused.
+    """
+
+    enabled: bool = True
+    preload: tuple[str, ...] = ()
+    adapter_dir: str = ""
+    allowed_sources: tuple[str, ...] = ()
+    store_dir: str = ""
+    registry_url: str = ""
+    max_rank: int = 0
+    max_bytes: int = 4 * 2**30
+
+
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP side.
+
+    Attributes:
+        host, port: where to listen; port 0 picks a free one.
+        api_keys: bearer keys for all routes below /v1; empty for open access.
+        admin_keys: keys for the routes that change adapters; empty means the API keys do.
+        max_queued: requests accepted and not finished, beyond which 429 is answered.
+        max_body_bytes: larger bodies get 413.
+        request_timeout_s: a request ends with an error after this time; 0 for never.
+        drain_timeout_s: how long accepted requests may go on after SIGTERM.
+        metrics_adapters: adapters with metrics of their own; the rest share the label ``other``.
+        request_log: file for the request log; empty for none.
+        request_log_text: also log prompts and answers.
+        request_log_max_bytes: the log is rotated beyond this size.
+        request_log_keep: rotated logs kept.
+        log_level: of the server's own log.
+        log_json: structured log lines as JSON.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    max_queued: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 120.0
+    metrics_adapters: int = 20
+    request_log: str = ""
+    request_log_text: bool = False
+    request_log_max_bytes: int = 100 * 2**20
+    request_log_keep: int = 3
+    log_level: str = "info"
+    log_json: bool = False
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings of one server."""
+
+    model: ModelSettings = msgspec.field(default_factory=ModelSettings)
+    engine: EngineSettings = msgspec.field(default_factory=EngineSettings)
+    adapters: AdapterSettings = msgspec.field(default_factory=AdapterSettings)
+    server: ServerSettings = msgspec.field(default_factory=ServerSettings)
+
+
+ENVIRONMENT_PREFIX = "LORIKEET_"
+
+
+def load_settings(
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Settings:
+    """Merge defaults, file, environment and flags.
+
+    Args:
+        flags: section → key → value; values of None count as not given.
+        file: a TOML file with a table per section.
+        environment: defaults to the process's environment.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key or a wrong value.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    if file is not None:
+        try:
+            tables = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{file}: {error}") from error
+        _merge(merged, tables, str(file))
+    _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
+    given = {s: {k: v for k, v in values.items() if v is not None} for s, values in (flags or {}).items()}
+    _merge(merged, given, "flags")
+    return _convert(merged, Settings, "settings")
+
+
+def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: str) -> None:
+    """Check each table against its section, so that an error names its source, and merge it."""
+    sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    for section, values in tables.items():
+        if section not in sections or not isinstance(values, Mapping):
+            raise ConfigError(f"{source}: no section is called {section!r}; there are: {', '.join(sections)}")
+        _convert(dict(values), sections[section], f"{source}: [{section}]")
+        into.setdefault(section, {}).update(values)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or "__" not in variable:
+            continue
+        section, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__", 1)
+        struct = {field.name: field.type for field in msgspec.structs.fields(Settings)}.get(section)
+        types = {f.name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
+        is_list = types.get(key) == tuple[str, ...]
+        tables.setdefault(section, {})[key] = tuple(filter(None, text.split(","))) if is_list else text
+    return tables
+
+
+def _convert(values: Any, to: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(values, to, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error

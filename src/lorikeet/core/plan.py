@@ -1,0 +1,139 @@
+"""One step, one plan: the values that pass between scheduler and executor (design, idea 4)."""
+
+from enum import StrEnum
+
+import msgspec
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.request import SamplingParams
+
+
+class KernelForm(StrEnum):
+    """How a batch of mixed ranks is computed."""
+
+    UNPADDED = "unpadded"
+    """Work is the sum of the ranks in the batch."""
+
+
+class SequenceStart(msgspec.Struct, frozen=True):
+    """What the executor must know of a sequence that it has not seen yet (or has dropped).
+
+    Attributes:
+        request_id: the sequence's request.
+        token_ids: prompt and the tokens of earlier attempts.
+        prompt_tokens: how many of ``token_ids`` are prompt.
+        sampling: how tokens are chosen.
+        adapter: adapter version, None for the base model.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams
+    adapter: AdapterDigest | None
+
+
+class SequenceStep(msgspec.Struct, frozen=True):
+    """One sequence's share of a step.
+
+    Attributes:
+        request_id: the sequence's request.
+        start: position of the first token computed; tokens before it are in its KV blocks.
+        tokens: how many tokens are computed from ``start``.
+        new_blocks: appended to its block table before the step.
+        samples: whether the last computed token is the newest one, so that the step yields a token.
+    """
+
+    request_id: RequestId
+    start: int
+    tokens: int
+    new_blocks: tuple[BlockId, ...]
+    samples: bool
+
+
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """A transfer of one adapter into device blocks.
+
+    Attributes:
+        adapter: what to load.
+        blocks: where to, in packing order.
+        generation: fences a completion against a later load of the same adapter.
+    """
+
+    adapter: AdapterRef
+    blocks: tuple[BlockId, ...]
+    generation: int
+
+
+class AdapterLoadDone(msgspec.Struct, frozen=True):
+    """The end of an :class:`AdapterLoad` on every rank; ``error`` says why it failed."""
+
+    digest: AdapterDigest
+    generation: int
+    error: str | None = None
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """Everything an executor needs for one step, or for ``repeat`` identical decode steps.
+
+    Attributes:
+        step: number of the plan, counting from 0.
+        sequences: who runs, and how many tokens each. Sorted so that equal adapters are neighbours.
+        starts: sequences the executor meets for the first time.
+        drops: sequences it may forget (applied before ``starts``).
+        adapters: adapter versions used by ``sequences``, each once, base excluded.
+        loads: transfers that start with this step.
+        evictions: adapter versions whose blocks were reused.
+        kernel_form: how mixed ranks are computed.
+        merged: adapter whose weights are merged into the base, None while unmerged.
+        repeat: number of identical decode steps; above 1 only if every sequence decodes.
+        max_duration_s: the executor ends a repeat early after this time.
+    """
+
+    step: int
+    sequences: tuple[SequenceStep, ...] = ()
+    starts: tuple[SequenceStart, ...] = ()
+    drops: tuple[RequestId, ...] = ()
+    adapters: tuple[AdapterDigest, ...] = ()
+    loads: tuple[AdapterLoad, ...] = ()
+    evictions: tuple[AdapterDigest, ...] = ()
+    kernel_form: KernelForm = KernelForm.UNPADDED
+    merged: AdapterDigest | None = None
+    repeat: int = 1
+    max_duration_s: float = 0.05
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the executor has nothing at all to do."""
+        return not (self.sequences or self.drops or self.loads or self.evictions)
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """A sampled token.
+
+    Attributes:
+        token_id: index in the vocabulary.
+        logprob: its log probability under the unmodified distribution, if asked for.
+        top: most likely (token id, log probability) pairs, if asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step brought.
+
+    Attributes:
+        step: number of the plan.
+        tokens: for each sequence of the plan, the tokens sampled, oldest first.
+        steps_run: how many of ``repeat`` steps ran.
+        duration_s: time the executor took.
+    """
+
+    step: int
+    tokens: tuple[tuple[Token, ...], ...]
+    steps_run: int
+    duration_s: float

@@ -1,0 +1,1 @@
+"""The arithmetic behind one interface. Backends: reference (torch)."""
