@@ -1,0 +1,1 @@
+"""Decoder architectures, weight loading, tensor parallelism."""

