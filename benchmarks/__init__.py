@@ -1,0 +1,1 @@
+"""Measurements of Lorikeet; run from a checkout, not installed."""
