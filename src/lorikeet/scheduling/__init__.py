@@ -1,0 +1,1 @@
+"""Who runs next: admission queues and the planner. Plain objects over plain data and a clock."""

@@ -1,0 +1,73 @@
+"""A request on its way through the engine: a count of computed tokens catching up with a total."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lorikeet.core.ids import RequestId
+from lorikeet.core.plan import SequenceStart
+from lorikeet.core.request import Request
+from lorikeet.memory.device import SequenceLease
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What the engine knows of a request. There are no phases: prefill, chunk, decode and recompute all
+    fall out of ``computed_tokens`` and ``len(token_ids)``.
+
+    Attributes:
+        request: as submitted or resumed.
+        token_ids: prompt and output so far.
+        computed_tokens: tokens whose KV is in its blocks.
+        lease: its blocks, None while it waits.
+        known_blocks: blocks of the lease that the executor has been told of.
+        started: whether the executor knows it.
+        waits_for_adapter: whether it has been seen waiting for its adapter's transfer.
+    """
+
+    request: Request
+    token_ids: list[int] = field(init=False)
+    computed_tokens: int = 0
+    lease: SequenceLease | None = None
+    known_blocks: int = 0
+    started: bool = False
+    waits_for_adapter: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin where earlier attempts ended."""
+        self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+
+    @property
+    def request_id(self) -> RequestId:
+        """Id of the request."""
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated, earlier attempts included."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens to compute until the next one can be sampled; 1 while decoding."""
+        return len(self.token_ids) - self.computed_tokens
+
+    def start(self) -> SequenceStart:
+        """Return what the executor must know of it."""
+        request = self.request
+        return SequenceStart(
+            request.request_id, list(self.token_ids), self.prompt_tokens, request.sampling, request.digest
+        )
+
+    def export(self) -> Request:
+        """Return it as plain data that continues here or elsewhere, as its next attempt."""
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.request.attempt + 1,
+            output_token_ids=self.token_ids[self.prompt_tokens :],
+        )
