@@ -1,0 +1,67 @@
+"""The ranks that share one model (tensor parallelism, https://arxiv.org/abs/1909.08053)."""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group(Protocol):
+    """The ranks of one replica. Every rank makes the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over all ranks; ``x`` itself may be overwritten."""
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite ``tensor`` with that of rank ``src`` and return it."""
+        ...
+
+
+class SingleGroup:
+    """One rank that holds the whole model."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return ``tensor``."""
+        return tensor
+
+
+class DistributedGroup:
+    """Ranks in processes of their own, joined by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
+
+    def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo") -> None:
+        """Join; returns once all ranks have.
+
+        Args:
+            rank: this process, from 0.
+            size: number of ranks.
+            init_method: where they meet, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
+            backend: ``gloo`` or ``nccl``.
+        """
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over all ranks in place and return it. All ranks get the same bits."""
+        dist.all_reduce(x)
+        return x
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Overwrite ``tensor`` with that of rank ``src`` and return it."""
+        dist.broadcast(tensor, src)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
