@@ -1,0 +1,42 @@
+"""Where and on what a figure was measured."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from benchmarks.accept.runs import ROOT
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Return the machine in plain words and numbers."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for row in info.read_text().splitlines():
+            if row.startswith("model name"):
+                return row.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def revision(root: Path = ROOT) -> str:
+    """Return the commit, with ``-dirty`` if tracked files other than the status files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/status", ":!docs/status.md")
+    return git("rev-parse", "--short=12", "HEAD").strip() + ("-dirty" if changed.strip() else "")

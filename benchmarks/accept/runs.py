@@ -1,0 +1,58 @@
+"""Finished parts of a line, kept as small JSON files so that a second call resumes."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+STATUS = ROOT / "docs" / "status"
+
+_CODE = ("src", "benchmarks", "examples", "native", "pyproject.toml", "constraints.txt")
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Return a short digest of everything that a measurement depends on, committed or not."""
+    digest = hashlib.sha256()
+    for top in _CODE:
+        path = root / top
+        files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+        for file in files:
+            hidden = any(
+                part.startswith(".") or part == "__pycache__" or part.endswith(".egg-info")
+                for part in file.parts[len(root.parts) :]
+            )
+            if file.is_file() and not hidden:
+                digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+class StoredRuns:
+    """The parts of one line. A stored part counts only for the code that made it."""
+
+    def __init__(self, line: str, folder: Path = STATUS / "runs", code: str | None = None) -> None:
+        self._folder = folder / line
+        self._code = code if code is not None else code_digest()
+
+    def get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the stored result of ``part``, or measure and store it.
+
+        Args:
+            part: name of the part, unique in its line; becomes a file name.
+            measure: returns plain data for JSON.
+        """
+        path = self._folder / f"{part}.json"
+        if path.is_file():
+            stored = json.loads(path.read_text())
+            if stored["code"] == self._code:
+                return dict(stored["result"])
+        result = measure()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"code": self._code, "result": result}, indent=1) + "\n")
+        return result
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        for path in self._folder.glob("*.json"):
+            path.unlink()

@@ -1,0 +1,95 @@
+"""The results of all lines: one JSON file each, and ``docs/status.md`` made from them."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accept.lines import Figure, Line, Result
+from benchmarks.accept.machine import describe_machine, revision
+from benchmarks.accept.runs import STATUS
+
+_HEAD = """\
+# Status
+
+What has been measured, line by line. Made by `make status` from the files in `docs/status/`; do not edit.
+Run a line again with `make accept LINE=<line>`.
+
+| line | what it shows | figure | bound | met | revision | date |
+|---|---|---|---|---|---|---|
+"""
+
+
+def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
+    """Write ``<line>.json`` and return its path."""
+    record = {
+        "line": line.name,
+        "title": line.title,
+        "command": f"make accept LINE={line.name}",
+        "figure": result.figure,
+        "bound": line.bound,
+        "interval": result.interval,
+        "pass": result.passed,
+        "cause": result.cause,
+        "notes": result.notes,
+        "revision": revision(),
+        "machine": describe_machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{line.name}.json"
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def write_status(folder: Path = STATUS) -> Path:
+    """Make the table beside ``folder`` from the files in it and return its path."""
+    records = sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=_order)
+    text = _HEAD + "".join(_row(record) for record in records) + _causes(records) + _machines(records)
+    path = folder.with_suffix(".md")
+    path.write_text(text)
+    return path
+
+
+def _order(record: dict[str, Any]) -> tuple[str, int]:
+    area, _, number = record["line"].partition(".")
+    return area, int(number)
+
+
+def _row(record: dict[str, Any]) -> str:
+    figure = format_figure(record["figure"])
+    if record["interval"]:
+        low, high = record["interval"]
+        figure += f" (95 %: {low:.3g} to {high:.3g})"
+    cells = (
+        f"[{record['line']}](status/{record['line']}.json)",
+        record["title"],
+        figure,
+        record["bound"],
+        "yes" if record["pass"] else "**no**",
+        f"`{record['revision']}`",
+        record["date"],
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def format_figure(figure: Figure) -> str:
+    """Return a figure for people: numbers to four digits, several joined by commas."""
+    if isinstance(figure, dict):
+        return ", ".join(f"{name} {format_figure(value)}" for name, value in figure.items())
+    return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
+
+
+def _causes(records: list[dict[str, Any]]) -> str:
+    texts = [f"- **{r['line']}**: {r['cause'] or r['notes']}\n" for r in records if r["cause"] or r["notes"]]
+    return "\n## Notes\n\n" + "".join(texts) if texts else ""
+
+
+def _machines(records: list[dict[str, Any]]) -> str:
+    lines_by_machine: dict[str, list[str]] = {}
+    for record in records:
+        m = record["machine"]
+        words = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['os']}, Python {m['python']}, torch {m['torch']}"
+        lines_by_machine.setdefault(words, []).append(record["line"])
+    texts = [f"- {words}: {', '.join(names)}\n" for words, names in lines_by_machine.items()]
+    return "\n## Machines\n\n" + "".join(texts) if texts else ""

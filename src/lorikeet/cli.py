@@ -1,0 +1,50 @@
+"""The command ``lorikeet``."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lorikeet import __version__
+from lorikeet.commands import compat
+from lorikeet.commands.console import fail, note
+from lorikeet.commands.serve import serve
+
+app = typer.Typer(
+    name="lorikeet",
+    help="Serve many LoRA adapters over one base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(serve)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lorikeet {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def main() -> None:
+    """Run the command with the process's arguments."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["serve"]:
+        try:
+            translated, notes = compat.translate(arguments[1:])
+        except compat.CompatError as error:
+            fail(str(error), code=2)
+        for text in notes:
+            note(text)
+        arguments = ["serve", *translated]
+    app(arguments)

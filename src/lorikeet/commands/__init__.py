@@ -1,0 +1,1 @@
+"""The commands of ``lorikeet``. Modules here import torch only inside the function that computes."""

@@ -1,0 +1,134 @@
+"""Flags of vLLM and SGLang that mean something else here, or nothing.
+
+Flags with a counterpart are ordinary options of ``lorikeet serve``. Those listed here are taken off the command
+line before it is parsed: most with a note that says what Lorikeet does instead, some refused because to go on
+would serve something else than was asked for. Flags in neither list stay, and are errors.
+
+Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class CompatError(ValueError):
+    """A flag asks for what Lorikeet does not do; the message says what to use instead."""
+
+
+class Foreign(NamedTuple):
+    """One flag.
+
+    Attributes:
+        text: what Lorikeet does instead, or why it refuses.
+        value: whether the flag takes a value.
+        same: values that ask for what Lorikeet does anyway; nothing is said about them.
+        refuse: whether other values end the command.
+    """
+
+    text: str
+    value: bool = True
+    same: tuple[str, ...] = ()
+    refuse: bool = False
+
+
+_POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
+_HOST = "weights are read from the adapter store when needed; there is no second cache in host memory to size"
+_SHARE = "use --memory SIZE (the default takes a share of what is free)"
+_ALWAYS = "Lorikeet always does this"
+_TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
+
+FOREIGN: dict[str, Foreign] = {
+    "--max-loras": Foreign(_POOL),
+    "--max-loras-per-batch": Foreign(_POOL),
+    "--max-cpu-loras": Foreign(_HOST),
+    "--max-loaded-loras": Foreign(_HOST),
+    "--lora-dtype": Foreign("adapters are computed in the model's dtype", same=("auto",)),
+    "--fully-sharded-loras": Foreign("adapters are always sharded alongside the model", value=False),
+    "--specialize-active-lora": Foreign("work is always the sum of the ranks in the batch", value=False),
+    "--lora-target-modules": Foreign("every module that an adapter changes is served", same=("all", "all-linear")),
+    "--lora-eviction-policy": Foreign("the row decides (--row)", same=("lru",)),
+    "--lora-backend": Foreign("the kernels are chosen by device"),
+    "--enable-lora-overlap-loading": Foreign(_ALWAYS, value=False, same=("",)),
+    "--lora-strict-loading": Foreign(_ALWAYS, value=False, same=("",)),
+    "--lora-drain-wait-threshold": Foreign("requests are admitted in order of arrival", same=("0", "0.0")),
+    "--max-lora-chunk-size": Foreign("the kernels choose their own chunks"),
+    "--gpu-memory-utilization": Foreign(_SHARE),
+    "--mem-fraction-static": Foreign(_SHARE),
+    "--swap-space": Foreign("requests that lose their blocks are recomputed, not swapped"),
+    "--scheduling-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
+    "--schedule-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
+    "--enable-chunked-prefill": Foreign(_ALWAYS, value=False, same=("",)),
+    "--enforce-eager": Foreign(_ALWAYS, value=False, same=("",)),
+    "--seed": Foreign("every request without a seed gets one of its own; weights of --load-format dummy are fixed"),
+    "--trust-remote-code": Foreign("code from model repositories is never run", value=False),
+    "--disable-log-requests": Foreign(_ALWAYS, value=False, same=("",)),
+    "--disable-log-stats": Foreign("figures are at /metrics", value=False),
+    "--kv-cache-dtype": Foreign("KV has the model's dtype", same=("auto",)),
+    "--enable-auto-tool-choice": Foreign(_TOOLS, value=False),
+    "--tool-call-parser": Foreign(_TOOLS),
+    "--distributed-executor-backend": Foreign("ranks are processes of one machine", same=("mp",)),
+    "--pipeline-parallel-size": Foreign("pipeline parallelism is not there", same=("1",), refuse=True),
+    "--data-parallel-size": Foreign("start more servers instead", same=("1",), refuse=True),
+    "--quantization": Foreign("only bfloat16, float16 and float32 weights are served", same=("none",), refuse=True),
+    "--tokenizer": Foreign("the tokenizer is the one in the model's folder", refuse=True),
+    "--speculative-config": Foreign("speculative decoding is not there", refuse=True),
+    "--default-mm-loras": Foreign("only text models are served", refuse=True),
+    "--enable-tower-connector-lora": Foreign("only text models are served", value=False, refuse=True),
+    "--ssl-keyfile": Foreign("put a proxy in front for TLS", refuse=True),
+    "--ssl-certfile": Foreign("put a proxy in front for TLS", refuse=True),
+}
+
+_LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")
+"""Options that vLLM and SGLang let be followed by several values."""
+
+_MODEL_OPTIONS = ("--model", "--model-path")
+
+
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Rewrite the arguments of ``lorikeet serve`` into its own.
+
+    Several values after one option are taken as its own only where the model was named first; otherwise the
+    last of them might be the model.
+
+    Returns:
+        The arguments to parse, and notes for the user.
+
+    Raises:
+        CompatError: a flag cannot be honoured, or lacks its value.
+    """
+    kept: list[str] = []
+    notes: list[str] = []
+    named_first = bool(arguments) and not arguments[0].startswith("-")
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in FOREIGN:
+            if FOREIGN[flag].value and not equals:
+                value = _take_value(flag, words)
+            notes += _note(flag, value)
+        elif flag in _MODEL_OPTIONS:
+            kept.insert(0, value if equals else _take_value(flag, words))
+            named_first = True
+        elif word in _LISTS:
+            kept += [flag, _take_value(flag, words)]
+            while named_first and words and not words[0].startswith("-"):
+                kept += [flag, words.pop(0)]
+        else:
+            kept.append(word)
+    return kept, notes
+
+
+def _take_value(flag: str, words: list[str]) -> str:
+    if not words or words[0].startswith("--"):
+        raise CompatError(f"{flag} needs a value")
+    return words.pop(0)
+
+
+def _note(flag: str, value: str) -> list[str]:
+    foreign = FOREIGN[flag]
+    if value.lower() in foreign.same:
+        return []
+    if foreign.refuse:
+        raise CompatError(f"{flag}: {foreign.text}")
+    return [f"{flag} is ignored: {foreign.text}"]

@@ -1,0 +1,142 @@
+"""The flags of ``lorikeet serve``, as a table: one line each, with the setting it fills."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from lorikeet.commands.sizes import parse_size
+
+_HALF_NAMES = {"half": "float16", "float": "float32"}
+_FORMAT_NAMES = {"safetensors": "auto"}
+
+
+class Flag(NamedTuple):
+    """One option.
+
+    Attributes:
+        names: as on the command line, ours or vLLM's first, aliases after it.
+        setting: ``section.key`` of the settings.
+        kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
+        help: for ``--help``.
+        parse: turns the text into the value, where the type alone does not.
+        metavar: shown for the value.
+    """
+
+    names: str
+    setting: str
+    kind: Any
+    help: str
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+
+
+def preload_pair(text: str) -> str:
+    """Return ``name=source`` for a value of ``--lora-modules``, which may be vLLM's JSON form.
+
+    Raises:
+        ValueError: it is neither, or asks for a layout that is not served.
+    """
+    if not text.startswith("{"):
+        name, _, source = text.partition("=")
+        if not name or not source:
+            raise ValueError(f"{text!r} is not NAME=SOURCE")
+        return text
+    module = json.loads(text)
+    if not (isinstance(module, dict) and isinstance(module.get("name"), str) and isinstance(module.get("path"), str)):
+        raise ValueError(f"{text!r} needs at least a name and a path")
+    if module.get("is_3d_lora_weight"):
+        raise ValueError(f"{text!r}: adapters of experts (is_3d_lora_weight) are not served")
+    return f"{module['name']}={module['path']}"
+
+
+FLAGS = (
+    Flag("--served-model-name", "model.served_names", list[str], "Name of the base model for clients; repeatable."),
+    Flag("--dtype", "model.dtype", str, "auto, bfloat16, float16 or float32.", lambda t: _HALF_NAMES.get(t, t), "TEXT"),
+    Flag(
+        "--load-format",
+        "model.load_format",
+        str,
+        "auto (safetensors) or dummy (random weights).",
+        lambda t: _FORMAT_NAMES.get(t, t),
+        "TEXT",
+    ),
+    Flag("--max-model-len --context-length", "model.max_model_tokens", int, "Longest sequence, in tokens."),
+    Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
+    Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
+    Flag("--row", "engine.row", str, "Which system to run as; auto."),
+    Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
+    Flag("--block-size", "engine.block_tokens", int, "Tokens of KV in a block."),
+    Flag("--max-num-seqs --max-running-requests", "engine.max_running", int, "Most sequences running at once."),
+    Flag("--max-num-batched-tokens --chunked-prefill-size", "engine.max_step_tokens", int, "Most tokens in a step."),
+    Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
+    Flag("--device", "engine.device", str, "cpu or cuda."),
+    Flag("--threads", "engine.threads", int, "Threads of one rank; 0 divides the cores."),
+    Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
+    Flag(
+        "--lora-modules --lora-paths",
+        "adapters.preload",
+        list[str],
+        "Adapter to register at start, or JSON with name and path; repeatable.",
+        preload_pair,
+        "NAME=SOURCE",
+    ),
+    Flag("--adapter-dir", "adapters.adapter_dir", str, "The only folder that local adapters may be loaded from."),
+    Flag(
+        "--allow-source", "adapters.allowed_sources", list[str], "URL prefix that adapters may come from; repeatable."
+    ),
+    Flag("--store-dir", "adapters.store_dir", str, "Where the content of adapters is kept."),
+    Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
+    Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
+    Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag("--host", "server.host", str, "Address to listen on; 127.0.0.1."),
+    Flag("--port", "server.port", int, "Port; 8000, and 0 picks a free one."),
+    Flag("--api-key", "server.api_keys", list[str], "Key for all routes below /v1; repeatable."),
+    Flag("--admin-key --admin-api-key", "server.admin_keys", list[str], "Key for changing adapters; repeatable."),
+    Flag("--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished requests before 429 is answered."),
+    Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
+    Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
+    Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
+    Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
+    Flag("--request-log", "server.request_log", str, "File for the request log, in the workload format."),
+    Flag("--request-log-text", "server.request_log_text", bool, "Also log prompts and answers."),
+    Flag("--log-level --uvicorn-log-level", "server.log_level", str, "Of the server's own log."),
+    Flag("--log-json", "server.log_json", bool, "Log lines as JSON."),
+)
+"""Every flag with a setting of its own. Those of vLLM and SGLang keep their names."""
+
+
+def parameters() -> list[inspect.Parameter]:
+    """Return the table as keyword parameters that typer reads; all default to None, "not given"."""
+    return [_parameter(flag) for flag in FLAGS]
+
+
+def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arrange parsed values, named as in :func:`parameters`, by section and key."""
+    tables: dict[str, dict[str, Any]] = {}
+    for flag in FLAGS:
+        value = given[_variable(flag)]
+        section, key = flag.setting.split(".")
+        tables.setdefault(section, {})[key] = list(value) if flag.kind == list[str] and value else value
+    return tables
+
+
+def _variable(flag: Flag) -> str:
+    return flag.setting.replace(".", "_")
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    panel = flag.setting.split(".")[0].capitalize()
+    option = typer.Option(
+        *flag.names.split(),
+        help=flag.help,
+        parser=flag.parse,
+        metavar=flag.metavar,
+        rich_help_panel=panel,
+        show_default=False,
+    )
+    kind: Any = flag.kind | None
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(_variable(flag), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
