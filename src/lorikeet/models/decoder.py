@@ -9,6 +9,7 @@ from torch import Tensor
 from lorikeet.kernels.base import Batch, Kernels
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
+from lorikeet.models.rotary import Rotary
 from lorikeet.models.weights import DecoderWeights, LayerWeights
 
 
@@ -31,8 +32,7 @@ class Decoder:
         self._group = group
         self._columns = {module: geometry.modules[module].out_features for module in ("q", "k", "gate")}
         self._split = [geometry.modules[module].out_features for module in ("q", "k", "v")]
-        frequencies = config.rope.inverse_frequencies(config.head_dim)
-        self._frequencies = torch.tensor(frequencies, dtype=torch.float32, device=weights.embedding.device)
+        self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -47,19 +47,12 @@ class Decoder:
         """
         weights = self._weights
         x = weights.embedding[batch.token_ids]
-        cos, sin = self._rotation(batch.positions, x.dtype)
+        cos, sin = self._rotary(batch.positions, x.dtype)
         for index, layer in enumerate(weights.layers):
             x = x + self._attention(index, layer, x, cos, sin, batch, kv[index])
             x = x + self._mlp(index, layer, x, batch)
         x = self._kernels.rms_norm(x[batch.sample_rows], weights.final_norm, self._config.rms_norm_eps)
         return self._kernels.linear(x, weights.lm_head, None).float()
-
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[T, head_dim]``; angles are fp32, for bf16 cannot tell far positions apart."""
-        angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        factor = self._config.rope.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor

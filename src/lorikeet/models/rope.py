@@ -1,7 +1,4 @@
-"""Rotary position embeddings: which scaling a checkpoint asks for, and its frequencies.
-
-Rotary embeddings: https://arxiv.org/abs/2104.09864. YaRN: https://arxiv.org/abs/2309.00071.
-"""
+"""Which rotary position embedding a checkpoint asks for. ``rotary.py`` computes it."""
 
 import math
 
@@ -36,40 +33,6 @@ class RopeScaling(msgspec.Struct, frozen=True):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-
-    def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Return the angle per position, in radians, of each of the ``head_dim / 2`` pairs."""
-        plain = [self.theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
-        if self.kind == "linear":
-            return [frequency / self.factor for frequency in plain]
-        if self.kind == "llama3":
-            return [self._llama3(frequency) for frequency in plain]
-        if self.kind == "yarn":
-            low, high = self._yarn_band(head_dim)
-            return [self._yarn(frequency, pair, low, high) for pair, frequency in enumerate(plain)]
-        return plain
-
-    def _llama3(self, frequency: float) -> float:
-        """Keep short wavelengths, divide long ones by the factor, blend linearly in the rotations between."""
-        rotations = self.original_tokens * frequency / (2 * math.pi)
-        kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return _blend(frequency / self.factor, frequency, kept)
-
-    def _yarn(self, frequency: float, pair: int, low: float, high: float) -> float:
-        """Keep the pairs below the band, divide those above by the factor, blend linearly inside."""
-        return _blend(frequency, frequency / self.factor, (pair - low) / (high - low))
-
-    def _yarn_band(self, head_dim: int) -> tuple[float, float]:
-        """Return the pairs that rotate ``beta_fast`` and ``beta_slow`` times over the original context."""
-
-        def pair_of(rotations: float) -> float:
-            return head_dim * math.log(self.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        low, high = pair_of(self.beta_fast), pair_of(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        return low, high if high != low else high + 0.001
 
 
 def read_rope(settings: Settings) -> tuple[RopeScaling, int]:
@@ -123,8 +86,3 @@ def _yarn_attention_factor(section: Settings, factor: float) -> float:
 
     mscale, mscale_all = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
     return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
-
-
-def _blend(start: float, end: float, share: float) -> float:
-    share = min(max(share, 0.0), 1.0)
-    return start + share * (end - start)

@@ -1,0 +1,90 @@
+"""The readable backend: plain torch, on any device. Other backends are checked against it."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan
+
+
+class ReferenceKernels:
+    """See ``kernels.base.Kernels`` for what each method computes."""
+
+    name = "reference"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weightᵀ + bias``."""
+        return F.linear(x, weight, bias)
+
+    def add_lora(
+        self, out: Tensor, x: Tensor, segments: Sequence[LoraSegment], layer: int, module: str, column: int
+    ) -> None:
+        """Two matrix products per piece; work is proportional to rows times rank."""
+        for segment in segments:
+            rows = slice(segment.start, segment.stop)
+            for a, b in segment.pieces.get((layer, module), ()):
+                out[rows, column : column + b.shape[1]].addmm_(x[rows] @ a.T, b)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Cast back before the weight is applied, in Llama's order."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The first half of a head is paired with the second."""
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> None:
+        """Scatter the rows to their slots."""
+        kv[batch.slot_blocks, 0, batch.slot_offsets] = k
+        kv[batch.slot_blocks, 1, batch.slot_offsets] = v
+
+    def attention(self, q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """Decode rows together, prefills one by one."""
+        out = torch.empty_like(q)
+        if len(batch.decode_rows):
+            out[batch.decode_rows] = _decode(q[batch.decode_rows], kv, batch, scale, window)
+        for span in batch.prefills:
+            out[span.start : span.stop] = _prefill(q[span.start : span.stop], kv, span, scale, window)
+        return out.flatten(1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def _decode(q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """One query ``[D, heads, head_dim]`` per sequence. The heads of a group stand in for query positions."""
+    blocks, _, block_tokens, kv_heads, _ = kv.shape
+    position = torch.arange(batch.decode_tables.shape[1] * block_tokens, device=q.device)
+    contexts = batch.decode_contexts[:, None]
+    seen = position < contexts
+    # Slots past the context hold other sequences' numbers, and a NaN among them would survive a weight of zero:
+    # there the sequence's newest token is read instead.
+    position = torch.where(seen, position, contexts - 1)
+    if window is not None:
+        seen &= position >= contexts - window
+    block, offset = batch.decode_tables.gather(1, position // block_tokens), position % block_tokens
+    k, v = (kv[block, part, offset].transpose(1, 2) for part in (0, 1))
+    grouped = q.unflatten(1, (kv_heads, -1))
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
+    return out.flatten(1, 2)
+
+
+def _prefill(q: Tensor, kv: Tensor, span: PrefillSpan, scale: float, window: int | None) -> Tensor:
+    """Queries ``[T, heads, head_dim]`` of one sequence over its whole context, cached part included."""
+    k, v = (kv[span.block_table, part].flatten(0, 1)[: span.context].transpose(0, 1) for part in (0, 1))
+    position = torch.arange(span.context, device=q.device)
+    distance = position[span.context - len(q) :, None] - position
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=seen, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
