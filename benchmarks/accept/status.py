@@ -89,7 +89,8 @@ def _machines(records: list[dict[str, Any]]) -> str:
     lines_by_machine: dict[str, list[str]] = {}
     for record in records:
         m = record["machine"]
-        words = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB, {m['os']}, Python {m['python']}, torch {m['torch']}"
+        hardware = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB"
+        words = f"{hardware}, {m['os']}, Python {m['python']}, torch {m['torch']}"
         lines_by_machine.setdefault(words, []).append(record["line"])
     texts = [f"- {words}: {', '.join(names)}\n" for words, names in lines_by_machine.items()]
     return "\n## Machines\n\n" + "".join(texts) if texts else ""

@@ -1,0 +1,1 @@
+"""Workloads, offline measurements and peers to compare with."""

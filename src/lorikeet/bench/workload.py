@@ -1,0 +1,129 @@
+"""Workloads: one request per line of JSON, whoever wrote it.
+
+    {"arrival_s": 0.4, "adapter": "french", "input_tokens": 120, "output_tokens": 64}
+
+Optional: ``prefix_blocks``, ``conversation``, ``tenant``, ``priority``, ``slo``. The server's request log uses the
+same names and adds its own; fields that are not named here are skipped. Two public traces are read directly:
+Azure's LLM inference dataset of 2023 (https://github.com/Azure/AzurePublicDataset, CC-BY 4.0) and Mooncake's
+(https://github.com/kvcache-ai/Mooncake, Apache-2.0). Neither names adapters: whoever uses them adds adapters,
+and says how.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of one prefix block in Mooncake's traces."""
+
+
+class WorkloadError(ValueError):
+    """A line cannot be read; the message names file and line."""
+
+
+class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Limits that a request should meet, in seconds; None for no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+
+class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request of a workload.
+
+    Attributes:
+        arrival_s: seconds since the start of the workload.
+        adapter: its name, None for the base model.
+        input_tokens, output_tokens: lengths.
+        prefix_blocks: ids of the leading blocks of the prompt; equal ids are equal content.
+        conversation: requests of one conversation share it.
+        tenant: whom the request belongs to.
+        priority: lower runs earlier.
+        slo: limits to meet.
+    """
+
+    arrival_s: float
+    adapter: str | None
+    input_tokens: int
+    output_tokens: int
+    prefix_blocks: tuple[int, ...] = ()
+    conversation: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    slo: Slo | None = None
+
+
+T = TypeVar("T")
+
+
+class _MooncakeLine(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+def read_workload(path: Path) -> list[WorkloadRequest]:
+    """Read a workload of JSON Lines, in the order of the file.
+
+    Raises:
+        WorkloadError: a line is not a request.
+    """
+    return list(_decode_lines(path, WorkloadRequest))
+
+
+def write_workload(path: Path, requests: Iterable[WorkloadRequest]) -> None:
+    """Write ``requests`` as JSON Lines."""
+    with path.open("wb") as file:
+        for request in requests:
+            file.write(msgspec.json.encode(request) + b"\n")
+
+
+def read_azure(path: Path) -> list[WorkloadRequest]:
+    """Read a CSV of Azure's 2023 trace (``TIMESTAMP,ContextTokens,GeneratedTokens``); arrivals count from the first.
+
+    Raises:
+        WorkloadError: a column is missing or a value is not what it should be.
+    """
+    requests: list[WorkloadRequest] = []
+    start: datetime | None = None
+    with path.open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                # The trace has seven digits below the second, datetime reads six.
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, ValueError, TypeError) as error:
+                raise WorkloadError(f"{path}, line {number}: {error!r}") from error
+            start = start or at
+            requests.append(WorkloadRequest((at - start).total_seconds(), None, *lengths))
+    return requests
+
+
+def read_mooncake(path: Path) -> list[WorkloadRequest]:
+    """Read a JSON Lines trace of Mooncake; ``prefix_blocks`` are its ``hash_ids``, of 512 tokens each.
+
+    Raises:
+        WorkloadError: a line is not a request of that trace.
+    """
+    return [
+        WorkloadRequest(line.timestamp / 1000, None, line.input_length, line.output_length, line.hash_ids)
+        for line in _decode_lines(path, _MooncakeLine)
+    ]
+
+
+def _decode_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise WorkloadError(f"{path}, line {number}: {error}") from error
