@@ -1,0 +1,322 @@
+"""The adapters that a server offers: names in memory, their rows in the registry, their content in the store."""
+
+import hashlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
+from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
+from lorikeet.config import AdapterSettings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterDigest, AdapterName
+
+_NAME = re.compile(r"[A-Za-z0-9_@-][A-Za-z0-9._/@-]{0,127}")
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """One registered name.
+
+    Attributes:
+        row: what the registry knows.
+        folder: where its content lies.
+        persistent: whether the registry remembers it after a restart.
+    """
+
+    row: RegistryRow
+    folder: str
+    persistent: bool = True
+
+    @property
+    def name(self) -> AdapterName:
+        """The name."""
+        return AdapterName(self.row.name)
+
+    @property
+    def digest(self) -> AdapterDigest:
+        """The version that the name points to."""
+        return AdapterDigest(self.row.digest)
+
+    @property
+    def source(self) -> str:
+        """Where it was loaded from."""
+        return self.row.source
+
+    @property
+    def created_at(self) -> float:
+        """When the name came to point to this version, Unix seconds."""
+        return self.row.created_at
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of the adapter."""
+        return self.row.max_rank
+
+    @cached_property
+    def ref(self) -> AdapterRef:
+        """What requests carry. Decoded at first use: of thousands of names few are asked for."""
+        ranks = msgspec.json.decode(self.row.ranks, type=dict[str, tuple[int, ...]])
+        return AdapterRef(self.name, self.digest, self.folder, ranks, self.row.weight_bytes)
+
+
+class AdapterCatalog:
+    """All adapters of one server. Safe to use from several threads.
+
+    ``get``, ``names``, ``list``, ``acquire`` and ``release`` return at once and suit an event loop; ``register``,
+    ``remove`` and ``close`` read, write and hash files, and belong in a worker thread.
+
+    Args:
+        settings: folders, allow-list, limits, registry URL.
+        base_name: identity of the base model, for rows that outlive the server.
+        geometry: sizes of the whole base model.
+        reserved_names: names that adapters may not take, beside ``base_name``.
+        accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
+        on_drop: called when nothing points to a version any more and its files are deleted.
+        now: Unix seconds.
+
+    Attributes:
+        notes: lines for the start-up log: rows that cannot be served, and why.
+
+    Raises:
+        AdapterError: the registry cannot be opened.
+    """
+
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        base_name: str,
+        geometry: ModelGeometry,
+        *,
+        reserved_names: Sequence[str] = (),
+        accept: Callable[[AdapterRef], None] = lambda _: None,
+        on_drop: Callable[[AdapterDigest], None] = lambda _: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        root = Path(settings.store_dir).expanduser() if settings.store_dir else default_store_dir()
+        self._store = AdapterStore(root, settings, geometry)
+        url = settings.registry_url or sqlite_url(root / "registry.sqlite3")
+        self._registry = Registry(url, base_identity(base_name, geometry))
+        self._reserved = {base_name, *reserved_names}
+        self._accept, self._on_drop, self._now = accept, on_drop, now
+        self._changes = threading.Lock()  # one change of store and registry at a time; held while they are written
+        self._state = threading.Lock()  # guards what follows; never held during input or output
+        self._busy: set[str] = set()
+        self._records: dict[str, AdapterRecord] = {}
+        self._names: Counter[str] = Counter()  # by digest
+        self._uses: Counter[str] = Counter()  # by digest
+        self._missing: set[str] = set()  # digests without files
+        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
+        self.notes = self._load()
+
+    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> AdapterRecord:
+        """Load an adapter from ``source`` and let ``name`` point to it.
+
+        Args:
+            name: what clients will write in ``model``.
+            source: a folder or URL.
+            replace: let an existing name point to the new content; the same content changes nothing.
+            trusted: the source is given on the command line. It may lie anywhere, and the name is not written to
+                the registry: the command line will name it again.
+
+        Raises:
+            AdapterExists: the name is taken, and ``replace`` is not set.
+            AdapterBusy: another call changes the name at this moment.
+            AdapterError: the name, the source or the adapter is not valid.
+        """
+        check_name(name, self._reserved)
+        with self._reserve(name):
+            if name in self._records and not replace:
+                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or ask to replace it")
+            with self._store.stage(source, trusted) as staged, self._changes:
+                return self._point(name, source, staged, replace, persistent=not trusted)
+
+    def remove(self, name: str) -> AdapterRecord:
+        """Forget a name. The version's files go when no name and no request needs them any more.
+
+        Raises:
+            UnknownAdapter: there is no such name.
+            AdapterBusy: another call changes the name at this moment.
+        """
+        with self._reserve(name), self._changes:
+            if name not in self._records:
+                raise UnknownAdapter(f"no adapter is called {name!r}")
+            self._registry.remove(name)
+            with self._state:
+                record = self._records.pop(name)
+                self._names[record.digest] -= 1
+            self._drop_if_unused(record.digest)
+            return record
+
+    def get(self, name: str) -> AdapterRecord | None:
+        """Return the adapter called ``name``, None if there is none.
+
+        Raises:
+            AdapterFilesMissing: it is registered, but its files have vanished from the store.
+        """
+        record = self._records.get(name)
+        if record is not None and record.digest in self._missing:
+            raise AdapterFilesMissing(
+                f"adapter {name!r} is registered, but its files are gone from {record.folder}; "
+                f"register it again with replace, or unload it"
+            )
+        return record
+
+    def names(self) -> list[str]:
+        """All names, oldest first."""
+        with self._state:
+            return list(self._records)
+
+    def list(self, offset: int = 0, limit: int | None = None) -> "list[AdapterRecord]":
+        """A page of records, oldest first; those whose files are missing included."""
+        with self._state:
+            return [*islice(self._records.values(), offset, None if limit is None else offset + limit)]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def acquire(self, digest: AdapterDigest) -> None:
+        """A request uses the version: its files stay until ``release``.
+
+        Raises:
+            UnknownAdapter: the version was removed since it was looked up.
+        """
+        with self._state:
+            if not self._names[digest] and not self._uses[digest]:
+                raise UnknownAdapter(f"no adapter has the digest {digest}")
+            self._uses[digest] += 1
+
+    def release(self, digest: AdapterDigest) -> None:
+        """End one use. Deleting files, if it was the last, happens in the background.
+
+        Raises:
+            ValueError: there was no such use.
+        """
+        with self._state:
+            if not self._uses[digest]:
+                raise ValueError(f"adapter {digest} was released more often than acquired")
+            self._uses[digest] -= 1
+            unused = not self._uses[digest] and not self._names[digest]
+        if unused:
+            self._cleaner.submit(self._clean, digest)
+
+    def close(self) -> None:
+        """Wait for deletions in progress and close the registry."""
+        self._cleaner.shutdown()
+        self._registry.close()
+
+    def _load(self) -> tuple[str, ...]:
+        present = self._store.digests()
+        for row in self._registry.load():
+            record = AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
+            self._records[row.name] = record
+            self._names[row.digest] += 1
+            if row.digest not in present:
+                self._missing.add(row.digest)
+        notes = [
+            f"adapter {name!r} is registered, but its files are gone from {record.folder}"
+            for name, record in self._records.items()
+            if record.digest in self._missing
+        ]
+        if others := self._registry.names_of_other_bases():
+            notes.append(f"{_some(others)} registered for another base model: not served")
+        return tuple(notes)
+
+    @contextmanager
+    def _reserve(self, name: str) -> Iterator[None]:
+        with self._state:
+            if name in self._busy:
+                raise AdapterBusy(f"adapter {name!r} is being changed by another call; try again when it has ended")
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._busy.discard(name)
+
+    def _point(self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool) -> AdapterRecord:
+        old = self._records.get(name)
+        max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
+        row = RegistryRow(
+            name=name,
+            digest=staged.digest,
+            source=source,
+            created_at=self._now(),
+            ranks=msgspec.json.encode(staged.ranks).decode(),
+            max_rank=max_rank,
+            weight_bytes=staged.weight_bytes,
+        )
+        record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
+        self._accept(record.ref)
+        self._store.publish(staged)
+        if old is not None and old.digest == staged.digest and (old.persistent or not persistent):
+            self._missing.discard(staged.digest)
+            return old
+        try:
+            if persistent:
+                self._registry.add(row, replace)
+        except Exception:
+            self._drop_if_unused(staged.digest)
+            raise
+        with self._state:
+            self._missing.discard(staged.digest)
+            self._records[name] = record
+            self._names[record.digest] += 1
+            if old is not None:
+                self._names[old.digest] -= 1
+        if old is not None:
+            self._drop_if_unused(old.digest)
+        return record
+
+    def _clean(self, digest: AdapterDigest) -> None:
+        with self._changes:
+            self._drop_if_unused(digest)
+
+    def _drop_if_unused(self, digest: AdapterDigest) -> None:
+        """Delete a version that no name, no request and no row of another base needs. Under ``_changes``."""
+        with self._state:
+            if self._names[digest] or self._uses[digest]:
+                return
+            del self._names[digest], self._uses[digest]
+            self._missing.discard(digest)
+        if self._registry.remove_version_if_unnamed(digest):
+            self._store.remove(digest)
+        self._on_drop(digest)
+
+
+def check_name(name: str, reserved: set[str]) -> None:
+    """Check a name for an adapter.
+
+    Raises:
+        AdapterError: it is not one, or reserved.
+    """
+    if not _NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
+        raise AdapterError(
+            f"{name[:200]!r} cannot name an adapter: 1 to 128 of letters, digits and . _ - / @, "
+            f"not starting with . or /, without '..'"
+        )
+    if name in reserved:
+        raise AdapterError(f"{name!r} is the name of the base model")
+
+
+def base_identity(base_name: str, geometry: ModelGeometry) -> str:
+    """What a base model is remembered by: its name and its sizes (in whatever dtype it is served)."""
+    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
+    return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"{len(names)} adapter{'s' if len(names) > 1 else ''} ({shown})"

@@ -1,0 +1,213 @@
+"""``adapter_config.json`` of PEFT: which modules a LoRA covers, and how strongly.
+
+Matching follows PEFT (https://github.com/huggingface/peft): ``target_modules`` and ``exclude_modules`` are lists
+of name endings or one regular expression for the whole name; a key of ``rank_pattern`` or ``alpha_pattern`` is a
+regular expression for the end of a name, and the first that matches counts. What changes the result of the
+model and is not computed here is refused by its key, never ignored.
+"""
+
+import math
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import regex  # type: ignore[import-untyped]
+
+from lorikeet.adapters.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+_MATCH_TIMEOUT_S = 1.0
+_MAX_PATTERN_CHARS = 20_000
+
+_REFUSED = {
+    "use_dora": "DoRA is not supported",
+    "modules_to_save": "fully trained modules are not supported",
+    "lora_bias": "biases of LoRA modules are not supported",
+    "trainable_token_indices": "trained token embeddings are not supported",
+    "alora_invocation_tokens": "aLoRA is not supported",
+    "use_qalora": "QALoRA is not supported",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+    "arrow_config": "Arrow routing is not supported",
+    "kasa_config": "KaSA is not supported",
+    "monteclora_config": "MonteCLoRA is not supported",
+    "loftq_config": "LoftQ changes the base weights",
+    "megatron_config": "Megatron layers are not supported",
+    "layer_replication": "replicated layers are not supported",
+    "fan_in_fan_out": "transposed base weights are not supported",
+    "target_parameters": "LoRA on bare parameters is not supported",
+}
+_HARMLESS = {
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "init_lora_weights", "bias", "megatron_core", "qalora_group_size", "runtime_config",
+    "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Read elsewhere, or of no effect on inference: ``*_config`` of initialisers count by ``init_lora_weights``."""
+_KEEPS_BASE = {"gaussian", "eva", "orthogonal"}
+"""Initialisers that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them."""
+
+
+class LoraConfig(msgspec.Struct, frozen=True):
+    """The keys that say what a LoRA covers and how it is scaled, named as in PEFT."""
+
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+
+    def rank(self, name: str) -> int:
+        """Rank of the module called ``name`` in the model (``model.layers.0.self_attn.q_proj``)."""
+        return self.rank_pattern.get(_first_match(tuple(self.rank_pattern), name), self.r)
+
+    def scaling(self, name: str) -> float:
+        """Factor of B·A: alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
+        alpha = self.alpha_pattern.get(_first_match(tuple(self.alpha_pattern), name), self.lora_alpha)
+        rank = self.rank(name)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def covers(self, name: str) -> bool:
+        """Whether the module called ``name`` is changed."""
+        if self.exclude_modules and _in_list_or_regex(name, self.exclude_modules):
+            return False
+        if isinstance(self.target_modules, str):
+            return self.target_modules == "all-linear" or _fullmatch(self.target_modules, name)
+        if name in self.target_modules:
+            return True
+        return _in_list_or_regex(name, self.target_modules) and self._covers_layer(name)
+
+    def _covers_layer(self, name: str) -> bool:
+        wanted = self.layers_to_transform
+        if wanted is None or wanted == []:
+            return True
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        for pattern in patterns or [r"[^.]*"]:
+            match = _compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.").match(name, timeout=_MATCH_TIMEOUT_S)
+            if match is not None:
+                return int(match["idx"]) in ([wanted] if isinstance(wanted, int) else wanted)
+        return False
+
+    def digest_fields(self) -> bytes:
+        """The keys that change what the weights mean, in one canonical form. The order of patterns counts."""
+        return msgspec.json.encode(
+            {
+                "alpha_pattern": [(key, float(value)) for key, value in self.alpha_pattern.items()],
+                "lora_alpha": float(self.lora_alpha),
+                "r": self.r,
+                "rank_pattern": list(self.rank_pattern.items()),
+                "use_rslora": self.use_rslora,
+            },
+            order="sorted",
+        )
+
+
+def read_config(file: Path) -> tuple[LoraConfig, str]:
+    """Read and check an ``adapter_config.json``.
+
+    Returns:
+        the settings, and the base model that the file names ("" if none).
+
+    Raises:
+        AdapterError: no valid JSON, another PEFT type, or a key that is not supported; the message names it.
+    """
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise AdapterError(f"{file.name}: larger than {MAX_CONFIG_BYTES} bytes")
+        raw = msgspec.json.decode(text, type=dict[str, Any])
+    except OSError as error:
+        raise AdapterError(f"{file.name}: cannot be read: {error.strerror} ({file.parent})") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AdapterError(f"{file.name}: {error}") from error
+    try:
+        _refuse(raw)
+        config = msgspec.convert(_without_nulls(raw), LoraConfig)
+        _check_values(config)
+    except (msgspec.ValidationError, AdapterError) as error:
+        raise AdapterError(f"{file.name}: {error}") from error
+    return config, str(raw.get("base_model_name_or_path") or "")
+
+
+def _refuse(raw: dict[str, Any]) -> None:
+    if raw.get("peft_type") != "LORA":
+        raise AdapterError(f"peft_type is {raw.get('peft_type')!r}; only 'LORA' is supported")
+    for key, value in raw.items():
+        if key in _REFUSED and value:
+            raise AdapterError(f"{key} is set: {_REFUSED[key]}")
+        if value and key not in _HARMLESS and key not in _REFUSED and key not in LoraConfig.__struct_fields__:
+            raise AdapterError(f"{key} is set, which is not a key that is understood here")
+    if raw.get("bias", "none") not in ("none", None):
+        raise AdapterError(f"bias is {raw['bias']!r}: trained biases are not supported")
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, str) and init not in _KEEPS_BASE:
+        raise AdapterError(f"init_lora_weights is {init!r}, which changes the base weights; convert it with PEFT first")
+    if isinstance(raw.get("target_modules"), list):
+        for target in raw["target_modules"]:
+            if str(target).rsplit(".")[-1] in ("lm_head", "embed_tokens"):
+                raise AdapterError(f"target_modules names {target!r}: LoRA on embeddings or head is not supported")
+
+
+def _check_values(config: LoraConfig) -> None:
+    if config.r < 1 or any(rank < 1 for rank in config.rank_pattern.values()):
+        raise AdapterError("r and the values of rank_pattern must be at least 1")
+    if not all(math.isfinite(alpha) for alpha in (config.lora_alpha, *config.alpha_pattern.values())):
+        raise AdapterError("lora_alpha and the values of alpha_pattern must be finite")
+    if not config.target_modules:
+        raise AdapterError("target_modules is empty")
+    for listing in (config.target_modules, config.exclude_modules):
+        if isinstance(listing, str):
+            _compile(listing)
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        _compile(_ending(pattern))
+
+
+def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _first_match(patterns: tuple[str, ...], name: str) -> str:
+    """Return the first pattern that matches the end of ``name``, else ``name``."""
+    for pattern in patterns:
+        if _matches(_compile(_ending(pattern)), pattern, name):
+            return pattern
+    return name
+
+
+def _in_list_or_regex(name: str, names: list[str] | str) -> bool:
+    if isinstance(names, str):
+        return _fullmatch(names, name)
+    return any(name == ending or name.endswith(f".{ending}") for ending in names)
+
+
+def _ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _fullmatch(pattern: str, name: str) -> bool:
+    return _matches(_compile(f"(?:{pattern})\\Z"), pattern, name)
+
+
+def _matches(compiled: "regex.Pattern[str]", pattern: str, name: str) -> bool:
+    try:
+        return compiled.match(name, timeout=_MATCH_TIMEOUT_S, concurrent=True) is not None
+    except TimeoutError as error:
+        raise AdapterError(f"the pattern {pattern!r} takes too long to match {name!r}") from error
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str) -> "regex.Pattern[str]":
+    """Compile with ``regex``, which can time out: a pattern comes from strangers, and ``re`` would hang the process."""
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise AdapterError(f"a pattern of {len(pattern)} characters is too long")
+    try:
+        re.compile(pattern)  # the dialect is re's: what it refuses, PEFT could not have used
+        return regex.compile(pattern)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
+        raise AdapterError(f"{pattern!r} is not a regular expression: {error}") from error

@@ -1,0 +1,140 @@
+"""Copying an adapter's two files from where a user keeps them: a folder, or any URL that fsspec reads.
+
+At run time anybody with an admin key may name a source, so it must lie in the allowed folder or below an allowed
+URL. Sources of the command line are trusted: who starts the server may read what the server may.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+from lorikeet.adapters.checkpoint import WEIGHTS_FILE
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
+from lorikeet.config import AdapterSettings
+
+_CHUNK_BYTES = 4 * 2**20
+_LOCAL_SCHEMES = ("file", "local")
+
+
+def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
+    """Copy ``adapter_config.json`` and ``adapter_model.safetensors`` from ``source`` into the folder ``into``.
+
+    Args:
+        source: a folder (relative to ``adapter_dir``; to the working directory if trusted) or a URL
+            (``hf://org/repo``, ``s3://bucket/folder``, ...).
+        settings: the allowed folder and URLs, and the size limit.
+        into: an existing folder.
+        trusted: the source comes from the command line; only the size limit applies.
+
+    Raises:
+        AdapterError: the source is not allowed, missing, too large or cannot be read.
+    """
+    limits = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: settings.max_bytes}
+    scheme, separator, rest = source.partition("://")
+    if not separator or scheme.lower() in _LOCAL_SCHEMES:
+        folder = _local_folder(rest if separator else source, settings, trusted)
+        for name, limit in limits.items():
+            with _open_local(folder, name, None if trusted else Path(settings.adapter_dir)) as stream:
+                _copy(stream, into / name, limit, source)
+        return
+    if not trusted:
+        _check_allowed(source, settings.allowed_sources)
+    _fetch_url(source, into, limits)
+
+
+def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
+    if trusted:
+        return Path(path).expanduser()
+    if not settings.adapter_dir:
+        raise AdapterError(f"{path}: local folders are not allowed; start the server with --adapter-dir")
+    if ".." in Path(path).parts or "\0" in path:
+        raise AdapterError(f"{path}: '..' is not allowed in a path")
+    allowed = Path(settings.adapter_dir).resolve()
+    folder = (allowed / path).resolve()
+    if not folder.is_relative_to(allowed):
+        raise AdapterError(f"{path}: outside the folder that adapters may be loaded from")
+    return folder
+
+
+@contextmanager
+def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[BinaryIO]:
+    """Open a regular file; one that is a link may not lead out of ``allowed``."""
+    file = folder / name
+    if not file.exists():
+        raise AdapterError(f"{name}: there is no such file in {folder}{_other_formats(os.listdir(folder))}" if
+                           folder.is_dir() else f"{folder}: there is no such folder")  # fmt: skip
+    file = file.resolve()
+    if allowed is not None and not file.is_relative_to(allowed.resolve()):
+        raise AdapterError(f"{folder / name}: a link that leads outside the folder that adapters may be loaded from")
+    try:
+        # O_NONBLOCK: a pipe under this name must not hang us before fstat has seen it
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise AdapterError(f"{folder / name}: {error.strerror}") from error
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AdapterError(f"{folder / name}: not a regular file")
+        yield stream
+
+
+def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
+    """A URL is allowed if an allowed one is a prefix of it, segment by segment."""
+    segments = _segments(source)
+    if any(part in ("..", ".", "") for part in segments[1:]) or "::" in source or any(c in source for c in "\\%?#\0"):
+        raise AdapterError(f"{source}: '..', empty parts, '::', escapes and queries are not allowed in a URL")
+    if any("@refs" in part for part in segments):  # on the Hub anybody can open a pull request with own files
+        raise AdapterError(f"{source}: pull requests of a repository are not allowed")
+    for prefix in allowed_sources:
+        allowed = _segments(prefix)
+        if len(allowed) > 1 and segments[: len(allowed)] == allowed:
+            return
+    allowed_text = ", ".join(allowed_sources) or "none"
+    raise AdapterError(f"{source}: not below an allowed source (--allowed-sources; allowed: {allowed_text})")
+
+
+def _segments(url: str) -> list[str]:
+    scheme, _, rest = url.partition("://")
+    return [scheme.lower(), *rest.rstrip("/").split("/")] if rest.strip("/") else [scheme.lower()]
+
+
+def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
+    try:
+        # without the instance cache: a listing kept from an earlier call could hide a new upload
+        files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
+        for name, limit in limits.items():
+            path = f"{root.rstrip('/')}/{name}"
+            if not files.exists(path):
+                listing = [Path(str(found)).name for found in files.ls(root, detail=False)]
+                raise AdapterError(f"{source}: {name} is not there{_other_formats(listing)}")
+            size = cast("int | None", files.info(path).get("size"))
+            if size is not None and size > limit:
+                raise AdapterError(f"{source}: {name} has {size} bytes, allowed are {limit}")
+            with files.open(path, "rb") as stream:
+                _copy(stream, into / name, limit, source)
+    except AdapterError:
+        raise
+    except Exception as error:  # each fsspec file system has errors of its own, some not even OSError
+        raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _copy(stream: Any, to: Path, limit_bytes: int, source: str) -> None:
+    copied = 0
+    with to.open("wb") as target:
+        while chunk := stream.read(_CHUNK_BYTES):
+            copied += len(chunk)
+            if copied > limit_bytes:
+                raise AdapterError(f"{source}: {to.name} is larger than the {limit_bytes} bytes allowed")
+            target.write(chunk)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _other_formats(names: list[str]) -> str:
+    others = sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS_FILE)
+    return f"; {', '.join(others)} is not read, since only safetensors is" if others else ""
