@@ -3,10 +3,15 @@
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # One OpenMP team per process: tests start several processes on few cores. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+# The same examples on every run, and no time limits: other work may share the machine.
+hypothesis.settings.register_profile("lorikeet", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("lorikeet")
 
 
 def _must_fail(report: pytest.TestReport | pytest.CollectReport) -> bool:

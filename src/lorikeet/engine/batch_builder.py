@@ -1,0 +1,152 @@
+"""From the sequences of a plan to the tensors of a batch.
+
+Everything is gathered in numpy and handed to torch once per field: a loop over tokens in Python would cost
+more than a decode step of a small model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.engine.sequences import Ints
+from lorikeet.engine.sequences import Sequence as RunningSequence
+from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan
+
+
+class BatchRow(NamedTuple):
+    """One sequence's share of a batch.
+
+    Attributes:
+        sequence: token ids and block table.
+        start: position of the first token computed.
+        tokens: how many tokens are computed.
+        samples: whether the logits of the last one are wanted.
+    """
+
+    sequence: RunningSequence
+    start: int
+    tokens: int
+    samples: bool
+
+
+class AdapterRows(NamedTuple):
+    """Rows ``start`` to ``stop`` (half-open) of a batch that run under ``adapter``."""
+
+    adapter: AdapterDigest
+    start: int
+    stop: int
+
+
+def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]) -> list[AdapterRows]:
+    """Merge neighbouring sequences of one adapter into runs of rows.
+
+    Args:
+        adapters: adapter of each sequence in batch order, None for the base model.
+        tokens: rows of each sequence, at least 1.
+
+    Returns:
+        Runs in row order; no two touching runs have the same adapter, rows of the base are in none.
+    """
+    runs: list[AdapterRows] = []
+    row = 0
+    for adapter, count in zip(adapters, tokens, strict=True):
+        stop = row + count
+        if adapter is not None:
+            if runs and runs[-1].adapter == adapter and runs[-1].stop == row:
+                runs[-1] = runs[-1]._replace(stop=stop)
+            else:
+                runs.append(AdapterRows(adapter, row, stop))
+        row = stop
+    return runs
+
+
+def build_batch(
+    rows: Sequence[BatchRow],
+    pieces: Mapping[AdapterDigest, LoraPieces],
+    block_tokens: int,
+    device: torch.device,
+) -> Batch:
+    """Build the metadata of one step.
+
+    Args:
+        rows: sequences in batch order, equal adapters beside each other.
+        pieces: where the weights of each adapter in use lie.
+        block_tokens: tokens of KV in a block.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
+    """
+    for row in rows:
+        _check(row, block_tokens)
+    counts = np.array([row.tokens for row in rows], dtype=np.int64)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
+    stops = np.cumsum(counts)
+    firsts = stops - counts
+    positions = np.arange(counts.sum()) + np.repeat(starts - firsts, counts)
+    tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_tokens)] for row in rows]
+    decodes = np.flatnonzero(counts == 1)
+    decode_tables = _padded([tables[i] for i in decodes])
+
+    def tensor(array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    prefills = tuple(
+        PrefillSpan(int(firsts[i]), int(stops[i]), int(starts[i] + counts[i]), tensor(tables[i]))
+        for i in np.flatnonzero(counts > 1)
+    )
+    sampling = np.array([row.samples for row in rows], dtype=bool)
+    runs = adapter_rows([row.sequence.adapter for row in rows], counts.tolist())
+    return Batch(
+        token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
+        positions=tensor(positions),
+        slot_blocks=tensor(
+            _concatenate(
+                [
+                    table[positions[first:stop] // block_tokens]
+                    for table, first, stop in zip(tables, firsts, stops, strict=True)
+                ]
+            )
+        ),
+        slot_offsets=tensor(positions % block_tokens),
+        decode_rows=tensor(firsts[decodes]),
+        decode_tables=tensor(decode_tables),
+        decode_contexts=tensor(starts[decodes] + 1),
+        prefills=prefills,
+        sample_rows=tensor(stops[sampling] - 1),
+        lora=tuple(LoraSegment(run.start, run.stop, pieces[run.adapter]) for run in runs),
+    )
+
+
+def _check(row: BatchRow, block_tokens: int) -> None:
+    context, sequence = row.start + row.tokens, row.sequence
+    if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
+        raise ValueError(
+            f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
+            f"it has {len(sequence.token_ids)}"
+        )
+    if _blocks(context, block_tokens) > len(sequence.blocks):
+        raise ValueError(
+            f"request {sequence.request_id}: {context} tokens do not fit its {len(sequence.blocks)} blocks "
+            f"of {block_tokens}"
+        )
+
+
+def _blocks(tokens: int, block_tokens: int) -> int:
+    return -(-tokens // block_tokens)
+
+
+def _concatenate(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
+
+
+def _padded(tables: list[Ints]) -> Ints:
+    width = max((len(table) for table in tables), default=0)
+    padded = np.zeros((len(tables), width), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
