@@ -216,9 +216,10 @@ class AdapterCatalog:
         """Wait for deletions in progress and close the registry."""
         self._cleaner.shutdown()
         self._registry.close()
+        self._store.close()
 
     def _load(self) -> tuple[str, ...]:
-        present = self._store.digests()
+        present = self._collect()
         for row in self._registry.load():
             record = AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
             self._records[row.name] = record
@@ -233,6 +234,19 @@ class AdapterCatalog:
         if others := self._registry.names_of_other_bases():
             notes.append(f"{_some(others)} registered for another base model: not served")
         return tuple(notes)
+
+    def _collect(self) -> set[AdapterDigest]:
+        """Delete versions without a name (of trusted sources, or left by a crash); return those that remain."""
+        present = self._store.digests()
+        with self._store.alone() as alone:
+            if not alone:
+                return present
+            self._store.clear_incoming()
+            for digest in sorted(present - self._registry.named_digests()):
+                if self._registry.remove_version_if_unnamed(digest):
+                    self._store.remove(digest)
+                    present.discard(digest)
+        return present
 
     @contextmanager
     def _reserve(self, name: str) -> Iterator[None]:
@@ -291,8 +305,9 @@ class AdapterCatalog:
                 return
             del self._names[digest], self._uses[digest]
             self._missing.discard(digest)
-        if self._registry.remove_version_if_unnamed(digest):
-            self._store.remove(digest)
+        with self._store.alone() as alone:  # else it may be in use elsewhere; a later start deletes it
+            if alone and self._registry.remove_version_if_unnamed(digest):
+                self._store.remove(digest)
         self._on_drop(digest)
 
 

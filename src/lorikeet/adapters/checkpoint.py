@@ -23,7 +23,9 @@ PROJECTIONS = {
 """Each of ``LORA_MODULES`` as checkpoints call it, below ``model.layers.N``."""
 
 _MODULES = {projection: module for module, projection in PROJECTIONS.items()}
-_KEY = re.compile(r"(?:base_model\.model\.)?model\.layers\.(\d+)\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)\.lora_([AB])(?:\.default)?\.weight"
+)
 
 
 def module_name(layer: int, module: str) -> str:

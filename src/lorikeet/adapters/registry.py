@@ -1,15 +1,20 @@
 """Which names point to which versions, kept in a database so that it outlives the server."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import ForeignKey, create_engine, delete, event, insert, select
+from sqlalchemy import ForeignKey, create_engine, delete, event, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from lorikeet.adapters.errors import AdapterError, AdapterExists
+
+_INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+"""Both know ``ON CONFLICT``; other databases are not supported."""
 
 
 class _Base(DeclarativeBase):
@@ -66,10 +71,13 @@ class Registry:
         self._base = base
         try:
             parsed = _with_driver(make_url(url))
+            if parsed.get_backend_name() not in _INSERTS:
+                raise AdapterError(f"the adapter registry is SQLite or PostgreSQL, not {parsed.get_backend_name()}")
+            self._insert = _INSERTS[parsed.get_backend_name()]
             self._engine = create_engine(parsed, pool_pre_ping=True)
             if parsed.get_backend_name() == "sqlite":
                 event.listen(self._engine, "connect", _tune_sqlite)
-            _Base.metadata.create_all(self._engine)
+            self._create_tables()
         except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
@@ -104,27 +112,25 @@ class Registry:
         Raises:
             AdapterExists: the name is taken, by another process since this one looked.
         """
+        insert_name = self._insert(AdapterNameRow).values(self._name(row))
+        if replace:
+            new = {key: insert_name.excluded[key] for key in ("digest", "source", "created_at")}
+            insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
         try:
-            with Session(self._engine) as session, session.begin():
-                session.merge(self._version(row))
-                session.flush()
-                name = self._name(row)
-                if replace:
-                    session.merge(name)
-                else:
-                    session.add(name)
+            with self._engine.begin() as connection:
+                connection.execute(self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing())
+                connection.execute(insert_name)
         except IntegrityError as error:
             raise AdapterExists(f"adapter {row.name!r} is registered already") from error
 
     def add_many(self, rows: Iterable[RegistryRow]) -> None:
-        """Insert new rows of new versions in one transaction."""
+        """Insert rows of new names in one transaction."""
         rows = list(rows)
         if not rows:
             return
-        versions = {row.digest: _columns(self._version(row)) for row in rows}
         with self._engine.begin() as connection:
-            connection.execute(insert(VersionRow), list(versions.values()))
-            connection.execute(insert(AdapterNameRow), [_columns(self._name(row)) for row in rows])
+            connection.execute(self._insert(VersionRow).on_conflict_do_nothing(), [_version(row) for row in rows])
+            connection.execute(self._insert(AdapterNameRow), [self._name(row) for row in rows])
 
     def remove(self, name: str) -> None:
         """Delete a name; one that is not there is no error."""
@@ -150,20 +156,22 @@ class Registry:
         """Close all connections."""
         self._engine.dispose()
 
-    def _version(self, row: RegistryRow) -> VersionRow:
-        return VersionRow(
-            digest=row.digest,
-            ranks=row.ranks,
-            max_rank=row.max_rank,
-            weight_bytes=row.weight_bytes,
-            source=row.source,
-            created_at=row.created_at,
-        )
+    def _create_tables(self) -> None:
+        """Create what is missing; two servers may start at once."""
+        with self._engine.begin() as connection:
+            for table in _Base.metadata.sorted_tables:
+                connection.execute(CreateTable(table, if_not_exists=True))
+                for index in table.indexes:
+                    connection.execute(CreateIndex(index, if_not_exists=True))
 
-    def _name(self, row: RegistryRow) -> AdapterNameRow:
-        return AdapterNameRow(
-            base=self._base, name=row.name, digest=row.digest, source=row.source, created_at=row.created_at
-        )
+    def _name(self, row: RegistryRow) -> dict[str, Any]:
+        columns = ("name", "digest", "source", "created_at")
+        return {"base": self._base, **{column: getattr(row, column) for column in columns}}
+
+
+def _version(row: RegistryRow) -> dict[str, Any]:
+    columns = ("digest", "ranks", "max_rank", "weight_bytes", "source", "created_at")
+    return {column: getattr(row, column) for column in columns}
 
 
 def sqlite_url(file: Path) -> str:
@@ -184,7 +192,3 @@ def _tune_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=10000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-
-
-def _columns(row: _Base) -> dict[str, Any]:
-    return {column.key: getattr(row, column.key) for column in row.__mapper__.column_attrs}

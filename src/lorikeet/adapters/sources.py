@@ -56,7 +56,10 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     if ".." in Path(path).parts or "\0" in path:
         raise AdapterError(f"{path}: '..' is not allowed in a path")
     allowed = Path(settings.adapter_dir).resolve()
-    folder = (allowed / path).resolve()
+    try:
+        folder = (allowed / path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise AdapterError(f"{path}: cannot be read: {error}") from error
     if not folder.is_relative_to(allowed):
         raise AdapterError(f"{path}: outside the folder that adapters may be loaded from")
     return folder
@@ -65,18 +68,18 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
 @contextmanager
 def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[BinaryIO]:
     """Open a regular file; one that is a link may not lead out of ``allowed``."""
-    file = folder / name
-    if not file.exists():
-        raise AdapterError(f"{name}: there is no such file in {folder}{_other_formats(os.listdir(folder))}" if
-                           folder.is_dir() else f"{folder}: there is no such folder")  # fmt: skip
-    file = file.resolve()
-    if allowed is not None and not file.is_relative_to(allowed.resolve()):
-        raise AdapterError(f"{folder / name}: a link that leads outside the folder that adapters may be loaded from")
     try:
+        file = (folder / name).resolve(strict=True)
+        if allowed is not None and not file.is_relative_to(allowed.resolve()):
+            raise AdapterError(f"{folder / name}: a link that leads outside the folder adapters may be loaded from")
         # O_NONBLOCK: a pipe under this name must not hang us before fstat has seen it
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise AdapterError(f"{folder / name}: {error.strerror}") from error
+    except FileNotFoundError as error:
+        if not folder.is_dir():
+            raise AdapterError(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
+        raise AdapterError(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     with open(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise AdapterError(f"{folder / name}: not a regular file")

@@ -1,7 +1,9 @@
 """The content of adapters on disk, one folder per version, named by its digest."""
 
+import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,7 +97,10 @@ def check_unchanged(ref: AdapterRef) -> None:
 
 
 class AdapterStore:
-    """Owner of ``<root>/versions/<digest>/``. Calls may come from several threads; changes to one digest may not."""
+    """Owner of ``<root>/versions/<digest>/``. Calls may come from several threads; changes to one digest may not.
+
+    Several processes may share a store: each holds a shared lock on it while it lives.
+    """
 
     def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry) -> None:
         self._versions = root / "versions"
@@ -104,6 +109,30 @@ class AdapterStore:
         self._geometry = geometry
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (root / "lock").open("a")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Tell whether no other process uses the store; if so, none begins to until the block ends."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except BlockingIOError:
+            alone = False
+        try:
+            yield alone
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # a failed change of the lock has lost it, too
+
+    def close(self) -> None:
+        """Let others delete what only this process used."""
+        self._lock.close()
+
+    def clear_incoming(self) -> None:
+        """Delete what an earlier process staged and never published. Only while alone."""
+        for leftover in self._incoming.iterdir():
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def folder(self, digest: AdapterDigest) -> Path:
         """Where a version lies, whether it is there or not."""
