@@ -1,0 +1,146 @@
+"""Builders: tiny random checkpoints made with transformers, and batches over scattered blocks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan, kv_view
+from lorikeet.models.config import ModelConfig
+
+BLOCK_TOKENS = 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": (LlamaConfig, {"head_dim": 16}),
+    "llama-linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}}),
+    "llama-llama3": (
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "mistral-window": (MistralConfig, {"sliding_window": 5}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2-yarn": (
+        Qwen2Config,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3-biases": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+}
+"""Every feature that a checkpoint can ask for, at least once."""
+
+
+def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> PreTrainedModel:
+    """Save a random fp32 checkpoint of ``VARIANTS[variant]`` and return transformers' model of it."""
+    config_class, settings = VARIANTS[variant]
+    torch.manual_seed(len(variant))
+    max_shard_size = overrides.pop("max_shard_size", "1GB")
+    config = config_class(**{**SIZES, **settings, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far from the defaults (zero biases, norms of one), so that a tensor in a wrong place shows.
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def oracle_logits(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Return transformers' logits ``[T, vocab]`` of one sequence."""
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+@dataclass
+class Arena:
+    """A paged KV arena whose blocks are handed out in a scattered order and start out full of NaN."""
+
+    kv: Tensor
+    free: list[int]
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, config: ModelConfig, blocks: int = 40, tensor_parallel: int = 1) -> "Arena":
+        """Return an empty arena for one rank of ``config``."""
+        geometry = config.geometry(dtype_bytes=4, tensor_parallel=tensor_parallel)
+        elements = torch.full((blocks, geometry.block_elements(BLOCK_TOKENS)), float("nan"))
+        kv = kv_view(elements, config.layers, BLOCK_TOKENS, geometry.kv_heads, config.head_dim)
+        scattered = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).tolist()
+        return cls(kv, scattered)
+
+    def batch(self, steps: list[tuple[str, list[int]]], lora: tuple[LoraSegment, ...] = ()) -> Batch:
+        """Return the batch that appends these tokens to these sequences; logits of every row are wanted."""
+        rows, positions, blocks = [], [], []
+        decode_rows, decode_tables, decode_contexts, prefills = [], [], [], []
+        for name, token_ids in steps:
+            start = self.lengths.get(name, 0)
+            context = self.lengths[name] = start + len(token_ids)
+            table = self.tables.setdefault(name, [])
+            while len(table) * BLOCK_TOKENS < context:
+                table.append(self.free.pop())
+            if len(token_ids) == 1:
+                decode_rows.append(len(rows))
+                decode_tables.append(torch.tensor(table))
+                decode_contexts.append(context)
+            else:
+                prefills.append(PrefillSpan(len(rows), len(rows) + len(token_ids), context, torch.tensor(table)))
+            rows += token_ids
+            positions += range(start, context)
+            blocks += [table[position // BLOCK_TOKENS] for position in range(start, context)]
+        at = torch.tensor(positions)
+        padded = torch.nn.utils.rnn.pad_sequence(decode_tables, batch_first=True) if decode_tables else None
+        return Batch(
+            token_ids=torch.tensor(rows),
+            positions=at,
+            slot_blocks=torch.tensor(blocks),
+            slot_offsets=at % BLOCK_TOKENS,
+            decode_rows=torch.tensor(decode_rows, dtype=torch.int64),
+            decode_tables=torch.zeros((0, 0), dtype=torch.int64) if padded is None else padded,
+            decode_contexts=torch.tensor(decode_contexts, dtype=torch.int64),
+            prefills=tuple(prefills),
+            sample_rows=torch.arange(len(rows)),
+            lora=lora,
+        )
