@@ -1,0 +1,101 @@
+"""Transfers of adapters into arena blocks, beside the steps."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from lorikeet.adapters.weights import load_weights
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import AdapterLoad, AdapterLoadDone
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.kernels.base import LoraPieces
+from lorikeet.memory.adapter_blocks import piece_views, write_pieces
+from lorikeet.memory.packing import pack
+
+_LOG = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """Reads adapters on threads of its own and knows which are in the arena of this rank.
+
+    The blocks of a load belong to it until it is reported, so writing them needs no lock; nobody is told of its
+    weights before.
+
+    Args:
+        arena: ``[blocks, elements]``.
+        geometry: sizes of this rank's share of the model.
+        rank, size: which share of how many.
+        threads: loads that run at once.
+        on_done: called on a loader thread with every load that has ended, well or not.
+    """
+
+    def __init__(
+        self,
+        arena: Tensor,
+        geometry: ModelGeometry,
+        rank: int,
+        size: int,
+        threads: int,
+        on_done: Callable[[AdapterLoadDone], None],
+    ) -> None:
+        self._arena = arena
+        self._geometry = geometry
+        self._rank = rank
+        self._size = size
+        self._on_done = on_done
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="adapter-load")
+        self._lock = threading.Lock()
+        self._generations: dict[AdapterDigest, int] = {}
+        self._pieces: dict[AdapterDigest, LoraPieces] = {}
+
+    def start(self, load: AdapterLoad) -> None:
+        """Start a transfer; a newer one of the same adapter takes the place of an older."""
+        with self._lock:
+            self._generations[load.adapter.digest] = load.generation
+            self._pieces.pop(load.adapter.digest, None)
+        self._threads.submit(self._run, load)
+
+    def evict(self, digest: AdapterDigest) -> None:
+        """Forget an adapter; a transfer of it that still runs will be reported, and not be used."""
+        with self._lock:
+            self._generations.pop(digest, None)
+            self._pieces.pop(digest, None)
+
+    def pieces(self, digest: AdapterDigest) -> LoraPieces:
+        """Return where an adapter's weights lie.
+
+        Raises:
+            ExecutorError: it is not in the arena.
+        """
+        with self._lock:
+            if digest not in self._pieces:
+                raise ExecutorError(f"adapter {digest} is used, but is not loaded")
+            return self._pieces[digest]
+
+    def close(self) -> None:
+        """Wait for the transfer that runs, abandon those that have not begun."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, load: AdapterLoad) -> None:
+        ref, error = load.adapter, None
+        try:
+            pieces = self._transfer(load)
+            with self._lock:
+                if self._generations.get(ref.digest) == load.generation:
+                    self._pieces[ref.digest] = pieces
+        except Exception as problem:  # whatever is wrong with one adapter must not end the engine
+            _LOG.warning("adapter %s was not loaded", ref.name, exc_info=True)
+            error = str(problem) or type(problem).__name__
+        self._on_done(AdapterLoadDone(ref.digest, load.generation, error))
+
+    def _transfer(self, load: AdapterLoad) -> LoraPieces:
+        packing = pack(load.adapter.ranks, self._geometry, self._arena.shape[1])
+        if packing.blocks != len(load.blocks):
+            raise ValueError(f"adapter {load.adapter.name!r} takes {packing.blocks} blocks, not {len(load.blocks)}")
+        weights = load_weights(load.adapter, self._geometry, self._arena.dtype, self._rank, self._size)
+        write_pieces(weights, packing, load.blocks, self._arena)
+        return piece_views(packing, load.blocks, self._arena, self._geometry)

@@ -1,0 +1,102 @@
+"""What every tensor-parallel rank does with a plan: keep its sequences, run its share of the decoder."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import RequestId
+from lorikeet.core.plan import SequenceStep, StepPlan
+from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.sequences import Sequence
+from lorikeet.kernels.base import kv_view
+from lorikeet.models.decoder import Decoder
+
+
+class Rank:
+    """One rank's sequences, arena and decoder.
+
+    Args:
+        decoder: this rank's share.
+        arena: ``[blocks, elements]``, for KV and adapters.
+        geometry: sizes of this rank's share.
+        block_tokens: tokens of KV in a block.
+        loader: brings adapters into the arena.
+    """
+
+    def __init__(
+        self, decoder: Decoder, arena: Tensor, geometry: ModelGeometry, block_tokens: int, loader: AdapterLoader
+    ) -> None:
+        self.device: torch.device = arena.device
+        self._decoder = decoder
+        self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
+        self._block_tokens = block_tokens
+        self._loader = loader
+        self._sequences: dict[RequestId, Sequence] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do what the plan asks for before its first step.
+
+        Raises:
+            ExecutorError: it runs or drops a sequence that this rank does not know.
+        """
+        for request_id in plan.drops:
+            if self._sequences.pop(request_id, None) is None:
+                raise ExecutorError(f"request {request_id} is dropped, but was never started")
+        for digest in plan.evictions:
+            self._loader.evict(digest)
+        for start in plan.starts:
+            self._sequences[start.request_id] = Sequence(start)
+        for load in plan.loads:
+            self._loader.start(load)
+        for step in plan.sequences:
+            self.sequence(step.request_id).add_blocks(step.new_blocks)
+
+    def forward(self, plan: StepPlan, ran: int, *, logits: bool = True) -> Tensor:
+        """Run one step.
+
+        Args:
+            plan: an applied plan with sequences.
+            ran: how many of its identical steps have run.
+            logits: False leaves the output layer out, for ranks that do not sample.
+
+        Returns:
+            fp32 logits ``[S, vocab]`` of the sequences that sample, ``S`` 0 without ``logits``.
+
+        Raises:
+            ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
+        """
+        rows = [
+            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples and logits)
+            for step in plan.sequences
+        ]
+        used = {row.sequence.adapter for row in rows} - {None}
+        try:
+            pieces = {digest: self._loader.pieces(digest) for digest in used if digest is not None}
+            batch = build_batch(rows, pieces, self._block_tokens, self.device)
+        except ValueError as error:
+            raise ExecutorError(f"step {plan.step}: {error}") from error
+        return self._decoder.forward(batch, self._kv)
+
+    def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
+        """Append one sampled token to each of ``steps``, which are those that sample."""
+        for step, token_id in zip(steps, token_ids, strict=True):
+            self.sequence(step.request_id).add_token(token_id)
+
+    def sequence(self, request_id: RequestId) -> Sequence:
+        """Return a sequence.
+
+        Raises:
+            ExecutorError: it was never started, or dropped.
+        """
+        if request_id not in self._sequences:
+            raise ExecutorError(f"request {request_id} runs, but was never started")
+        return self._sequences[request_id]
+
+
+def sampling_steps(plan: StepPlan) -> list[SequenceStep]:
+    """Return the sequences of a plan that yield a token, in the order of their logits."""
+    return [step for step in plan.sequences if step.samples]

@@ -1,0 +1,213 @@
+"""The executor with real arithmetic, in plain torch."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
+from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.rank import Rank, sampling_steps
+from lorikeet.engine.sampler import NotFiniteError, SampleRow, sample
+from lorikeet.models.decoder import Decoder
+
+
+class Peers(Protocol):
+    """The other tensor-parallel ranks, as rank 0 needs them."""
+
+    size: int
+    """Ranks in all, rank 0 included."""
+
+    def send(self, plan: StepPlan) -> None:
+        """Let every rank begin the plan."""
+        ...
+
+    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
+        """Give every rank the tokens of a step, and whether another step follows."""
+        ...
+
+    def check(self) -> None:
+        """Do nothing if all ranks are well.
+
+        Raises:
+            ExecutorError: one has died; the message says which and why.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the ranks."""
+        ...
+
+
+class NoPeers:
+    """Rank 0 is alone."""
+
+    size = 1
+
+    def send(self, plan: StepPlan) -> None:
+        """Nobody listens."""
+
+    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
+        """Nobody listens."""
+
+    def check(self) -> None:
+        """Nobody can have died."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FinishedLoads:
+    """Loads that every rank has finished, handed from the threads that notice to the loop.
+
+    Args:
+        ranks: how many have to report a load before it counts as done.
+        on_done: called, on the reporting thread, when there is something new.
+    """
+
+    def __init__(self, ranks: int, on_done: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._on_done = on_done
+        self._changed = threading.Condition()
+        self._reports: dict[tuple[str, int], list[AdapterLoadDone]] = {}
+        self._done: list[AdapterLoadDone] = []
+        self._broken = False
+
+    def report(self, done: AdapterLoadDone) -> None:
+        """Count one rank's report; the first error among them is the load's."""
+        key = (done.digest, done.generation)
+        with self._changed:
+            reports = self._reports.setdefault(key, [])
+            reports.append(done)
+            if len(reports) < self._ranks:
+                return
+            del self._reports[key]
+            self._done.append(next((report for report in reports if report.error is not None), done))
+            self._changed.notify_all()
+        self._on_done()
+
+    def break_off(self) -> None:
+        """Nothing more will come: wake whoever waits."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+        self._on_done()
+
+    def take(self) -> list[AdapterLoadDone]:
+        """Return what was done since the last call."""
+        with self._changed:
+            done, self._done = self._done, []
+            return done
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Block until there is something to take, or nothing more will come, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._done) or self._broken, timeout_s)
+
+
+class TorchExecutor:
+    """Rank 0: runs its share of every step, samples, and tells the other ranks. See ``engine.executor.Executor``.
+
+    Args:
+        decoder: rank 0's share of the model.
+        arena: ``[blocks, elements]`` of the model's dtype.
+        geometry: sizes of rank 0's share.
+        block_tokens: tokens of KV in a block.
+        finished: where loads are counted; made for as many ranks as ``peers`` has.
+        load_threads: adapters that are read at once.
+        peers: the other ranks.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Tensor,
+        geometry: ModelGeometry,
+        block_tokens: int,
+        finished: FinishedLoads,
+        load_threads: int = 1,
+        peers: Peers | None = None,
+    ) -> None:
+        self._peers: Peers = peers or NoPeers()
+        self._finished = finished
+        self._loader = AdapterLoader(arena, geometry, 0, self._peers.size, load_threads, finished.report)
+        self._rank = Rank(decoder, arena, geometry, block_tokens, self._loader)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan and return its tokens.
+
+        Raises:
+            ExecutorError: the plan cannot be run, logits are not finite, or a rank has died.
+        """
+        started_s = time.monotonic()
+        self._peers.check()
+        try:
+            self._peers.send(plan)
+            self._rank.apply(plan)
+            tokens, steps_run = self._run(plan, started_s) if plan.sequences else ([], plan.repeat)
+        except (RuntimeError, OSError):
+            # When a rank dies, what breaks first here is a collective or a pipe; the reason is the better message.
+            self._peers.check()
+            raise
+        by_request = {step.request_id: sampled for step, sampled in zip(sampling_steps(plan), tokens, strict=True)}
+        return StepResult(
+            step=plan.step,
+            tokens=tuple(tuple(by_request.get(step.request_id, ())) for step in plan.sequences),
+            steps_run=steps_run,
+            duration_s=time.monotonic() - started_s,
+        )
+
+    def completed_loads(self) -> list[AdapterLoadDone]:
+        """Return the loads that every rank has finished since the last call.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        self._peers.check()
+        return self._finished.take()
+
+    def wait_for_load(self, timeout_s: float | None) -> None:
+        """Block until a load has completed, a rank has died, or ``timeout_s`` is over (None: no limit)."""
+        self._finished.wait(timeout_s)
+
+    def close(self) -> None:
+        """End threads and ranks. Loads that have not begun are abandoned."""
+        self._peers.close()
+        self._loader.close()
+
+    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], int]:
+        """Return the tokens of each sequence that samples, and how many steps ran."""
+        steps = sampling_steps(plan)
+        tokens: list[list[Token]] = [[] for _ in steps]
+        for ran in range(plan.repeat):
+            sampled = self._sample(plan, steps, self._rank.forward(plan, ran))
+            over = time.monotonic() - started_s >= plan.max_duration_s
+            go_on = ran + 1 < plan.repeat and not over and not self._any_stops(steps, sampled)
+            chosen = [token.token_id for token in sampled]
+            self._peers.tell(chosen, go_on=go_on)
+            self._rank.append(steps, chosen)
+            for collected, token in zip(tokens, sampled, strict=True):
+                collected.append(token)
+            if not go_on:
+                break
+        return tokens, ran + 1
+
+    def _sample(self, plan: StepPlan, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token]:
+        sequences = [self._rank.sequence(step.request_id) for step in steps]
+        rows = [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences]
+        try:
+            return sample(logits, rows)
+        except NotFiniteError as error:
+            names = ", ".join(str(steps[row].request_id) for row in error.rows)
+            raise ExecutorError(f"step {plan.step}: the model's output is not finite for requests {names}") from error
+
+    def _any_stops(self, steps: Sequence[SequenceStep], sampled: Sequence[Token]) -> bool:
+        """Stop tokens that come too early for ``min_tokens`` are never sampled."""
+        return any(
+            token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
+            for step, token in zip(steps, sampled, strict=True)
+        )
