@@ -1,0 +1,251 @@
+"""Every tensor and key is understood, or the adapter is refused with a reason."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lorikeet.adapters.checkpoint import inspect_adapter, validate
+from lorikeet.adapters.errors import AdapterError
+from tests.adapters.builders import LAYERS, geometry, key, lora_tensors, write_adapter, write_config
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def check(folder: Path, **limits: int) -> dict[str, tuple[int, ...]]:
+    return validate(inspect_adapter(folder), geometry(), **limits)
+
+
+def refusal(folder: Path, **limits: int) -> str:
+    with pytest.raises(AdapterError) as caught:
+        check(folder, **limits)
+    return str(caught.value)
+
+
+def test_inspection_tells_what_a_folder_holds(tmp_path: Path) -> None:
+    write_adapter(tmp_path, base_model_name_or_path="some/base", lora_alpha=6, use_rslora=True)
+    checkpoint = inspect_adapter(tmp_path)
+    assert checkpoint.base_model == "some/base"
+    assert checkpoint.config.r == 4
+    assert list(checkpoint.pairs) == [(layer, module) for layer in range(LAYERS) for module in ("q", "v")]
+    pair = checkpoint.pairs[1, "v"]
+    assert (pair.a.dtype, pair.a.shape, pair.b.shape, pair.rank) == ("F32", (4, 32), (8, 4), 4)
+    assert checkpoint.scaling(1, "v") == 3.0
+    assert checkpoint.parameters == 3 * 4 * (32 + 32 + 32 + 8)
+    assert checkpoint.weight_bytes == (tmp_path / WEIGHTS).stat().st_size
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+@pytest.mark.parametrize("infix", [".default", ""])
+def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
+    tmp_path: Path, prefix: str, infix: str
+) -> None:
+    tensors = {
+        name.replace("base_model.model.", prefix, 1).replace(".weight", f"{infix}.weight"): value
+        for name, value in lora_tensors().items()
+    }
+    assert check(write_adapter(tmp_path, tensors)) == {"q": (4,) * LAYERS, "v": (4,) * LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "'lm_head'"),
+        ({"target_modules": ["q_proj", "v_proj", "model.embed_tokens"]}, "'model.embed_tokens'"),
+        ({"target_modules": ["q_proj", "v_proj", "c_attn"]}, "'c_attn'"),
+        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": []}, "target_modules"),
+        ({"peft_type": "LOHA"}, "'LOHA'"),
+        ({"peft_type": None}, "peft_type"),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "'olora'"),
+        ({"init_lora_weights": "loftq"}, "'loftq'"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"alora_invocation_tokens": [5]}, "aLoRA"),
+        ({"megatron_config": {"x": 1}}, "megatron_config"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"target_parameters": ["x"]}, "target_parameters"),
+        ({"kasa_config": {"x": 1}}, "KaSA"),
+        ({"use_something_new": True}, "use_something_new"),
+        ({"r": 0}, "at least 1"),
+        ({"r": "4"}, "$.r"),
+        ({"r": True}, "$.r"),
+        ({"rank_pattern": {"q_proj": -1}}, "at least 1"),
+        ({"rank_pattern": {"q_(": 4}}, "regular expression"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern"),
+        ({"target_modules": "q_("}, "regular expression"),
+        ({"target_modules": "x" * 30_000}, "too long"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)
+def test_what_is_not_supported_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    found = refusal(write_adapter(tmp_path, **config))
+    assert reason in found
+    assert "adapter_config.json" in found
+
+
+def test_keys_that_do_not_change_the_result_are_accepted(tmp_path: Path) -> None:
+    check(write_adapter(tmp_path, lora_dropout=0.1, megatron_core="megatron.core", use_dora=False, qalora_group_size=16,
+                        init_lora_weights="gaussian", future_key=None, inference_mode=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"r": NaN}', "[" * 100_000, '{"a": "' + "x" * 2**20 + '"}'])
+def test_a_config_that_is_no_json_object_of_fair_size_is_refused(tmp_path: Path, text: str) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    assert "adapter_config.json" in refusal(tmp_path)
+
+
+def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path) -> None:
+    found = refusal(write_adapter(tmp_path, target_modules=r"(([a-z.0-9_])*?)*?(\2)*?(([a-z._0-9]+)+)+!"))
+    assert "takes too long" in found or "does not target" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t.pop(key(1, "q", "B")), "lora_B beside it"),
+        (lambda t: t.pop(key(2, "v", "A")), "lora_A beside it"),
+        (lambda t: [t.pop(key(1, "q", side)) for side in "AB"], "model.layers.1.self_attn.q_proj"),
+        (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": t[key(0, "q", "A")]}), "lm_head.lora_A"),
+        (lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": t[key(0, "q", "A")]}), "q_proj.bias"),
+        (lambda t: t.update({"model.layers.01.self_attn.q_proj.lora_A.weight": t[key(0, "q", "A")]}), "layers.01."),
+        (lambda t: t.update({"model.layers.٣.self_attn.q_proj.lora_A.weight": t[key(0, "q", "A")]}), "no module"),
+        (lambda t: t.update({"model.layers.1.self_attn.q_proj.lora_A.weight": t[key(0, "q", "A")]}), "same matrix"),
+        (lambda t: t.update({key(1, "q", "A"): np.zeros((4, 31), np.float32)}), "[4, 31]; the base model needs [4, 32]"),
+        (lambda t: t.update({key(1, "v", "B"): np.zeros((32, 4), np.float32)}), "[32, 4]; the base model needs [8, 4]"),
+        (lambda t: t.update({key(1, "q", "A"): np.zeros((8, 32), np.float32)}), "rank 8; adapter_config.json says 4"),
+        (lambda t: t.update({key(1, "q", "B"): np.zeros((32, 3), np.float32)}), "rank 3; adapter_config.json says 4"),
+        (lambda t: t.update({key(1, "q", "A"): np.zeros((4, 32), np.int32)}), "I32"),
+        (lambda t: t.update({key(1, "q", "A"): np.zeros((4, 32), np.float64)}), "F64"),
+        (lambda t: t.update({key(1, "q", "A"): np.zeros(4, np.float32)}), "expected a matrix"),
+        (lambda t: t.update({key(9, "q", s): t[key(1, "q", s)] for s in "AB"}), "only 3 layers"),
+        (lambda t: t.update({key(1, "k", s): t[key(1, "v", s)] for s in "AB"}), "does not target"),
+        (lambda t: t.clear(), "holds no tensors"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_match_are_refused_by_name(tmp_path: Path, change: Any, reason: str) -> None:
+    tensors = lora_tensors()
+    change(tensors)
+    found = refusal(write_adapter(tmp_path, tensors))
+    assert reason in found
+    assert WEIGHTS in found
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_that_are_not_finite_are_refused_by_tensor(tmp_path: Path, value: float, dtype: Any) -> None:
+    tensors = {name: tensor.astype(dtype) for name, tensor in lora_tensors().items()}
+    tensors[key(2, "v", "B")][-1, -1] = value
+    assert key(2, "v", "B") in refusal(write_adapter(tmp_path, tensors))
+
+
+@pytest.mark.parametrize(("bits", "fits"), [(0x7FC0, False), (0xFF80, False), (0x7F7F, True), (0x8000, True)])
+def test_bfloat16_is_checked_on_its_bits(tmp_path: Path, bits: int, fits: bool) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.from_numpy(value).bfloat16() for name, value in lora_tensors().items()}
+    pattern = bits - 0x10000 if bits >= 0x8000 else bits
+    tensors[key(0, "q", "A")].view(torch.int16)[3, 31] = pattern
+    write_config(tmp_path)
+    save_file(tensors, tmp_path / WEIGHTS)
+    if fits:
+        check(tmp_path)
+    else:
+        assert key(0, "q", "A") in refusal(tmp_path)
+
+
+def test_a_nan_in_the_second_chunk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.adapters.tensors._CHUNK_BYTES", 64)
+    tensors = lora_tensors()
+    tensors[key(0, "v", "A")][2, 5] = np.nan
+    assert key(0, "v", "A") in refusal(write_adapter(tmp_path, tensors))
+
+
+def test_limits_on_rank_and_size_name_what_exceeds_them(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    assert "rank 4, allowed is 3" in refusal(tmp_path, max_rank=3)
+    assert "allowed are 100" in refusal(tmp_path, max_bytes=100)
+    assert check(tmp_path, max_rank=4, max_bytes=10**6)
+
+
+def zip_bytes() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"x" * 100)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (zip_bytes(), "a zip archive"),
+        (pickle.dumps({"a": list(range(100))}, protocol=2), "a Python pickle"),
+        (pickle.dumps({"a": list(range(100))}, protocol=5), "a Python pickle"),
+        (b"GGUF" + bytes(100), "GGUF"),
+        (b"", "not a whole"),
+        (bytes(100), "not a whole"),
+        (struct.pack("<Q", 2**60) + b"{}", "not a whole"),
+    ],
+    ids=["zip", "pickle 2", "pickle 5", "gguf", "empty", "zeros", "endless header"],
+)
+def test_other_formats_in_disguise_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(content)
+    found = refusal(tmp_path)
+    assert reason in found
+    assert WEIGHTS in found
+
+
+@pytest.mark.parametrize("kept", [4, 100, -1, -1000])
+def test_a_truncated_file_is_refused(tmp_path: Path, kept: int) -> None:
+    write_adapter(tmp_path)
+    whole = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(whole[:kept])
+    assert f"{WEIGHTS}: not a whole safetensors file" in refusal(tmp_path)
+
+
+def raw_file(header: str, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header.encode() + data
+
+
+ENTRY = '"%s":{"dtype":"F32","shape":[1,1],"data_offsets":[%d,%d]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{" + ENTRY % ("a", 0, 4) + "," + ENTRY % ("a", 4, 8) + "}",
+        "{" + ENTRY % ("a", 0, 4) + "," + ENTRY % ("b", 0, 4) + "}",
+        "{" + ENTRY % ("a", 0, 4) + "," + ENTRY % ("b", 2, 6) + "}",
+        "{" + ENTRY % ("a", 0, 4) + "," + ENTRY % ("b", 400, 404) + "}",
+    ],
+    ids=["name twice", "same bytes", "overlap", "outside"],
+)
+def test_headers_that_list_bytes_or_names_twice_are_refused(tmp_path: Path, header: str) -> None:
+    write_adapter(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(raw_file(header, bytes(8)))
+    found = refusal(tmp_path)
+    assert "listed twice" in found or "not a whole" in found
+
+
+def test_pickled_weights_are_named_and_not_read(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "adapter_model.bin").write_bytes(b"anything")
+    assert "adapter_model.bin is not read" in refusal(tmp_path)
