@@ -22,6 +22,26 @@ from lorikeet.models.default import default_cache_dir, prepare_default_model
 
 ADAPTERS = Path(__file__).parent / "adapters"
 BATCH_PAIRS = 4
+CONFIG_KEYS = (
+    "alpha_pattern",
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+)
+"""What describes a plain LoRA adapter; PEFT also writes the unused settings of some twenty other methods."""
 IGNORED_LABEL = -100
 """What torch's cross entropy leaves out."""
 
@@ -99,17 +119,22 @@ def train(name: str, recipe: Recipe, folder: Path, seed: int, console: Console) 
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write the adapter in bf16, with a config that names the public base and no path of this machine."""
+    """Write the adapter in bf16 and with a clean config."""
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(torch.bfloat16)
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # PEFT's empty model card; examples/README.md is ours
-    file = folder / "adapter_config.json"
+    clean_config(folder / "adapter_config.json")
+
+
+def clean_config(file: Path) -> None:
+    """Rewrite PEFT's config with ``CONFIG_KEYS`` alone, the public name of the base, and modules in a fixed order."""
     config = json.loads(file.read_text())
-    config["base_model_name_or_path"] = BASE_MODEL
-    config["target_modules"] = sorted(config["target_modules"])
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    kept = {key: config[key] for key in CONFIG_KEYS}
+    kept["base_model_name_or_path"] = BASE_MODEL
+    kept["target_modules"] = sorted(config["target_modules"])
+    file.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def main(

@@ -1,12 +1,15 @@
 """What the training script feeds the model: no training here."""
 
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from styles import Pair
-from train_adapters import batches, encode
+from train_adapters import batches, clean_config, encode
 
 
 class LetterTokenizer:
@@ -50,3 +53,15 @@ def test_the_order_of_an_epoch_depends_on_the_seed_alone() -> None:
 
     assert all(torch.equal(one, two) for one, two in zip(order(1), order(1), strict=True))
     assert [ids.shape for ids in order(1)] != [ids.shape for ids in order(2)]
+
+
+def test_a_saved_config_names_the_public_base_and_still_reads_as_plain_lora(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], base_model_name_or_path=str(tmp_path))
+    config.save_pretrained(str(tmp_path))
+    clean_config(tmp_path / "adapter_config.json")
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert written["target_modules"] == ["q_proj", "v_proj"]
+    assert "megatron_core" not in written
+    read = LoraConfig.from_pretrained(str(tmp_path))
+    assert (read.r, read.lora_alpha, read.target_modules) == (4, 8, {"q_proj", "v_proj"})
