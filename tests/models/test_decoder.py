@@ -1,5 +1,6 @@
 """The decoder gives transformers' logits, however the work is cut into steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import SingleGroup
-from tests.models.checkpoints import SIZES, VARIANTS, Arena, make_checkpoint, oracle_logits
+from tests.models.arenas import Arena
+from tests.models.checkpoints import SIZES, VARIANTS, make_checkpoint, oracle_logits
 
 TOLERANCE = 1e-4
 
@@ -77,10 +79,11 @@ def test_logits_are_given_for_the_sample_rows_alone_and_in_fp32(tmp_path: Path) 
     decoder = Decoder(config, weights, ReferenceKernels(), SingleGroup())
     arena = Arena.make(config)
     batch = arena.batch([("a", tokens(6, seed=2)), ("b", tokens(5, seed=3))])
-    every = decoder.forward(batch, arena.kv.bfloat16())
-    chosen = decoder.forward(_with_sample_rows(batch, [10, 5]), arena.kv.bfloat16())
+    kv = arena.kv.bfloat16()
+    every = decoder.forward(batch, kv)
+    chosen = decoder.forward(replace(batch, sample_rows=torch.tensor([10, 5])), kv)
     assert every.dtype == chosen.dtype == torch.float32
-    torch.testing.assert_close(chosen, every[[10, 5]], atol=0.05, rtol=0.05)
+    torch.testing.assert_close(chosen, every[[10, 5]], atol=0.1, rtol=0.01)
 
 
 def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
@@ -94,7 +97,3 @@ def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
     layer = ["rms_norm", "linear", "rotary", "rotary", "store_kv", "attention", "linear"]
     mlp = ["rms_norm", "linear", "silu_mul", "linear"]
     assert names == (layer + mlp) * config.layers + ["rms_norm", "linear"]
-
-
-def _with_sample_rows(batch, rows: list[int]):  # type: ignore[no-untyped-def]
-    return type(batch)(**{**vars(batch), "sample_rows": torch.tensor(rows)})

@@ -1,0 +1,181 @@
+"""A checkpoint's settings are read in both spellings, and what is not supported is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorikeet.core.geometry import ModuleShape
+from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.rope import RopeScaling
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def config_of(folder: Path, **changes: Any):  # type: ignore[no-untyped-def]
+    """Write ``PLAIN`` with changes (a value of None is written as null) and read it."""
+    (folder / "config.json").write_text(json.dumps({**PLAIN, **changes}))
+    return read_model_config(folder)
+
+
+def test_old_and_new_spellings_mean_the_same(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "rope_type": "llama3",
+    }
+    old = config_of(tmp_path, rope_theta=5e5, rope_scaling=scaling, torch_dtype="float16")
+    new = config_of(tmp_path, rope_parameters={**scaling, "rope_theta": 5e5}, torch_dtype=None, dtype="float16")
+    assert old == new
+    assert old.rope == RopeScaling(5e5, "llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.dtype == "float16"
+
+
+def test_the_oldest_spelling_of_linear_scaling_is_understood(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    assert config.rope == RopeScaling(10_000.0, "linear", 2.0)
+
+
+def test_yarn_lengthens_the_context_by_its_factor(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert config_of(tmp_path, rope_scaling=scaling).context_tokens == 2048
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    assert config_of(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert config_of(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert config_of(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 16}, (None,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, (16,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 1}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 16,
+                "max_window_layers": 3,
+                "use_sliding_window": True,
+            },
+            (None, None, None, 16),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (16, None, 16, None),
+        ),
+    ],
+)
+def test_each_architecture_has_its_own_rule_for_windows(
+    changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert config_of(tmp_path, **changes).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: .*MixtralForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": "64"}, "hidden_size: must be a number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be a positive integer"),
+        ({"vocab_size": None}, "vocab_size: is missing"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"attention_bias": "yes"}, "attention_bias: must be true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["chunked_attention"] * 4,
+            },
+            "layer_types: chunked_attention",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_file_and_key(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelConfigError, match=rf"config\.json: {complaint}"):
+        config_of(tmp_path, **changes)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"config\.json: cannot be read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match=r"config\.json: cannot be read"):
+        read_model_config(tmp_path)
+
+
+def test_a_rank_holds_its_share_of_every_module(tmp_path: Path) -> None:
+    geometry = config_of(tmp_path).geometry(dtype_bytes=2, tensor_parallel=4)
+    assert (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype_bytes) == (4, 1, 8, 2)
+    assert geometry.modules == {
+        "q": ModuleShape(64, 16),
+        "k": ModuleShape(64, 8),
+        "v": ModuleShape(64, 8),
+        "o": ModuleShape(16, 64),
+        "gate": ModuleShape(64, 24),
+        "up": ModuleShape(64, 24),
+        "down": ModuleShape(24, 64),
+    }
+
+
+def test_ranks_beyond_the_kv_heads_hold_the_head_that_their_queries_use(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert [config.module_shard("k", rank, 4).outputs for rank in range(4)] == [slice(0, 8)] * 2 + [slice(8, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "complaint"),
+    [
+        ({}, 3, "8 attention heads cannot be split over 3"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 key/value heads cannot be split over 6"),
+        ({"intermediate_size": 98}, 4, "intermediate size 98 cannot be split over 4"),
+        ({}, 0, "at least one rank"),
+    ],
+)
+def test_sizes_that_do_not_divide_by_the_ranks_are_named(
+    changes: dict[str, Any], ranks: int, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        config_of(tmp_path, **changes).geometry(dtype_bytes=2, tensor_parallel=ranks)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
+    check = "import sys, lorikeet.models.config, lorikeet.models.default; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
