@@ -1,6 +1,7 @@
 """The decoder gives transformers' logits, however the work is cut into steps."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_logits_agree_with_transformers_in_prefill_chunks_and_decode(variant: st
     assert_close(whole, expected)
 
     cuts = [0, 7, 8, 19, *range(20, 31)]
-    parts = [prompt[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [prompt[a:b] for a, b in pairwise(cuts)]
     stepped = [decoder.forward(arena.batch([("stepped", part)]), arena.kv) for part in parts]
     assert_close(torch.cat(stepped), expected)
 

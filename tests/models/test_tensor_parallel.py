@@ -23,7 +23,16 @@ def logits_of_ranks(folder: Path, size: int, scratch: Path) -> Tensor:
     root = Path(__file__).parents[2]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.models.ranks", folder, scratch / "meeting", str(rank), str(size), scratch / "out"],
+            [
+                sys.executable,
+                "-m",
+                "tests.models.ranks",
+                folder,
+                scratch / "meeting",
+                str(rank),
+                str(size),
+                scratch / "out",
+            ],
             cwd=root,
             stderr=subprocess.PIPE,
             text=True,

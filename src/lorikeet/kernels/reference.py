@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan

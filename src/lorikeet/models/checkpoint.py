@@ -74,7 +74,7 @@ class Settings:
             raise self.error(key, f"must be a string, not {value!r}")
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:  # noqa: FBT001, FBT002
+    def flag(self, key: str, default: bool = False) -> bool:
         """Return true or false.
 
         Raises:

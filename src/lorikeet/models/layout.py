@@ -49,7 +49,8 @@ class Layout:
         self._config = config
         self._rank = rank
         self._ranks = tensor_parallel
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype = dtype
+        self._device = device
         self._shapes = config.module_shapes()
         self.targets: dict[str, Target] = {}
         config.check_divides(tensor_parallel)
@@ -90,9 +91,12 @@ class Layout:
             k_norm=self._plain(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
         )
 
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
     def _plain(self, name: str, *shape: int) -> Tensor:
         """Make a tensor that every rank holds whole."""
-        view = torch.empty(shape, **self._options)
+        view = self._empty(*shape)
         self.targets[name] = Target(view, shape, (_WHOLE,) * len(shape))
         return view
 
@@ -101,8 +105,8 @@ class Layout:
         shards = [self._config.module_shard(module, self._rank, self._ranks) for module in modules]
         rows = [shard.outputs.stop - shard.outputs.start for shard in shards]
         columns = shards[0].inputs.stop - shards[0].inputs.start
-        weight = torch.empty((sum(rows), columns), **self._options)
-        bias = torch.empty(sum(rows), **self._options) if biased else None
+        weight = self._empty(sum(rows), columns)
+        bias = self._empty(sum(rows)) if biased else None
         holds_bias = self._rank == 0 or not ROW_PARALLEL.intersection(modules)
         for index, (module, shard) in enumerate(zip(modules, shards, strict=True)):
             into = slice(sum(rows[:index]), sum(rows[: index + 1]))

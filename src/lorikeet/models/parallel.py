@@ -1,5 +1,6 @@
 """The ranks that share one model (tensor parallelism, https://arxiv.org/abs/1909.08053)."""
 
+from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class SingleGroup:
 class DistributedGroup:
     """Ranks in processes of their own, joined by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
 
-    def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo") -> None:
+    def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo", timeout_s: float = 300.0) -> None:
         """Join; returns once all ranks have.
 
         Args:
@@ -47,8 +48,10 @@ class DistributedGroup:
             size: number of ranks.
             init_method: where they meet, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
             backend: ``gloo`` or ``nccl``.
+            timeout_s: a call that the other ranks have not joined by then fails.
         """
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
         self.rank = rank
         self.size = size
 

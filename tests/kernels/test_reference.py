@@ -1,0 +1,147 @@
+"""The readable backend against formulas that are more readable still."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan, kv_view
+from lorikeet.kernels.reference import ReferenceKernels
+
+KERNELS = ReferenceKernels()
+BLOCK_TOKENS, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
+
+
+@st.composite
+def lora_batches(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, list[int]]]]:
+    """Return the number of rows, and for each adapter its rows and the sizes of its pieces; gaps are base rows."""
+    segments, row = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        start = row + draw(st.integers(0, 2))
+        row = start + draw(st.integers(1, 4))
+        segments.append((start, row, draw(st.lists(st.integers(1, 9), max_size=4))))
+    return row + draw(st.integers(0, 2)), segments
+
+
+@given(lora_batches(), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=60)
+def test_add_lora_is_the_dense_product_of_each_adapter_on_its_rows_and_columns(
+    batch: tuple[int, list[tuple[int, int, list[int]]]], column: int, dtype: torch.dtype
+) -> None:
+    rows, plan = batch
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 12, generator=generator).to(dtype)
+    out = torch.randn(rows, 15, generator=generator).to(dtype)
+    expected, segments = out.double(), []
+    for start, stop, pieces in plan:
+        factors = tuple(
+            (torch.randn(r, 12, generator=generator).to(dtype), torch.randn(r, 10, generator=generator).to(dtype))
+            for r in pieces
+        )
+        held: LoraPieces = {(1, "v"): factors} if factors else {}
+        segments.append(LoraSegment(start, stop, held))
+        if factors:
+            a, bt = (torch.cat(parts).double() for parts in zip(*factors, strict=True))
+            expected[start:stop, column : column + 10] += x[start:stop].double() @ a.T @ bt
+    untouched = out.clone()
+    KERNELS.add_lora(out, x, segments, 0, "v", column)
+    KERNELS.add_lora(out, x, segments, 1, "q", column)
+    assert torch.equal(out, untouched)
+    KERNELS.add_lora(out, x, segments, 1, "v", column)
+    bound = 1e-3 if dtype == torch.float32 else 1.0
+    torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
+    """One query ``[heads, head_dim]`` at ``position`` over ``k, v [tokens, kv_heads, head_dim]``, in loops."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    heads = []
+    for head in range(HEADS):
+        keys, values = (x[first : position + 1, head * KV_HEADS // HEADS] for x in (k, v))
+        weights = torch.softmax(keys @ q[head] / math.sqrt(HEAD_DIM), dim=0)
+        heads.append(weights @ values)
+    return torch.cat(heads)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | None) -> None:
+    """Two decodes of different lengths (padded table), a prefill from scratch and one after cached tokens."""
+    torch.manual_seed(5)
+    contexts, new = [6, 13, 5, 11], [1, 1, 5, 3]
+    tables = [[7, 2], [3, 9, 1, 6], [8, 4], [11, 5, 12]]
+    # Blocks hold NaN where no token was written: nobody may be reached by what another sequence left behind.
+    arena = torch.full((13, BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM), float("nan"))
+    kv = kv_view(arena, 1, BLOCK_TOKENS, KV_HEADS, HEAD_DIM)[0]
+    keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in contexts]
+    values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in contexts]
+    for table, k, v in zip(tables, keys, values, strict=True):
+        for position in range(len(k)):
+            kv[table[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS] = k[position]
+            kv[table[position // BLOCK_TOKENS], 1, position % BLOCK_TOKENS] = v[position]
+    # Rows: prefill of sequence 2, decode of 0, prefill of 3, decode of 1.
+    order = [2, 0, 3, 1]
+    q = torch.randn(10, HEADS, HEAD_DIM)
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = Batch(
+        token_ids=none,
+        positions=none,
+        slot_blocks=none,
+        slot_offsets=none,
+        decode_rows=torch.tensor([5, 9]),
+        decode_tables=torch.tensor([[7, 2, 0, 0], [3, 9, 1, 6]]),
+        decode_contexts=torch.tensor([6, 13]),
+        prefills=(PrefillSpan(0, 5, 5, torch.tensor([8, 4])), PrefillSpan(6, 9, 11, torch.tensor([11, 5, 12]))),
+        sample_rows=none,
+    )
+    found = KERNELS.attention(q, kv, batch, HEAD_DIM**-0.5, window)
+    places = [(s, position) for s in order for position in range(contexts[s] - new[s], contexts[s])]
+    expected = [
+        naive_attention(q[row], keys[s], values[s], position, window) for row, (s, position) in enumerate(places)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=0)
+
+
+def test_store_kv_writes_each_row_to_its_slot_and_nothing_else() -> None:
+    arena = torch.zeros(3, 2 * BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM)
+    kv = kv_view(arena, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
+    k, v = torch.randn(2, 2, KV_HEADS, HEAD_DIM).unbind()
+    none = torch.zeros(0, dtype=torch.int64)
+    slots = torch.tensor([2, 0]), torch.tensor([3, 1])
+    KERNELS.store_kv(k, v, kv[1], Batch(none, none, *slots, none, none, none, (), none))
+    assert torch.equal(kv[1, 2, :, 3], torch.stack((k[0], v[0])))
+    assert torch.equal(kv[1, 0, :, 1], torch.stack((k[1], v[1])))
+    assert arena.count_nonzero() == 4 * KV_HEADS * HEAD_DIM
+
+
+def test_rms_norm_is_computed_wide_and_cast_before_the_weight() -> None:
+    torch.manual_seed(1)
+    x, weight = (torch.randn(3, 64) * 10).bfloat16(), torch.randn(64).bfloat16()
+    wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    found = KERNELS.rms_norm(x, weight, 1e-5)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, weight * wide.bfloat16())
+
+
+def test_rotary_turns_the_two_halves_of_a_head_as_complex_numbers() -> None:
+    torch.manual_seed(2)
+    x, angle = torch.randn(5, 3, 8), torch.rand(5, 4) * 6
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 4), angle)[:, None]
+    both = torch.cat((angle, angle), dim=-1)
+    found = KERNELS.rotary(x, both.cos(), both.sin())
+    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1))
+
+
+def test_silu_mul_takes_the_gate_from_the_first_half() -> None:
+    gate, up = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3)).unbind()
+    expected = gate * torch.sigmoid(gate) * up
+    torch.testing.assert_close(KERNELS.silu_mul(torch.cat((gate, up), dim=-1)), expected)
+
+
+def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias() -> None:
+    torch.manual_seed(4)
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    torch.testing.assert_close(KERNELS.linear(x, weight, bias), x @ weight.T + bias)
+    torch.testing.assert_close(KERNELS.linear(x, weight, None), x @ weight.T)
