@@ -1,19 +1,28 @@
 """The executor with real arithmetic, in plain torch."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from lorikeet.config import Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
 from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
+from lorikeet.engine.rank_setup import allocate_arena, arena_blocks, load_rank, max_model_tokens, set_threads
 from lorikeet.engine.sampler import NotFiniteError, SampleRow, sample
+from lorikeet.engine.tensor_parallel import RankProcesses
+from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
+from lorikeet.models.parallel import SingleGroup
+
+_GRACE_S = 5.0
+"""How long a rank's last words are waited for."""
 
 
 class Peers(Protocol):
@@ -30,8 +39,8 @@ class Peers(Protocol):
         """Give every rank the tokens of a step, and whether another step follows."""
         ...
 
-    def check(self) -> None:
-        """Do nothing if all ranks are well.
+    def check(self, grace_s: float = 0.0) -> None:
+        """Do nothing if all ranks are well, and still are after ``grace_s``.
 
         Raises:
             ExecutorError: one has died; the message says which and why.
@@ -54,59 +63,11 @@ class NoPeers:
     def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
         """Nobody listens."""
 
-    def check(self) -> None:
+    def check(self, grace_s: float = 0.0) -> None:
         """Nobody can have died."""
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class FinishedLoads:
-    """Loads that every rank has finished, handed from the threads that notice to the loop.
-
-    Args:
-        ranks: how many have to report a load before it counts as done.
-        on_done: called, on the reporting thread, when there is something new.
-    """
-
-    def __init__(self, ranks: int, on_done: Callable[[], None]) -> None:
-        self._ranks = ranks
-        self._on_done = on_done
-        self._changed = threading.Condition()
-        self._reports: dict[tuple[str, int], list[AdapterLoadDone]] = {}
-        self._done: list[AdapterLoadDone] = []
-        self._broken = False
-
-    def report(self, done: AdapterLoadDone) -> None:
-        """Count one rank's report; the first error among them is the load's."""
-        key = (done.digest, done.generation)
-        with self._changed:
-            reports = self._reports.setdefault(key, [])
-            reports.append(done)
-            if len(reports) < self._ranks:
-                return
-            del self._reports[key]
-            self._done.append(next((report for report in reports if report.error is not None), done))
-            self._changed.notify_all()
-        self._on_done()
-
-    def break_off(self) -> None:
-        """Nothing more will come: wake whoever waits."""
-        with self._changed:
-            self._broken = True
-            self._changed.notify_all()
-        self._on_done()
-
-    def take(self) -> list[AdapterLoadDone]:
-        """Return what was done since the last call."""
-        with self._changed:
-            done, self._done = self._done, []
-            return done
-
-    def wait(self, timeout_s: float | None) -> None:
-        """Block until there is something to take, or nothing more will come, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: bool(self._done) or self._broken, timeout_s)
 
 
 class TorchExecutor:
@@ -149,10 +110,12 @@ class TorchExecutor:
             self._peers.send(plan)
             self._rank.apply(plan)
             tokens, steps_run = self._run(plan, started_s) if plan.sequences else ([], plan.repeat)
-        except (RuntimeError, OSError):
-            # When a rank dies, what breaks first here is a collective or a pipe; the reason is the better message.
-            self._peers.check()
+        except ExecutorError:
             raise
+        except (RuntimeError, OSError) as error:
+            # When a rank dies, what breaks first here is a collective or a pipe; the reason is the better message.
+            self._peers.check(grace_s=_GRACE_S)
+            raise ExecutorError(f"step {plan.step}: {error}") from error
         by_request = {step.request_id: sampled for step, sampled in zip(sampling_steps(plan), tokens, strict=True)}
         return StepResult(
             step=plan.step,
@@ -211,3 +174,84 @@ class TorchExecutor:
             token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
             for step, token in zip(steps, sampled, strict=True)
         )
+
+
+class EngineSizes(NamedTuple):
+    """What the engine and its clients must know of an executor.
+
+    Attributes:
+        geometry: sizes of the whole model.
+        local_geometry: sizes of one rank's share; adapters are packed by it.
+        total_blocks: blocks in the arena of each rank.
+        block_tokens: tokens of KV in a block.
+        max_model_tokens: longest sequence that it serves.
+        max_adapter_blocks: largest adapter that leaves room for such a sequence.
+        kernels: which kernel backend computes.
+    """
+
+    geometry: ModelGeometry
+    local_geometry: ModelGeometry
+    total_blocks: int
+    block_tokens: int
+    max_model_tokens: int
+    max_adapter_blocks: int
+    kernels: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on one rank."""
+        return self.local_geometry.block_bytes(self.block_tokens)
+
+
+def build_torch_executor(
+    settings: Settings,
+    model_folder: Path,
+    progress: Callable[[str, int, int], None],
+    on_load_done: Callable[[], None],
+) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
+    """Load the model, start the other ranks, and take memory.
+
+    Args:
+        settings: all settings.
+        model_folder: the checkpoint.
+        progress: called with (stage, done, total) while loading.
+        on_load_done: called, on another thread, when ``completed_loads`` has something new or a rank has died.
+
+    Raises:
+        ConfigError: a setting does not fit the model or the machine.
+        ModelConfigError: the model is not supported or does not split over the ranks.
+        WeightError: the weights do not fit the config.
+        ExecutorError: a rank did not start.
+    """
+    engine = settings.engine
+    config = read_model_config(model_folder)
+    config.check_divides(engine.tensor_parallel)
+    longest_tokens = max_model_tokens(settings, config)
+    set_threads(settings)
+    finished = FinishedLoads(engine.tensor_parallel, on_load_done)
+    peers = RankProcesses(settings, model_folder, finished) if engine.tensor_parallel > 1 else None
+    try:
+        model = load_rank(settings, model_folder, (peers and peers.group) or SingleGroup(), progress)
+        if peers is not None:
+            peers.wait_until_ready()
+        blocks = arena_blocks(settings, model, longest_tokens)
+        arena = allocate_arena(model, blocks, engine.block_tokens)
+        if peers is not None:
+            peers.start(blocks)
+    except BaseException:
+        if peers is not None:
+            peers.close()
+        raise
+    executor = TorchExecutor(
+        model.decoder, arena, model.geometry, engine.block_tokens, finished, engine.load_threads, peers
+    )
+    sizes = EngineSizes(
+        geometry=config.geometry(model.dtype.itemsize),
+        local_geometry=model.geometry,
+        total_blocks=blocks,
+        block_tokens=engine.block_tokens,
+        max_model_tokens=longest_tokens,
+        max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),
+        kernels=model.kernels,
+    )
+    return executor, config, sizes

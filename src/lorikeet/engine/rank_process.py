@@ -1,0 +1,134 @@
+"""The body of a tensor-parallel rank above 0: a process that follows rank 0 in lock-step."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from lorikeet.config import Settings
+from lorikeet.core.plan import AdapterLoadDone, StepPlan
+from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.engine.rank import Rank, sampling_steps
+from lorikeet.engine.rank_setup import allocate_arena, load_rank, set_threads
+from lorikeet.models.parallel import DistributedGroup, Group
+
+_LOG = logging.getLogger(__name__)
+
+
+class ArenaSize(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: its arena has so many blocks."""
+
+    blocks: int
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: run this plan."""
+
+    plan: StepPlan
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: end."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it has reached the next stage of its start."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: a load has ended."""
+
+    done: AdapterLoadDone
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: its last words."""
+
+    error: str
+
+
+ToRank = ArenaSize | Run | Stop
+FromRank = Ready | Loaded | Failed
+TO_RANK = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK = msgspec.msgpack.Decoder(FromRank)
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What joins the ranks, by device."""
+
+
+def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int, meet_at: str) -> None:
+    """Be rank ``rank`` until told to stop, or until rank 0 is gone. The body of a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 decides what it means
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    report = _Reporter(connection)
+    try:
+        _serve(connection, report, settings, folder, rank, meet_at)
+    except EOFError:
+        _LOG.info("rank %d: rank 0 has gone", rank)
+    except Exception as error:
+        _LOG.exception("rank %d", rank)
+        report(Failed(f"{type(error).__name__}: {error}"))
+        # Threads or collectives may hang by now; nothing is left here that could be saved.
+        os._exit(1)
+
+
+def _serve(
+    connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, meet_at: str
+) -> None:
+    engine = settings.engine
+    set_threads(settings)
+    report(Ready())
+    group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
+    model = load_rank(settings, folder, group)
+    report(Ready())
+    message = TO_RANK.decode(connection.recv_bytes())
+    if not isinstance(message, ArenaSize):
+        return
+    arena = allocate_arena(model, message.blocks, engine.block_tokens)
+    loader = AdapterLoader(
+        arena, model.geometry, rank, group.size, engine.load_threads, lambda done: report(Loaded(done))
+    )
+    own = Rank(model.decoder, arena, model.geometry, engine.block_tokens, loader)
+    while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
+        follow(own, message.plan, group)
+    loader.close()
+    group.close()
+
+
+def follow(rank: Rank, plan: StepPlan, group: Group) -> None:
+    """Run a plan as rank 0 does, with the tokens that rank 0 samples."""
+    rank.apply(plan)
+    steps = sampling_steps(plan)
+    for ran in range(plan.repeat if plan.sequences else 0):
+        rank.forward(plan, ran, logits=False)
+        told = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
+        rank.append(steps, told[1:])
+        if not told[0]:
+            break
+
+
+class _Reporter:
+    """Sends messages to rank 0 from any thread; there may be nobody left to hear them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __call__(self, message: FromRank) -> None:
+        with self._lock, suppress(OSError):
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _end_with_parent() -> None:
+    """A rank must not outlive rank 0, and one that waits inside a collective would not notice."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,168 @@
+"""What a rank needs before its first step: its share of the model, and an arena."""
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.memory.packing import pack
+from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.decoder import Decoder
+from lorikeet.models.loading import load_weights
+from lorikeet.models.parallel import Group
+
+_SHARE_OF_FREE = {"cpu": 0.4, "cuda": 0.85}
+_CPU_BYTES = 4 * 2**30
+_ADAPTER_BYTES = 4 * 2**30
+_SMALLEST_RANK = 8
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank's share of the model.
+
+    Attributes:
+        config: the whole model's.
+        decoder: the rank's share.
+        kernels: name of the backend that computes.
+        dtype, device: of weights, KV and adapters.
+        geometry: sizes of the rank's share.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    kernels: str
+    dtype: torch.dtype
+    device: torch.device
+    geometry: ModelGeometry
+
+
+def set_threads(settings: Settings) -> None:
+    """Give this rank its threads: those asked for, else its share of the cores."""
+    engine = settings.engine
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(engine.threads or max(1, cores // engine.tensor_parallel))
+
+
+def load_rank(
+    settings: Settings, folder: Path, group: Group, progress: Callable[[str, int, int], None] | None = None
+) -> RankModel:
+    """Load one rank's share of the model.
+
+    Raises:
+        ConfigError: dtype or device is unknown.
+        ModelConfigError: the model is not supported, or does not split over the ranks.
+        WeightError: the weights do not fit the config.
+    """
+    config = read_model_config(folder)
+    config.check_divides(group.size)
+    dtype, device = _dtype(settings, config), _device(settings, group.rank)
+    weights = load_weights(
+        folder,
+        config,
+        dtype,
+        device,
+        rank=group.rank,
+        tensor_parallel=group.size,
+        load_format=settings.model.load_format,
+        progress=progress,
+    )
+    kernels = ReferenceKernels()
+    geometry = config.geometry(dtype.itemsize, group.size)
+    return RankModel(config, Decoder(config, weights, kernels, group), kernels.name, dtype, device, geometry)
+
+
+def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
+    """Return the longest sequence to serve.
+
+    Raises:
+        ConfigError: more is asked for than the model was made for.
+    """
+    asked = settings.model.max_model_tokens
+    if asked > config.context_tokens:
+        raise ConfigError(f"max_model_tokens: {asked} is more than the model's {config.context_tokens}")
+    return asked or config.context_tokens
+
+
+def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
+    """Return how many blocks this rank's arena gets.
+
+    ``memory_bytes`` if given. Else a share of what is free now, but no more than all running sequences could fill at
+    full length beside some adapters, and on a CPU, whose memory others want too, no more than 4 GiB or the
+    least that works.
+
+    Raises:
+        ConfigError: that cannot hold the longest sequence and a small adapter.
+    """
+    engine = settings.engine
+    block_bytes = model.geometry.block_bytes(engine.block_tokens)
+    sequence_blocks = -(-longest_tokens // engine.block_tokens)
+    least_blocks = sequence_blocks + _small_adapter_blocks(settings, model.geometry)
+    if engine.memory_bytes:
+        blocks = engine.memory_bytes // block_bytes
+    else:
+        free_bytes = int(_free_bytes(model.device, engine.tensor_parallel) * _SHARE_OF_FREE[model.device.type])
+        useful_bytes = engine.max_running * sequence_blocks * block_bytes + _ADAPTER_BYTES
+        if model.device.type == "cpu":
+            useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
+        blocks = min(free_bytes, useful_bytes) // block_bytes
+    if blocks < least_blocks:
+        raise ConfigError(
+            f"an arena of {blocks * block_bytes:,} bytes is too small: one sequence of {longest_tokens} tokens and a "
+            f"small adapter take {least_blocks * block_bytes:,}; raise memory_bytes or lower max_model_tokens"
+        )
+    return blocks
+
+
+def allocate_arena(model: RankModel, blocks: int, block_tokens: int) -> Tensor:
+    """Return the arena, ``[blocks, elements]``.
+
+    On a CPU it is anonymous memory of the system: page-aligned, zero, and taken only as it is touched.
+    """
+    elements = model.geometry.block_elements(block_tokens)
+    if model.device.type != "cpu":
+        return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
+    memory = mmap.mmap(-1, blocks * elements * model.dtype.itemsize)
+    return torch.frombuffer(memory, dtype=model.dtype).view(blocks, elements)
+
+
+def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
+    name = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+    try:
+        return torch_dtype(name)
+    except ValueError as error:
+        raise ConfigError(f"dtype: {error}") from error
+
+
+def _device(settings: Settings, rank: int) -> torch.device:
+    name = settings.engine.device
+    if name not in _SHARE_OF_FREE:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(_SHARE_OF_FREE)}")
+    if name == "cuda" and torch.cuda.device_count() <= rank:
+        raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def _small_adapter_blocks(settings: Settings, geometry: ModelGeometry) -> int:
+    if not settings.adapters.enabled:
+        return 0
+    ranks = dict.fromkeys(LORA_MODULES, (_SMALLEST_RANK,) * geometry.layers)
+    try:
+        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_tokens)).blocks
+    except ValueError as error:
+        raise ConfigError(f"block_tokens: {error}; make blocks larger, or disable adapters") from error
+
+
+def _free_bytes(device: torch.device, ranks: int) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) // ranks
