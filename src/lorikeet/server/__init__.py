@@ -1,0 +1,1 @@
+"""The HTTP side: an OpenAI-compatible API, adapter management, metrics and auth. Never imports torch."""

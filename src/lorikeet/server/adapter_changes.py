@@ -1,0 +1,100 @@
+"""Loading and unloading adapters, as all the routes for it do."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from anyio import to_thread
+
+from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, UnknownAdapter
+from lorikeet.engine.client import EngineError
+from lorikeet.server.errors import ApiError
+from lorikeet.server.logs import log
+from lorikeet.server.service import Service
+
+DRAIN_S = 30.0
+"""How long an unload waits for running requests of the adapter before it answers; it goes on afterwards."""
+
+
+async def load_adapter(parts: Service, name: str, source: str, *, replace: bool) -> AdapterRecord:
+    """Register an adapter.
+
+    Raises:
+        ApiError: 400 for a name, source or adapter that will not do, 409 if another call changes the name.
+    """
+    _check_enabled(parts)
+    old = next((record for record in parts.catalog.list() if record.name == name), None)
+    if parts.models.is_base(name):
+        raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
+    try:
+        record = await to_thread.run_sync(lambda: parts.catalog.register(name, source, replace=replace))
+    except AdapterExists:
+        raise invalid_input(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
+            "set 'load_inplace' to True."
+        ) from None
+    except AdapterBusy as error:
+        raise ApiError(409, str(error)) from error
+    except AdapterError as error:
+        raise ApiError(400, str(error)) from error
+    log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
+    if old is not None and old.digest != record.digest:
+        _in_background(parts, _free(parts, old))
+    return record
+
+
+async def unload_adapter(parts: Service, name: str) -> int | None:
+    """Remove an adapter: no new request gets it, running ones finish, then its memory is free.
+
+    Returns:
+        Bytes freed on the device; None if requests still ran after a while.
+
+    Raises:
+        ApiError: 404 for an unknown name, 409 if another call changes it.
+    """
+    _check_enabled(parts)
+    try:
+        record = await to_thread.run_sync(lambda: parts.catalog.remove(name))
+    except UnknownAdapter:
+        raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
+    except AdapterBusy as error:
+        raise ApiError(409, str(error)) from error
+    log.info("adapter unloaded", adapter=name, digest=record.digest)
+    freeing = _in_background(parts, _free(parts, record))
+    freeing.add_done_callback(lambda _: parts.observer.usage.forget(name))
+    try:
+        return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
+    except TimeoutError:
+        return None
+
+
+async def _free(parts: Service, record: AdapterRecord) -> int:
+    """Free a version on the device unless another name still points to it."""
+    if any(other.digest == record.digest for other in parts.catalog.list()):
+        return 0
+    try:
+        freed_bytes = await parts.client.drop_adapter(record.digest)
+    except EngineError as error:
+        log.warning("adapter not dropped: the engine is gone", digest=record.digest, error=str(error))
+        return 0
+    parts.used_adapters.pop(record.digest, None)
+    return freed_bytes
+
+
+def _in_background(parts: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
+    """Run ``work`` to its end whoever waits for it; the service keeps the task alive."""
+    task = asyncio.create_task(work)
+    parts.background.add(task)
+    task.add_done_callback(parts.background.discard)
+    return task
+
+
+def _check_enabled(parts: Service) -> None:
+    if not parts.adapter_settings.enabled:
+        raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
+
+
+def invalid_input(message: str) -> ApiError:
+    """Return a 400 of the type that vLLM's adapter routes give."""
+    return ApiError(400, message, type="InvalidUserInput")

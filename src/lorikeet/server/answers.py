@@ -1,0 +1,153 @@
+"""From pieces to HTTP: one JSON object, or a stream of chunks. The two routes differ only in their format."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from lorikeet.core.plan import Token
+from lorikeet.server.disconnect import ClientGone, EventStream, unless_gone
+from lorikeet.server.errors import ApiError
+from lorikeet.server.generation import Generation, Piece
+from lorikeet.server.protocol import Generation as GenerationBody
+
+_DONE = b"data: [DONE]\n\n"
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class Format(Protocol):
+    """How one route writes its answers.
+
+    Attributes:
+        id_prefix: start of the answer's id.
+        object: its kind when complete.
+        chunk_object: its kind in a stream.
+        needs_every_token: a chunk must be sent even if its tokens made no text visible.
+    """
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+    needs_every_token: bool
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the choice that opens a stream, if there is one."""
+        ...
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return the choice of a stream's chunk."""
+        ...
+
+    def complete(self, index: int, text: str, tokens: list[Token], last: Piece) -> dict[str, Any]:
+        """Return a whole choice; ``last`` says how it ended."""
+        ...
+
+
+async def respond(http: Request, body: GenerationBody, generation: Generation, answer: Format, model: str) -> Response:
+    """Answer with what ``generation`` brings, and close it in the end.
+
+    Errors before the first token become an HTTP status; later ones an event in the stream.
+
+    Args:
+        http: the request, its body read.
+        body: says whether and how to stream.
+        generation: under way.
+        answer: the route's format.
+        model: name to report.
+    """
+    head = {
+        "id": f"{answer.id_prefix}-{http.state.request_id}",
+        "object": answer.chunk_object if body.stream else answer.object,
+        "created": int(time.time()),
+        "model": model,
+    }
+    try:
+        if not body.stream:
+            whole = await unless_gone(http.receive, _collect(generation, answer))
+            generation.close()
+            return Response(msgspec.json.encode(head | whole), media_type="application/json")
+        events = _events(generation, answer, body, head)
+        first = await unless_gone(http.receive, _next(events))
+    except ClientGone:
+        generation.close()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except BaseException:
+        generation.close()
+        raise
+    return EventStream(_chain(first, events), generation.close)
+
+
+async def _collect(generation: Generation, answer: Format) -> dict[str, Any]:
+    texts: dict[int, list[str]] = {choice.index: [] for choice in generation.choices}
+    tokens: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
+    last: dict[int, Piece] = {}
+    async for piece in generation.pieces():
+        texts[piece.index].append(piece.text)
+        tokens[piece.index].extend(piece.tokens)
+        last[piece.index] = piece
+    choices = [answer.complete(index, "".join(texts[index]), tokens[index], last[index]) for index in texts]
+    return {"choices": choices, "usage": _usage(generation)}
+
+
+async def _events(
+    generation: Generation, answer: Format, body: GenerationBody, head: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    begun: set[int] = set()
+    try:
+        async for piece in generation.pieces():
+            event = b""
+            if piece.index not in begun:
+                begun.add(piece.index)
+                opening = answer.first(piece.index)
+                event = _event(head | {"choices": [opening]}) if opening is not None else b""
+            if piece.text or piece.finish_reason or answer.needs_every_token or body.wants_continuous_usage:
+                chunk = head | {"choices": [answer.chunk(piece)]}
+                if body.wants_continuous_usage:
+                    prompt_tokens = len(generation.choices[piece.index].handle.request.prompt_token_ids)
+                    chunk["usage"] = _counts(prompt_tokens, piece.completion_tokens)
+                event += _event(chunk)
+            if event:
+                yield event
+    except ApiError as error:
+        if not begun:
+            raise
+        yield _event(error.body()) + _DONE
+        return
+    if body.wants_usage:
+        yield _event(head | {"choices": [], "usage": _usage(generation)})
+    yield _DONE
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    """Count every prompt once, however many choices it has."""
+    prompts = {id(choice.handle.request.prompt_token_ids): choice for choice in generation.choices}
+    prompt_tokens = sum(len(choice.handle.request.prompt_token_ids) for choice in prompts.values())
+    cached_tokens = sum(choice.handle.timings.cached_tokens for choice in prompts.values())
+    usage = _counts(prompt_tokens, sum(choice.completion_tokens for choice in generation.choices))
+    return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+    }

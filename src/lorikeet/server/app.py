@@ -1,0 +1,84 @@
+"""The application: middleware, routes and error shapes around a :class:`Service`."""
+
+from fastapi import FastAPI
+
+from lorikeet import __version__
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.config import Settings
+from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.engine.client import EngineClient
+from lorikeet.server import adapter_aliases, adapters, chat, completions, info
+from lorikeet.server.auth import Auth
+from lorikeet.server.engine_metrics import EngineCollector, UsageCollector
+from lorikeet.server.errors import install_handlers
+from lorikeet.server.limits import BodyLimit, Gate
+from lorikeet.server.logs import RequestIds, log
+from lorikeet.server.metrics import Metrics
+from lorikeet.server.models import Models
+from lorikeet.server.observer import Observer
+from lorikeet.server.request_log import RequestLog
+from lorikeet.server.sampling import ModelLimits
+from lorikeet.server.service import Service
+from lorikeet.server.texts import Texts
+from lorikeet.server.usage import AdapterUsage
+
+
+def create_service(
+    settings: Settings,
+    client: EngineClient,
+    catalog: AdapterCatalog,
+    texts: Texts,
+    models: Models,
+    limits: ModelLimits,
+    request_log: RequestLog | None = None,
+) -> Service:
+    """Put the parts of a server together.
+
+    Args:
+        settings: of the whole server.
+        client: started.
+        catalog: the adapters.
+        texts: tokenizer and chat template.
+        models: names.
+        limits: of the model.
+        request_log: None for none.
+    """
+    metrics = Metrics(models.base, limits.max_model_tokens)
+    usage = AdapterUsage(settings.server.metrics_adapters)
+    service = Service(
+        settings=settings.server,
+        adapter_settings=settings.adapters,
+        client=client,
+        catalog=catalog,
+        texts=texts,
+        models=models,
+        limits=limits,
+        gate=Gate(settings.server.max_queued),
+        observer=Observer(metrics, usage, request_log),
+    )
+    metrics.add_collector(EngineCollector(client, metrics.labels, service.used_adapters.get))
+    metrics.add_collector(UsageCollector(usage, metrics.labels))
+
+    def on_adapter_event(event: AdapterEvent) -> None:
+        if isinstance(event, AdapterLoaded):
+            if event.error is not None:
+                log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
+            else:
+                metrics.adapter_load.observe(event.seconds)
+
+    client.on_adapter_event(on_adapter_event)
+    return service
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the ASGI application that serves ``service``."""
+    app = FastAPI(title="Lorikeet", version=__version__)
+    app.state.service = service
+    for routes in (info, chat, completions, adapter_aliases, adapters):
+        app.include_router(routes.router)
+    install_handlers(app)
+    # The last one added sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(Auth, api_keys=service.settings.api_keys, admin_keys=service.settings.admin_keys)
+    app.add_middleware(RequestIds)
+    return app

@@ -1,0 +1,127 @@
+"""``POST /v1/completions``."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from lorikeet.core.plan import Token
+from lorikeet.server.answers import respond
+from lorikeet.server.dependencies import JsonBody, Parts
+from lorikeet.server.errors import bad_request, not_supported
+from lorikeet.server.generation import Piece
+from lorikeet.server.logprobs import completion_logprobs
+from lorikeet.server.protocol import CompletionRequest
+from lorikeet.server.service import Job
+from lorikeet.server.texts import Texts
+from lorikeet.server.unsupported import refuse_unsupported
+
+router = APIRouter(dependencies=[JsonBody])
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionFormat:
+    """See :class:`lorikeet.server.answers.Format`.
+
+    Args:
+        texts: the model's.
+        logprobs: whether to report them.
+        echoes: text that opens each choice; empty for none.
+    """
+
+    id_prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, texts: Texts, *, logprobs: bool, echoes: list[str]) -> None:
+        self._texts = texts
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+        self.needs_every_token = logprobs
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """The prompt, if it is to be echoed."""
+        return _choice(index, self._echoes[index], None, None, None) if self._echoes else None
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """Return the choice of one chunk."""
+        logprobs = self._logprobs(piece.index, piece.tokens)
+        return _choice(piece.index, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
+
+    def complete(self, index: int, text: str, tokens: list[Token], last: Piece) -> dict[str, Any]:
+        """Return a whole choice."""
+        echo = self._echoes[index] if self._echoes else ""
+        return _choice(index, echo + text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
+
+    def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
+        if not self.needs_every_token:
+            return None
+        offset = self._offsets.get(index, 0)
+        logprobs = completion_logprobs(self._texts, tokens, offset)
+        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+
+def _choice(
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None,
+    finish_reason: str | None,
+    stop_reason: str | int | None,
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
+
+
+@router.post("/v1/completions")
+async def completions(http: Request, body: CompletionRequest, parts: Parts) -> Response:
+    """Continue one or several prompts."""
+    refuse_unsupported(body)
+    if body.echo and body.logprobs is not None:
+        raise not_supported("echo together with logprobs is not supported yet.", "echo")
+    target = parts.models.resolve(body.model, body.lora_path)
+    prompts = _prompts(body)
+
+    async def encode() -> list[list[int]]:
+        special = body.add_special_tokens is not False
+        return [
+            await parts.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+
+    job = Job(
+        prompts=len(prompts),
+        encode=encode,
+        prompt_param="prompt",
+        max_tokens=body.max_tokens,
+        max_tokens_param="max_tokens",
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs,
+    )
+    echoes = [_text(parts.texts, prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
+    generation = await parts.start(body, target, job, http.state.request_id)
+    answer = CompletionFormat(parts.texts, logprobs=body.logprobs is not None, echoes=echoes)
+    return await respond(http, body, generation, answer, target.name)
+
+
+def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    """Bring the four forms of ``prompt`` into one."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    strings = [entry for entry in prompt if isinstance(entry, str)]
+    return strings or [entry for entry in prompt if isinstance(entry, list)]
+
+
+def _text(texts: Texts, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else texts.decode(prompt)

@@ -1,0 +1,125 @@
+"""Routes that tell about the server and its models, and the tokenizer's two."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from lorikeet import __version__
+from lorikeet.server.dependencies import JsonBody, Parts
+from lorikeet.server.errors import bad_request, not_supported
+from lorikeet.server.protocol import DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+_LATER = {
+    "/v1/embeddings": "Embeddings are not supported yet.",
+    "/v1/responses": "The responses API is not supported yet; use /v1/chat/completions.",
+    "/v1/messages": "The messages API is not supported yet; use /v1/chat/completions.",
+    "/v1/audio/transcriptions": "Audio is not supported.",
+    "/v1/audio/translations": "Audio is not supported.",
+    "/v1/audio/speech": "Audio is not supported.",
+    "/v1/images/generations": "Images are not supported.",
+    "/v1/moderations": "Moderation is not supported.",
+    "/v1/score": "Scoring is not supported yet.",
+    "/score": "Scoring is not supported yet.",
+    "/v1/rerank": "Reranking is not supported yet.",
+    "/rerank": "Reranking is not supported yet.",
+    "/pooling": "Pooling is not supported yet.",
+    "/classify": "Classification is not supported yet.",
+    "/generate": "This API is not supported yet; use /v1/completions.",
+}
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """The process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def ready(parts: Parts) -> JSONResponse:
+    """Say whether new requests are served: 200, or 503 while draining or without an engine."""
+    status = "draining" if parts.gate.draining else "ready" if parts.client.alive else "engine down"
+    body = {"status": status, "kernels": parts.client.hello.kernels, "engine_restarts": parts.client.restarts}
+    return JSONResponse(body, 200 if status == "ready" else 503)
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(parts: Parts) -> Response:
+    """SageMaker's name for health."""
+    return Response(status_code=(await ready(parts)).status_code)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Lorikeet's version."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(parts: Parts) -> dict[str, int]:
+    """Sequences accepted and not finished."""
+    return {"server_load": parts.gate.active}
+
+
+@router.get("/metrics")
+async def metrics(parts: Parts) -> Response:
+    """Prometheus's text format."""
+    return Response(parts.observer.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/models")
+async def models(parts: Parts) -> dict[str, Any]:
+    """All models, the base first."""
+    return {"object": "list", "data": parts.models.cards()}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, parts: Parts) -> dict[str, Any]:
+    """One model."""
+    return parts.models.card(name)
+
+
+@router.post("/tokenize", dependencies=[JsonBody])
+async def tokenize(body: TokenizeRequest, parts: Parts) -> dict[str, Any]:
+    """Token ids of a prompt or of a conversation."""
+    parts.models.resolve(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is not None:
+        tokens = await parts.texts.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=body.chat_template_kwargs or {},
+        )
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await parts.texts.encode(body.prompt or "", add_special_tokens=special)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": parts.limits.max_model_tokens,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [parts.texts.tokenizer.id_to_token(token) for token in tokens]
+    return answer
+
+
+@router.post("/detokenize", dependencies=[JsonBody])
+async def detokenize(body: DetokenizeRequest, parts: Parts) -> dict[str, str]:
+    """Text of token ids."""
+    parts.models.resolve(body.model)
+    if outside := [token for token in body.tokens if token >= parts.limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
+    return {"prompt": parts.texts.decode(body.tokens)}
+
+
+async def _later(request: Request) -> Response:
+    raise not_supported(_LATER[request.url.path])
+
+
+for _path in _LATER:
+    router.add_api_route(_path, _later, methods=["POST"], include_in_schema=False)

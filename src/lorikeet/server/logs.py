@@ -1,0 +1,82 @@
+"""Structured logs with request ids, and the middleware that gives every request one."""
+
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.server")
+
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET_PATHS = ("/health", "/metrics", "/ping", "/load")
+
+
+def configure_logs(level: str, *, as_json: bool) -> None:
+    """Set up structlog for this process.
+
+    Args:
+        level: name of the least severe level that is shown.
+        as_json: one JSON object per line instead of text.
+
+    Raises:
+        ValueError: no level has that name.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is not one of {', '.join(logging.getLevelNamesMapping()).lower()}")
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([structlog.processors.format_exc_info] if as_json else []),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+class RequestIds:
+    """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started_s = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            finally:
+                level = logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO
+                log.log(
+                    level,
+                    "request",
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=round(time.monotonic() - started_s, 4),
+                )

@@ -1,0 +1,91 @@
+"""Who hears of requests: metrics, counts per adapter, the request log. All derive from the same timings."""
+
+import time
+
+from lorikeet.core.timings import RequestTimings
+from lorikeet.engine.client import RequestHandle
+from lorikeet.server.metrics import Metrics
+from lorikeet.server.request_log import RequestLog
+from lorikeet.server.usage import AdapterUsage, Counts
+
+
+class Observer:
+    """Receives the life of every request.
+
+    Args:
+        metrics: histograms and counters.
+        usage: counts per adapter.
+        request_log: None if there is none.
+    """
+
+    def __init__(self, metrics: Metrics, usage: AdapterUsage, request_log: RequestLog | None) -> None:
+        self.metrics = metrics
+        self.usage = usage
+        self.request_log = request_log
+
+    def watch(self, handle: RequestHandle) -> "RequestWatch":
+        """Begin with a request that was just submitted."""
+        return RequestWatch(self, handle)
+
+
+class RequestWatch:
+    """One request, told of its outputs and of its end, once."""
+
+    def __init__(self, observer: Observer, handle: RequestHandle) -> None:
+        self._observer = observer
+        self._handle = handle
+        self._last_output_s: float | None = None
+        adapter = handle.request.adapter
+        self._usage = observer.usage.of(None if adapter is None else adapter.name)
+        self._usage.running += 1
+        log = observer.request_log
+        self._text: list[str] | None = [] if log is not None and log.wants_text else None
+
+    def output(self, tokens: int, text: str) -> None:
+        """Take note of an output that brought ``tokens`` tokens and made ``text`` visible."""
+        if self._text is not None:
+            self._text.append(text)
+        if not tokens:
+            return
+        self._observer.metrics.generated(tokens)
+        now_s = time.monotonic()
+        if self._last_output_s is not None:
+            self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
+        self._last_output_s = now_s
+
+    def finished(self, completion_tokens: int, reason: str) -> None:
+        """Take note of the end.
+
+        Args:
+            completion_tokens: generated in all.
+            reason: as clients are told; ``abort`` if they hung up, ``error`` if it failed.
+        """
+        request, timings = self._handle.request, self._handle.timings
+        ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
+        ttft_s = first_token_latency_s(timings)
+        self._usage.add(
+            Counts(
+                requests=1,
+                aborted=reason == "abort",
+                failed=reason == "error",
+                prompt_tokens=len(request.prompt_token_ids),
+                cached_tokens=timings.cached_tokens,
+                completion_tokens=completion_tokens,
+                ttft_count=ttft_s is not None,
+                ttft_s=ttft_s or 0.0,
+                e2e_s=ended_s - timings.arrival_s,
+                adapter_wait_s=timings.adapter_wait_s,
+            )
+        )
+        self._usage.running -= 1
+        self._observer.metrics.observe_request(
+            timings, len(request.prompt_token_ids), completion_tokens, reason, ended_s
+        )
+        if self._observer.request_log is not None:
+            text = None if self._text is None else "".join(self._text)
+            self._observer.request_log.write(request, timings, completion_tokens, reason, ended_s, text)
+
+
+def first_token_latency_s(timings: RequestTimings) -> float | None:
+    """Return the TTFT in seconds: arrival to first token; None if there was none."""
+    return None if timings.first_token_s is None else timings.first_token_s - timings.arrival_s

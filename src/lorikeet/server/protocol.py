@@ -1,0 +1,168 @@
+"""Bodies of requests. Types are strict; fields that need more than a type are checked in sampling.py."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """Any body. Unknown fields are kept, so that those that would change the answer can be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """OpenAI's ``stream_options``, with vLLM's extension."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generation(Body):
+    """What completions and chat completions have in common. None means "not given"."""
+
+    model: str | None = None
+    lora_path: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> "Generation":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options can only be given with stream=true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if a stream shall end with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """True if every chunk shall carry usage."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
+
+
+class CompletionRequest(Generation):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(Body):
+    """One part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    """One message. Fields that only templates know (``name``, ``tool_call_id``) are passed on."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[TextPart] | None = None
+
+
+class ChatFields(Body):
+    """What turns messages into a prompt."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(Generation, ChatFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of ``POST /tokenize``: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LoadAdapter(Body):
+    """Body of ``POST /v1/load_lora_adapter`` (vLLM) and ``/load_lora_adapter`` (SGLang)."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    pinned: bool = False
+
+
+class UnloadAdapter(Body):
+    """Body of the two unload routes."""
+
+    lora_name: str = ""
+    lora_int_id: int | None = None
+
+
+class NewAdapter(Body):
+    """Body of ``POST /v1/adapters``."""
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    replace: bool = False
+
+
+class AdapterSource(Body):
+    """Where Dynamo says an adapter lies."""
+
+    uri: Annotated[str, Field(min_length=1)]
+
+
+class DynamoAdapter(Body):
+    """Body of ``POST /v1/loras``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    source: AdapterSource

@@ -1,0 +1,124 @@
+"""The request log: JSON Lines in the workload format, so that real traffic can be replayed.
+
+Each line has ``arrival_s, adapter, input_tokens, output_tokens`` and what became of the request. ``arrival_s``
+counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines are in the
+order in which requests ended. A thread writes, so a slow disk delays no stream.
+"""
+
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorikeet.core.request import Request
+from lorikeet.core.timings import RequestTimings
+from lorikeet.server.logs import log
+
+
+class RequestLog:
+    """Writes and rotates one log file.
+
+    Args:
+        path: the file; rotated ones are called ``path.1`` (the newest), ``path.2``, …
+        max_bytes: size beyond which a new file is begun.
+        keep: rotated files kept.
+        text: also write the prompt's token ids and the answer's text.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int, keep: int, text: bool = False) -> None:
+        self.wants_text = text
+        self._path = path
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._wall_minus_monotonic_s = time.time() - time.monotonic()
+        self._zero_s = _first_arrival_unix_s(path)
+        self._file = path.open("ab")
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        request: Request,
+        timings: RequestTimings,
+        completion_tokens: int,
+        reason: str,
+        ended_s: float,
+        text: str | None,
+    ) -> None:
+        """Queue one request's line; ``ended_s`` is on the clock of ``timings``."""
+        line: dict[str, Any] = {
+            "unix_s": round(timings.arrival_s + self._wall_minus_monotonic_s, 6),
+            "adapter": None if request.adapter is None else request.adapter.name,
+            "input_tokens": len(request.prompt_token_ids),
+            "output_tokens": completion_tokens,
+            "request_id": request.request_id,
+            "adapter_digest": request.digest,
+            "cached_tokens": timings.cached_tokens,
+            "adapter_wait_s": round(timings.adapter_wait_s, 6),
+            "ttft_s": _since(timings, timings.first_token_s),
+            "e2e_s": _since(timings, ended_s),
+            "finish_reason": reason,
+        }
+        if self.wants_text:
+            line |= {"prompt_token_ids": request.prompt_token_ids, "text": text or ""}
+        self._queue.put(line)
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while (line := self._queue.get()) is not None:
+            try:
+                self._write(line)
+                if self._queue.empty():
+                    self._file.flush()
+            except OSError as error:
+                log.error("the request log cannot be written", file=str(self._path), error=str(error))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file.tell() >= self._max_bytes:
+            self._rotate()
+        if self._zero_s is None:
+            self._zero_s = line["unix_s"]
+        arrival_s = round(line["unix_s"] - self._zero_s, 6)
+        self._file.write(msgspec.json.encode({"arrival_s": arrival_s, **line}) + b"\n")
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for number in range(self._keep, 0, -1):
+            source = self._numbered(number - 1)
+            if source.exists():
+                os.replace(source, self._numbered(number))
+        self._file = self._path.open("wb")
+        self._zero_s = None
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+
+def _since(timings: RequestTimings, when_s: float | None) -> float | None:
+    return None if when_s is None else round(when_s - timings.arrival_s, 6)
+
+
+def _first_arrival_unix_s(path: Path) -> float | None:
+    """Return the wall time that ``arrival_s`` counts from in an existing file; None for a new one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        line = msgspec.json.decode(first, type=dict[str, Any])
+        return float(line["unix_s"]) - float(line["arrival_s"])
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None

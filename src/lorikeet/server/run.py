@@ -1,0 +1,195 @@
+"""``serve``: from settings to a server that answers, and to its orderly end."""
+
+import asyncio
+import signal
+import socket
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import uvicorn
+import uvloop
+from anyio import to_thread
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.messages import Hello
+from lorikeet.engine.client import EngineClient, EngineError
+from lorikeet.memory.packing import pack
+from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
+from lorikeet.server.announce import Announcer, fail
+from lorikeet.server.app import create_app, create_service
+from lorikeet.server.chat_template import TemplateError
+from lorikeet.server.limits import Gate
+from lorikeet.server.logs import configure_logs, log
+from lorikeet.server.model_folder import ModelFolder, prepare_model
+from lorikeet.server.models import Models
+from lorikeet.server.request_log import RequestLog
+from lorikeet.server.sampling import ModelLimits, SamplingDefaults
+from lorikeet.server.texts import Texts, read_generation_config
+
+_KEEP_ALIVE_S = 75
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; the first one drains, a second one stops at once.
+
+    Raises:
+        SystemExit: with code 1 if the server cannot start, the reason printed.
+    """
+    try:
+        configure_logs(settings.server.log_level, as_json=settings.server.log_json)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings))
+    except (AdapterError, ConfigError, EngineError, ModelConfigError, OSError, TemplateError, ValueError) as error:
+        fail(str(error))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        fail("stopped before it was ready")
+
+
+async def _serve(settings: Settings) -> None:
+    listener = _bind(settings.server.host, settings.server.port)
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    async with AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        announcer = stack.enter_context(Announcer())
+        model = await to_thread.run_sync(prepare_model, settings.model, announcer.stage)
+        config = read_model_config(model.path)
+        texts = Texts.read(model.path, settings.model.chat_template)
+
+        client = EngineClient(_with_folder(settings, model.path))
+        stack.push_async_callback(client.close)
+        hello = await client.start(lambda progress: announcer.show(progress.stage, progress.done, progress.total))
+        catalog = await to_thread.run_sync(_open_catalog, settings, config, hello, model)
+        stack.callback(catalog.close)
+        await _preload(catalog, settings.adapters.preload, announcer)
+
+        request_log = _open_request_log(settings)
+        if request_log is not None:
+            stack.callback(request_log.close)
+        names = Models(model.names, model.aliases, str(model.path), catalog, hello.max_model_tokens)
+        service = create_service(
+            settings, client, catalog, texts, names, _limits(model.path, config, hello), request_log
+        )
+        for note in (*hello.notes, *catalog.notes):
+            log.info(note)
+        announcer.ready(_url(listener, settings.server.host), names.base, catalog.names())
+        server = _Server(create_app(service), service.gate, settings.server.drain_timeout_s)
+        # From here on uvicorn's own handlers receive the signals.
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn that drains: on the first signal it goes on answering until accepted requests have ended."""
+
+    def __init__(self, app: object, gate: Gate, drain_timeout_s: float) -> None:
+        config = uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            loop="none",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=5,
+        )
+        super().__init__(config)
+        self._gate = gate
+        self._drain_timeout_s = drain_timeout_s
+        self._drain_until_s: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Close the gate; with a second signal stop at once. Not passing the signal on lets the process exit with 0."""
+        if self._gate.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._gate.draining = True
+        self._drain_until_s = time.monotonic() + self._drain_timeout_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell uvicorn, ten times a second, whether to stop."""
+        if self._drain_until_s is not None and not self.should_exit:
+            if counter % 100 == 0:
+                log.info("draining", requests=self._gate.active)
+            self.should_exit = not self._gate.active or time.monotonic() > self._drain_until_s
+        return await super().on_tick(counter)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything heavy starts.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def _url(listener: socket.socket, host: str) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def _with_folder(settings: Settings, folder: Path) -> Settings:
+    """Let the engine read the folder that was found, whatever the model was called."""
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
+
+
+def _limits(folder: Path, config: ModelConfig, hello: Hello) -> ModelLimits:
+    defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
+    return ModelLimits(hello.max_model_tokens, config.vocab_size, config.eos_token_ids, defaults)
+
+
+def _open_catalog(settings: Settings, config: ModelConfig, hello: Hello, model: ModelFolder) -> AdapterCatalog:
+    dtype_bytes = hello.geometry.dtype_bytes
+    share = config.geometry(dtype_bytes, settings.engine.tensor_parallel)
+
+    def accept(adapter: AdapterRef) -> None:
+        blocks = pack(adapter.ranks, share, hello.block_bytes // dtype_bytes).blocks
+        if blocks > hello.max_adapter_blocks:
+            raise AdapterError(
+                f"adapter {adapter.name!r} takes {blocks} blocks of device memory, at most "
+                f"{hello.max_adapter_blocks} are there for one; give the server more memory"
+            )
+
+    reserved = (*model.names, *model.aliases)
+    return AdapterCatalog(settings.adapters, model.identity, hello.geometry, reserved_names=reserved, accept=accept)
+
+
+async def _preload(catalog: AdapterCatalog, pairs: tuple[str, ...], announcer: Announcer) -> None:
+    """Register the adapters named on the command line; the server does not start without one of them."""
+    for done, pair in enumerate(pairs):
+        name, separator, source = pair.partition("=")
+        if not separator or not name or not source:
+            raise ConfigError(f"adapter {pair!r}: not of the form name=source")
+        announcer.show("adapters", done, len(pairs))
+        try:
+            await to_thread.run_sync(partial(catalog.register, name, source, replace=True, trusted=True))
+        except AdapterError as error:
+            raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
+        announcer.show("adapters", done + 1, len(pairs))
+
+
+def _open_request_log(settings: Settings) -> RequestLog | None:
+    server = settings.server
+    if not server.request_log:
+        return None
+    return RequestLog(
+        Path(server.request_log),
+        max_bytes=server.request_log_max_bytes,
+        keep=server.request_log_keep,
+        text=server.request_log_text,
+    )

@@ -1,0 +1,152 @@
+"""From the fields of a body to the engine's sampling parameters."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from lorikeet.core.request import SamplingParams
+from lorikeet.server.errors import ApiError, bad_request
+from lorikeet.server.protocol import Generation
+
+_SEED_BITS = 63
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
+
+_Number = TypeVar("_Number", int, float)
+
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a body leaves open: OpenAI's values, changed by the model's ``generation_config.json`` as in vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        """Take what ``config`` says of the fields of this class."""
+        return msgspec.convert({key: config[key] for key in _CONFIGURED if config.get(key) is not None}, cls)
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What checks need to know of the model.
+
+    Attributes:
+        max_model_tokens: longest sequence, prompt and answer together.
+        vocabulary: token ids are below it.
+        eos_token_ids: tokens that end an answer.
+        defaults: see :class:`SamplingDefaults`.
+    """
+
+    max_model_tokens: int
+    vocabulary: int
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """Check that a prompt can be served at all.
+
+    Raises:
+        ApiError: 400; it is empty, leaves no room for an answer, or has an id outside the vocabulary.
+    """
+    if not token_ids:
+        raise bad_request("The prompt is empty; at least one token is needed.", param)
+    if len(token_ids) >= limits.max_model_tokens:
+        raise _too_long(len(token_ids), None, limits, param)
+    if max(token_ids) >= limits.vocabulary:
+        raise bad_request(f"Token id {max(token_ids)} is outside the vocabulary of {limits.vocabulary}.", param)
+
+
+def sampling_params(
+    body: Generation,
+    limits: ModelLimits,
+    *,
+    prompt_tokens: int,
+    max_tokens: int | None,
+    max_tokens_param: str,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """Check the fields of ``body`` against each other and the model.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        limits: the model's.
+        prompt_tokens: length of the prompt.
+        max_tokens: most tokens to generate; None if the body does not say.
+        max_tokens_param: the field that says so.
+        default_max_tokens: what counts then, as far as there is room; None for all of the room.
+        logprobs: alternatives to report with each token; None for no log probabilities.
+
+    Returns:
+        Parameters of the first choice; see :func:`for_choice` for the others.
+
+    Raises:
+        ApiError: 400 with the field named.
+    """
+    room = limits.max_model_tokens - prompt_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise _too_long(prompt_tokens, max_tokens, limits, max_tokens_param)
+    most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
+    if (body.min_tokens or 0) > most:
+        raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
+    stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else set(limits.eos_token_ids))
+    if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
+    defaults = limits.defaults
+    top_k = _given(body.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=most,
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % 2**_SEED_BITS,
+        min_tokens=body.min_tokens or 0,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=0 if top_k < 0 else top_k,
+        min_p=_given(body.min_p, defaults.min_p),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, limits.vocabulary),
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        logprobs=logprobs,
+    )
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Return ``params`` with the seed of the given choice; choice 0 keeps its own."""
+    return msgspec.structs.replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**_SEED_BITS)
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
+
+
+def _logit_bias(biases: Mapping[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit()) or int(key) >= vocabulary:
+            raise bad_request(f"logit_bias: {key!r} is not a token id below {vocabulary}.", "logit_bias")
+        pairs.append((int(key), bias))
+    return tuple(pairs)
+
+
+def _too_long(prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, param: str) -> ApiError:
+    """The words are those of OpenAI and vLLM, which clients search for."""
+    most = f"This model's maximum context length is {limits.max_model_tokens} tokens."
+    if max_tokens is None:
+        return bad_request(
+            f"{most} However, your request has {prompt_tokens} input tokens. "
+            "Please reduce the length of the input messages.",
+            param,
+        )
+    return bad_request(
+        f"{most} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the input, "
+        f"{max_tokens} in the completion). Please reduce the length of the input or {param}.",
+        param,
+    )

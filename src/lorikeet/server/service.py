@@ -1,0 +1,154 @@
+"""What the routes share: the parts of a running server, and how a body becomes requests to the engine."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.errors import UnknownAdapter
+from lorikeet.config import AdapterSettings, ServerSettings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.request import Request
+from lorikeet.engine.client import EngineClient
+from lorikeet.server.errors import model_not_found
+from lorikeet.server.generation import Generation, TextOptions
+from lorikeet.server.limits import Gate
+from lorikeet.server.models import Models, Target
+from lorikeet.server.observer import Observer
+from lorikeet.server.protocol import Generation as GenerationBody
+from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, sampling_params
+from lorikeet.server.texts import Texts
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of a body in which the two completion routes differ.
+
+    Attributes:
+        prompts: how many prompts there are.
+        encode: gives their token ids.
+        prompt_param: field that holds them.
+        max_tokens: most tokens to generate for each; None if the body does not say.
+        max_tokens_param: field that says so.
+        default_max_tokens: what counts then, as far as the context leaves room; None for all of the room.
+        logprobs: alternatives to report with each token; None for no log probabilities.
+    """
+
+    prompts: int
+    encode: Callable[[], Awaitable[list[list[int]]]]
+    prompt_param: str
+    max_tokens: int | None
+    max_tokens_param: str
+    default_max_tokens: int | None
+    logprobs: int | None
+
+
+@dataclass
+class Service:
+    """The parts of a running server. Owned by the application; routes read it."""
+
+    settings: ServerSettings
+    adapter_settings: AdapterSettings
+    client: EngineClient
+    catalog: AdapterCatalog
+    texts: Texts
+    models: Models
+    limits: ModelLimits
+    gate: Gate
+    observer: Observer
+    used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
+    """Versions that requests ran under, to name them in metrics."""
+    background: set[asyncio.Task[int]] = field(default_factory=set)
+    """Adapters being dropped; kept here so that nobody collects the tasks."""
+
+    async def start(self, body: GenerationBody, target: Target, job: Job, request_id: str) -> Generation:
+        """Accept a request and hand its sequences, ``n`` for each prompt, to the engine.
+
+        Raises:
+            ApiError: it cannot be accepted, or its prompt or sampling is not valid.
+        """
+        arrival_s = time.monotonic()
+        ticket = self.gate.enter(job.prompts * (body.n or 1))
+        held: AdapterRef | None = None
+        try:
+            prompts = await job.encode()
+            requests = self._requests(body, target, job, prompts, request_id, arrival_s)
+            held = self._hold(target)
+
+            def on_close() -> None:
+                ticket.release()
+                if target.adapter is not None:
+                    self.catalog.release(target.adapter.digest)
+
+            return Generation(
+                self.client,
+                requests,
+                self.texts,
+                self._text_options(body),
+                self.observer,
+                self.settings.request_timeout_s,
+                on_close,
+            )
+        except BaseException:
+            ticket.release()
+            if held is not None:
+                self.catalog.release(held.digest)
+            raise
+
+    def _requests(
+        self,
+        body: GenerationBody,
+        target: Target,
+        job: Job,
+        prompts: list[list[int]],
+        request_id: str,
+        arrival_s: float,
+    ) -> list[Request]:
+        requests: list[Request] = []
+        for token_ids in prompts:
+            check_prompt(token_ids, self.limits, job.prompt_param)
+            params = sampling_params(
+                body,
+                self.limits,
+                prompt_tokens=len(token_ids),
+                max_tokens=job.max_tokens,
+                max_tokens_param=job.max_tokens_param,
+                default_max_tokens=job.default_max_tokens,
+                logprobs=job.logprobs,
+            )
+            for choice in range(body.n or 1):
+                requests.append(
+                    Request(
+                        # The client's id may be in use; the suffix makes it unique, the start tells whose it is.
+                        request_id=RequestId(f"{request_id}-{secrets.token_hex(4)}-{len(requests)}"),
+                        prompt_token_ids=token_ids,
+                        sampling=for_choice(params, choice),
+                        arrival_s=arrival_s,
+                        adapter=target.adapter,
+                        priority=body.priority or 0,
+                    )
+                )
+        return requests
+
+    def _hold(self, target: Target) -> AdapterRef | None:
+        """Keep the adapter's files until the request has ended."""
+        if target.adapter is None:
+            return None
+        try:
+            self.catalog.acquire(target.adapter.digest)
+        except UnknownAdapter:
+            raise model_not_found(target.name) from None
+        self.used_adapters[target.adapter.digest] = target.adapter
+        return target.adapter
+
+    def _text_options(self, body: GenerationBody) -> TextOptions:
+        named = frozenset(body.stop_token_ids or ())
+        return TextOptions(
+            stops=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            named_stop_tokens=named if body.ignore_eos else named - set(self.limits.eos_token_ids),
+        )

@@ -1,0 +1,92 @@
+"""Tokens to text while they arrive, and stop strings in that text."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_CONTEXT_TOKENS = 6
+
+
+class TextStream:
+    """Decodes one sequence token by token; characters split over tokens come out once they are whole.
+
+    Args:
+        tokenizer: the model's.
+        context: the prompt; its last tokens decide whether the first word starts with a space.
+        skip_special_tokens: leave tokens such as end of text out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._shown = list(context[-_CONTEXT_TOKENS:])
+        self._pending: list[int] = []
+        self._stream = DecodeStream(list(self._shown), skip_special_tokens)
+
+    def push(self, token_id: int) -> str:
+        """Take one token in; return the text it completes, often all of its own, sometimes none."""
+        self._pending.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id)
+        if text is None:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end: characters that never became whole, as replacement characters."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._shown)
+        text = self._decode(self._shown + self._pending)[len(before) :]
+        self._pending = []
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+class StopScanner:
+    """Finds stop strings in text that arrives in pieces, holding back what may become one.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: whether the one that is found stays in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take text in.
+
+        Returns:
+            The text that may be shown, and the stop string that ended it. Of several in the same text, the
+            one that starts first counts, of those the longest; after a match nothing more may be pushed.
+        """
+        text = self._held + text
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, _, stop = min(found)
+            self._held = ""
+            return text[: at + len(stop) if self._include else at], stop
+        keep = self._partial(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def release(self) -> str:
+        """Return the text held back; no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _partial(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,106 @@
+"""The text side of one model: prompts to tokens, tokens to strings."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+from tokenizers import Tokenizer
+
+from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
+from lorikeet.server.errors import bad_request, not_supported
+from lorikeet.server.protocol import ChatMessage
+
+_THREAD_CHARACTERS = 4096
+"""Longer texts are tokenized off the event loop, so that one of them does not delay all streams."""
+
+
+class Texts:
+    """Tokenizer and chat template.
+
+    Args:
+        tokenizer: the model's.
+        template: None if the model has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def read(cls, folder: Path, chat_template: str = "") -> "Texts":
+        """Read ``tokenizer.json`` and the chat template of a model folder.
+
+        Raises:
+            TemplateError: the template is missing or broken.
+            FileNotFoundError: the folder has no ``tokenizer.json``.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: the server needs a model folder with a tokenizer.json")
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, read_chat_template(folder, chat_template))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``."""
+
+        def run() -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        return run() if len(text) < _THREAD_CHARACTERS else await to_thread.run_sync(run)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ``token_ids``, all at once."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Raises:
+            ApiError: 400 if the model has no template or it refuses the messages, 501 for content other than text.
+        """
+        return await self.encode(
+            self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, extra=extra),
+            add_special_tokens=False,
+        )
+
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
+    ) -> str:
+        """Render a conversation; errors as :meth:`encode_chat`."""
+        if self.template is None:
+            raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
+        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        try:
+            return self.template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra)
+        except TemplateError as error:
+            raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+
+
+def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
+    """A message as templates expect it: content as one string, text parts joined by newlines as vLLM does."""
+    plain = {**(message.model_extra or {}), "role": message.role}
+    if plain.get("tool_calls"):
+        raise not_supported("Tool calls are not supported yet.", "messages")
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type not in ("text", "input_text"):
+                raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
+            if part.text is None:
+                raise bad_request(f"messages.{index}: a text part has no text.", "messages")
+        plain["content"] = "\n".join(part.text or "" for part in message.content)
+    else:
+        plain["content"] = message.content or ""
+    return plain
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the model's own sampling defaults; empty if it has none."""
+    file = folder / "generation_config.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}

@@ -1,0 +1,126 @@
+"""Counts per adapter, and which adapters have metrics of their own.
+
+A server may know ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled,
+the rest share ``other``. Which those are changes with the traffic, so a label counts from the moment its
+adapter was given it, and ``other`` holds everything that is not labelled. When an adapter gives its label up,
+its counts move to ``other``. So the sum over all labels is exact, and ``other`` never falls.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+OTHER = "other"
+
+_HALF_LIFE_S = 300.0
+_HYSTERESIS = 1.5
+"""An adapter must be this much busier than the least busy labelled one to take its place."""
+
+
+@dataclass
+class Counts:
+    """Sums over finished requests."""
+
+    requests: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_count: int = 0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    adapter_wait_s: float = 0.0
+
+    def plus(self, other: "Counts", sign: int = 1) -> "Counts":
+        """Return the sum, or with ``sign`` -1 the difference."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Counts(*(mine + sign * theirs for mine, theirs in pairs))
+
+    def add(self, other: "Counts") -> None:
+        """Add ``other`` in place."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Usage:
+    """One adapter's traffic (or the base model's).
+
+    Attributes:
+        clock: seconds.
+        everyone: the sum that it is part of.
+        total: since the server started.
+        running: requests under way.
+        last_used_s: monotonic time of the latest end.
+        activity: requests, the older ones counting less.
+        baseline: ``total`` when the label was given; None while unlabelled.
+    """
+
+    clock: Callable[[], float]
+    everyone: Counts
+    total: Counts = field(default_factory=Counts)
+    running: int = 0
+    last_used_s: float = 0.0
+    activity: float = 0.0
+    baseline: Counts | None = None
+
+    def add(self, request: Counts) -> None:
+        """Count one finished request."""
+        now_s = self.clock()
+        self.activity = self.activity_at(now_s) + 1
+        self.last_used_s = now_s
+        self.total.add(request)
+        self.everyone.add(request)
+
+    def activity_at(self, now_s: float) -> float:
+        """Return the activity as it has faded until ``now_s``."""
+        return self.activity * math.exp2((self.last_used_s - now_s) / _HALF_LIFE_S)
+
+
+class AdapterUsage:
+    """Traffic of every adapter that had any.
+
+    Args:
+        labels: how many adapters are labelled at once.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._labels = labels
+        self._clock = clock
+        self._base = Usage(clock, Counts())
+        self._adapters: dict[str, Usage] = {}
+        self._everyone = Counts()
+
+    def of(self, adapter: str | None) -> Usage:
+        """Return the usage of an adapter, or of the base model for None."""
+        if adapter is None:
+            return self._base
+        return self._adapters.setdefault(adapter, Usage(self._clock, self._everyone))
+
+    def labelled(self) -> dict[str, Counts]:
+        """Choose who is labelled now; return the counts under each label, ``other`` included."""
+        now_s = self._clock()
+
+        def rank(item: tuple[str, Usage]) -> tuple[float, str]:
+            name, usage = item
+            return usage.activity_at(now_s) * (_HYSTERESIS if usage.baseline else 1.0), name
+
+        chosen = dict(heapq.nlargest(self._labels, self._adapters.items(), key=rank))
+        for name, usage in self._adapters.items():
+            if name not in chosen:
+                usage.baseline = None
+            elif usage.baseline is None:
+                usage.baseline = usage.total.plus(Counts())
+        counts = {name: usage.total.plus(usage.baseline or Counts(), -1) for name, usage in chosen.items()}
+        other = self._everyone
+        for labelled in counts.values():
+            other = other.plus(labelled, -1)
+        return {**counts, OTHER: other}
+
+    def forget(self, adapter: str) -> None:
+        """Give up the record of an adapter that was removed; its counts stay in ``other``."""
+        self._adapters.pop(adapter, None)
