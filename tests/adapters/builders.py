@@ -51,7 +51,10 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def peft_adapter(folder: Path, seed: int = 1, **options: Any) -> PeftModel:
-    """Save an adapter made by PEFT, B not zero, and return the model that carries it."""
+    """Save an adapter made by PEFT, B not zero, and return a model that PEFT loaded it into.
+
+    Loaded again, since PEFT sorts the keys of its config file, and among patterns the first match counts.
+    """
     options.setdefault("target_modules", ["q_proj", "v_proj"])
     model = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +62,7 @@ def peft_adapter(folder: Path, seed: int = 1, **options: Any) -> PeftModel:
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder)
-    return model
+    return PeftModel.from_pretrained(tiny_llama(), folder)
 
 
 def key(layer: int, module: str, side: str) -> str:

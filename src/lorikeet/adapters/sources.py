@@ -80,9 +80,10 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         raise AdapterError(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise AdapterError(f"{folder / name}: not a regular file")
     with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise AdapterError(f"{folder / name}: not a regular file")
         yield stream
 
 

@@ -1,0 +1,414 @@
+"""Names, versions and files: who may change them, and when files go."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from lorikeet.adapters import store as store_module
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.registry import RegistryRow
+from lorikeet.adapters.weights import load_weights
+from lorikeet.config import AdapterSettings
+from lorikeet.core.ids import AdapterDigest
+from tests.adapters.builders import geometry, lora_tensors, write_adapter
+
+Open = Callable[..., AdapterCatalog]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """Three adapters of different content."""
+    for seed, name in enumerate(("french", "pirate", "json")):
+        write_adapter(tmp_path / "sources" / name, lora_tensors(seed=seed))
+    return tmp_path / "sources"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, sources: Path) -> AdapterSettings:
+    return AdapterSettings(adapter_dir=str(sources), store_dir=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def open_catalog(settings: AdapterSettings) -> Iterator[Open]:
+    """Open catalogs over one store; all are closed at the end."""
+    opened: list[AdapterCatalog] = []
+
+    def open_one(base: str = "base", layers: int = 3, **options: object) -> AdapterCatalog:
+        opened.append(AdapterCatalog(settings, base, geometry(layers=layers), **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def versions(settings: AdapterSettings) -> set[str]:
+    return {folder.name for folder in (Path(settings.store_dir) / "versions").iterdir()}
+
+
+def test_a_registered_adapter_can_be_looked_up_and_read(open_catalog: Open) -> None:
+    catalog = open_catalog(now=lambda: 1234.5)
+    record = catalog.register("team/french@2", "french")
+    assert catalog.get("team/french@2") is record
+    assert (record.name, record.source, record.created_at, record.max_rank) == ("team/french@2", "french", 1234.5, 4)
+    assert record.ref.ranks == {"q": (4, 4, 4), "v": (4, 4, 4)}
+    assert len(list(load_weights(record.ref, geometry(), torch.float32))) == 6
+    assert catalog.get("other") is None
+
+
+def test_names_are_listed_oldest_first_in_pages(open_catalog: Open) -> None:
+    catalog = open_catalog()
+    for name in ("c", "a", "b"):
+        catalog.register(name, "french")
+    assert catalog.names() == ["c", "a", "b"]
+    assert [record.name for record in catalog.list(1, 1)] == ["a"]
+    assert [record.name for record in catalog.list()] == ["c", "a", "b"]
+    assert len(catalog) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".hidden", "/x", "a/../b", "a..b", "a//b", "a/", "x" * 129, "base:x", "a b", "ä", "a\n", "base", "alias"],
+)
+def test_names_that_could_mislead_are_refused(open_catalog: Open, settings: AdapterSettings, name: str) -> None:
+    with pytest.raises(AdapterError, match="name"):
+        open_catalog(reserved_names=("alias",)).register(name, "french")
+    assert not versions(settings)
+
+
+def test_a_taken_name_is_refused_and_keeps_its_version(open_catalog: Open) -> None:
+    catalog = open_catalog()
+    before = catalog.register("x", "french")
+    with pytest.raises(AdapterExists, match="'x'"):
+        catalog.register("x", "pirate")
+    assert catalog.get("x") is before
+
+
+def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
+    open_catalog: Open, settings: AdapterSettings
+) -> None:
+    dropped: list[AdapterDigest] = []
+    catalog = open_catalog(on_drop=dropped.append)
+    old = catalog.register("x", "french")
+    new = catalog.register("x", "pirate", replace=True)
+    assert new.digest != old.digest
+    assert catalog.get("x") is new
+    assert dropped == [old.digest]
+    assert versions(settings) == {new.digest}
+
+
+def test_replacing_with_the_same_content_changes_nothing(open_catalog: Open, settings: AdapterSettings) -> None:
+    catalog = open_catalog()
+    before = catalog.register("x", "french")
+    assert catalog.register("x", "french", replace=True) is before
+    assert versions(settings) == {before.digest}
+
+
+def test_the_digest_follows_content_and_scaling_but_not_notes(open_catalog: Open, sources: Path) -> None:
+    catalog = open_catalog()
+    digest = catalog.register("a", "french").digest
+    write_adapter(sources / "annotated", lora_tensors(seed=0), lora_dropout=0.3, base_model_name_or_path="x")
+    assert catalog.register("b", "annotated").digest == digest
+    for index, change in enumerate(({"lora_alpha": 9}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 1}})):
+        write_adapter(sources / "changed", lora_tensors(seed=0), **change)
+        assert catalog.register(f"c{index}", "changed").digest != digest
+
+
+def test_names_share_a_version_which_goes_with_the_last(open_catalog: Open, settings: AdapterSettings) -> None:
+    catalog = open_catalog()
+    digest = catalog.register("a", "french").digest
+    catalog.register("b", "french")
+    assert catalog.remove("a").name == "a"
+    assert versions(settings) == {digest}
+    catalog.remove("b")
+    assert not versions(settings)
+    with pytest.raises(UnknownAdapter, match="'b'"):
+        catalog.remove("b")
+
+
+def test_files_stay_while_a_request_uses_them(open_catalog: Open, settings: AdapterSettings) -> None:
+    dropped: list[AdapterDigest] = []
+    catalog = open_catalog(on_drop=dropped.append)
+    record = catalog.register("x", "french")
+    catalog.acquire(record.digest)
+    catalog.acquire(record.digest)
+    catalog.remove("x")
+    catalog.release(record.digest)
+    assert catalog.get("x") is None
+    assert versions(settings) == {record.digest}
+    assert not dropped
+    catalog.release(record.digest)
+    catalog.close()
+    assert not versions(settings)
+    assert dropped == [record.digest]
+
+
+def test_a_removed_version_cannot_be_acquired_and_no_use_ends_twice(open_catalog: Open) -> None:
+    catalog = open_catalog()
+    digest = catalog.register("x", "french").digest
+    with pytest.raises(ValueError, match="more often"):
+        catalog.release(digest)
+    catalog.remove("x")
+    with pytest.raises(UnknownAdapter):
+        catalog.acquire(digest)
+
+
+def test_a_version_registered_again_while_its_last_request_ends_is_kept(
+    open_catalog: Open, settings: AdapterSettings
+) -> None:
+    catalog = open_catalog()
+    digest = catalog.register("x", "french").digest
+    catalog.acquire(digest)
+    catalog.remove("x")
+    catalog.register("y", "french")
+    catalog.release(digest)
+    catalog.close()
+    assert versions(settings) == {digest}
+
+
+def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = open_catalog()
+    started, finish = threading.Event(), threading.Event()
+    fetch = store_module.fetch
+
+    def slow_fetch(source: str, *arguments: object) -> None:
+        started.set()
+        assert finish.wait(30)
+        fetch(source, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_module, "fetch", slow_fetch)
+    first = threading.Thread(target=catalog.register, args=("x", "french"))
+    first.start()
+    assert started.wait(30)
+    for attempt in (lambda: catalog.register("x", "pirate", replace=True), lambda: catalog.remove("x")):
+        with pytest.raises(AdapterBusy, match="'x'"):
+            attempt()
+    assert catalog.get("x") is None
+    finish.set()
+    first.join(30)
+    record = catalog.get("x")
+    assert record is not None
+    assert record.source == "french"
+    catalog.remove("x")  # and the name is free again
+
+
+def test_many_threads_that_change_one_store_leave_what_the_names_say(
+    open_catalog: Open, settings: AdapterSettings
+) -> None:
+    catalog = open_catalog()
+
+    def work(number: int) -> None:
+        for round_number in range(8):
+            source = ("french", "pirate", "json")[(number + round_number) % 3]
+            record = catalog.register(f"n{number}", source, replace=True)
+            catalog.acquire(record.digest)
+            assert Path(record.folder, "adapter_model.safetensors").exists()
+            if round_number % 3 == 2:
+                catalog.remove(f"n{number}")
+            assert Path(record.folder, "adapter_model.safetensors").exists()
+            catalog.release(record.digest)
+
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    catalog.close()
+    assert not failures
+    assert versions(settings) == {record.digest for record in catalog.list()}
+    assert not list((Path(settings.store_dir) / "incoming").iterdir())
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_leaves_nothing(
+    open_catalog: Open, settings: AdapterSettings, sources: Path
+) -> None:
+    catalog = open_catalog()
+    (sources / "french" / "adapter_model.safetensors").write_bytes(b"PK\3\4 not weights")
+    with pytest.raises(AdapterError, match=r"french: adapter_model.safetensors: .* zip"):
+        catalog.register("x", "french")
+    with pytest.raises(AdapterError, match="only 2 layers"):
+        open_catalog(layers=2).register("x", "pirate")
+    assert catalog.get("x") is None
+    assert not versions(settings)
+    assert not list((Path(settings.store_dir) / "incoming").iterdir())
+    catalog.register("x", "pirate")
+
+
+def test_what_the_server_does_not_accept_is_not_registered(open_catalog: Open, settings: AdapterSettings) -> None:
+    def refuse(_: object) -> None:
+        raise AdapterError("takes more blocks than there are")
+
+    with pytest.raises(AdapterError, match="more blocks"):
+        open_catalog(accept=refuse).register("x", "french")
+    assert not versions(settings)
+
+
+def test_adapters_survive_a_restart_and_their_digest_is_not_computed_again(
+    open_catalog: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_catalog()
+    before = first.register("x", "french")
+    first.close()
+    monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
+    monkeypatch.setattr(store_module, "validate", lambda *_: pytest.fail("read the weights"))
+    after = open_catalog().get("x")
+    assert after is not None
+    assert after.row == before.row
+    assert after.ref == before.ref
+    assert len(list(load_weights(after.ref, geometry(), torch.float32))) == 6
+
+
+def test_removed_adapters_stay_removed_after_a_restart(open_catalog: Open) -> None:
+    first = open_catalog()
+    first.register("x", "french")
+    first.remove("x")
+    first.close()
+    assert open_catalog().names() == []
+
+
+def test_a_trusted_source_is_not_remembered_after_a_restart(open_catalog: Open, settings: AdapterSettings) -> None:
+    first = open_catalog()
+    trusted = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True)
+    kept = first.register("y", "pirate")
+    first.close()
+    assert versions(settings) == {trusted.digest, kept.digest}
+    assert open_catalog().names() == ["y"]
+    assert versions(settings) == {kept.digest}
+
+
+def test_a_trusted_name_registered_again_at_run_time_is_remembered(open_catalog: Open, sources: Path) -> None:
+    first = open_catalog()
+    first.register("x", str(sources / "french"), trusted=True)
+    first.register("x", "french", replace=True)
+    first.close()
+    assert open_catalog().names() == ["x"]
+
+
+def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open, settings: AdapterSettings) -> None:
+    first = open_catalog()
+    preloaded = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True)
+    second = open_catalog()
+    second.register("y", "french")
+    second.remove("y")
+    assert versions(settings) == {preloaded.digest}
+    second.close()
+    first.remove("x")
+    assert not versions(settings)
+
+
+def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
+    first, second = open_catalog(), open_catalog()
+    first.register("x", "french")
+    with pytest.raises(AdapterExists, match="'x'"):
+        second.register("x", "pirate")
+    assert second.get("x") is None
+
+
+def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_removed(
+    open_catalog: Open, sources: Path
+) -> None:
+    first = open_catalog()
+    shutil.rmtree(first.register("x", "french").folder)
+    shutil.rmtree(first.register("y", "pirate").folder)
+    first.close()
+    catalog = open_catalog()
+    assert len(catalog.notes) == 2
+    assert "'x'" in catalog.notes[0]
+    assert catalog.names() == ["x", "y"]
+    with pytest.raises(AdapterFilesMissing, match="'x' is registered, but its files are gone"):
+        catalog.get("x")
+    catalog.register("x", "french", replace=True)
+    record = catalog.get("x")
+    assert record is not None
+    assert len(list(load_weights(record.ref, geometry(), torch.float32))) == 6
+    catalog.remove("y")
+    assert catalog.get("y") is None
+
+
+@pytest.mark.parametrize("how", ["shorter", "touched", "missing"])
+def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) -> None:
+    record = open_catalog().register("x", "french")
+    weights = Path(record.folder, "adapter_model.safetensors")
+    content = weights.read_bytes()
+    if how == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(content[:-4] if how == "shorter" else content[:-1] + b"x")
+    with pytest.raises(AdapterError, match=r"'x'.*adapter_model\.safetensors"):
+        list(load_weights(record.ref, geometry(), torch.float32))
+
+
+def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open) -> None:
+    catalog = open_catalog()
+    record = catalog.register("x", "french")
+    weights = Path(record.folder, "adapter_model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4])
+    catalog.register("x", "french", replace=True)
+    assert len(list(load_weights(record.ref, geometry(), torch.float32))) == 6
+
+
+def test_weights_that_overflow_the_dtype_once_scaled_are_not_loaded(open_catalog: Open, sources: Path) -> None:
+    write_adapter(sources / "strong", lora_alpha=1e7)
+    record = open_catalog().register("x", "strong")
+    with pytest.raises(AdapterError, match=r"'x': q of layer 0: too large for torch.float16"):
+        list(load_weights(record.ref, geometry(), torch.float16))
+
+
+def test_rows_of_another_base_are_kept_but_not_served(open_catalog: Open, settings: AdapterSettings) -> None:
+    first = open_catalog()
+    digest = first.register("x", "french").digest
+    first.close()
+    for other in (open_catalog(base="another"), open_catalog(layers=4)):
+        assert other.get("x") is None
+        assert other.notes == ("1 adapter (x) registered for another base model: not served",)
+        other.close()
+    second = open_catalog(base="another")
+    second.register("x", "french")
+    second.remove("x")
+    second.close()
+    assert versions(settings) == {digest}, "a row of the first base still needs it"
+    again = open_catalog()
+    assert again.names() == ["x"]
+    assert not again.notes
+
+
+def test_ten_thousand_adapters_open_with_a_handful_of_queries(
+    open_catalog: Open, settings: AdapterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_catalog()
+    sample = first.register("sample", "french").row
+    rows = [RegistryRow(f"adapter-{n}", f"{n:064x}", f"source-{n}", n, sample.ranks, 4, 100) for n in range(10_000)]
+    first._registry.add_many(rows)
+    first.close()
+    for row in rows:
+        (Path(settings.store_dir) / "versions" / row.digest).mkdir()
+    statements: list[str] = []
+
+    def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        catalog = open_catalog()
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert len(catalog) == 10_001
+    assert len(statements) < 20
+    assert not [record for record in catalog.list() if "ref" in vars(record)], "ranks are decoded when asked for"
+    assert not catalog.notes

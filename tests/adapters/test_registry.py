@@ -1,0 +1,126 @@
+"""The registry keeps the same promises on SQLite and on PostgreSQL."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.errors import AdapterError, AdapterExists
+from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
+from lorikeet.config import AdapterSettings
+from tests.adapters.builders import geometry, write_adapter
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        yield sqlite_url(tmp_path / "registry.sqlite3")
+        return
+    url = request.getfixturevalue("postgres_url")
+    yield url
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE IF EXISTS adapters, versions"))
+    engine.dispose()
+
+
+def row(name: str, digest: str = "d", created_at: float = 1.0) -> RegistryRow:
+    return RegistryRow(name, digest, f"source of {name}", created_at, '{"q":[4]}', 4, 100)
+
+
+def test_rows_come_back_oldest_first_after_opening_again(url: str) -> None:
+    first = Registry(url, "base")
+    rows = [row("b", "1", 1.5), row("c", "2", 2.25), row("a", "1", 3.125)]
+    for each in reversed(rows):
+        first.add(each, replace=False)
+    first.close()
+    second = Registry(url, "base")
+    assert second.load() == rows
+    second.close()
+
+
+def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
+    registry = Registry(url, "base")
+    registry.add(row("a", "1"), replace=False)
+    with pytest.raises(AdapterExists, match="'a'"):
+        registry.add(row("a", "2"), replace=False)
+    assert registry.load() == [row("a", "1")]
+    registry.add(row("a", "2", 7.0), replace=True)
+    assert registry.load() == [row("a", "2", 7.0)]
+    registry.remove("a")
+    registry.remove("a")
+    assert registry.load() == []
+    registry.close()
+
+
+def test_a_version_goes_only_when_no_base_names_it(url: str) -> None:
+    one, other = Registry(url, "one"), Registry(url, "other")
+    one.add(row("a"), replace=False)
+    other.add(row("a"), replace=False)
+    one.remove("a")
+    assert not one.remove_version_if_unnamed("d")
+    assert other.load() == [row("a")]
+    assert one.names_of_other_bases() == ["a"]
+    other.remove("a")
+    assert other.named_digests() == set()
+    assert one.remove_version_if_unnamed("d")
+    one.close()
+    other.close()
+
+
+def test_many_rows_are_added_in_one_transaction(url: str) -> None:
+    registry = Registry(url, "base")
+    registry.add(row("n7"), replace=False)
+    registry.add_many([])
+    with pytest.raises(AdapterError):
+        registry.add_many([row("n6", "6"), row("n7", "7")])
+    assert registry.load() == [row("n7")], "a part of a refused transaction stayed"
+    registry.add_many([row(f"n{n}", str(n % 100), n) for n in range(8, 1000)])
+    assert len(registry.load()) == 993
+    registry.close()
+
+
+def test_of_many_threads_that_add_one_name_one_wins(url: str) -> None:
+    registry = Registry(url, "base")
+    outcomes: list[str] = []
+
+    def add(number: int) -> None:
+        try:
+            registry.add(row("a", str(number)), replace=False)
+            outcomes.append("added")
+        except AdapterExists:
+            outcomes.append("exists")
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(outcomes) == ["added"] + ["exists"] * 5
+    registry.close()
+
+
+def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "french")
+    settings = AdapterSettings(adapter_dir=str(tmp_path), store_dir=str(tmp_path / "store"), registry_url=url)
+    first = AdapterCatalog(settings, "base", geometry())
+    before = first.register("x", "french")
+    first.close()
+    second = AdapterCatalog(settings, "base", geometry())
+    after = second.get("x")
+    assert after is not None
+    assert after.ref == before.ref
+    second.remove("x")
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "bad", ["nonsense", "mysql://x/y", "sqlite:////no/such/folder/r.db", "postgresql://x@127.0.0.1:1/y"]
+)
+def test_a_database_that_cannot_be_opened_says_so(bad: str) -> None:
+    with pytest.raises(AdapterError, match="the adapter registry"):
+        Registry(bad, "base")

@@ -1,0 +1,181 @@
+"""Adapters come from where the settings allow, and from nowhere else."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.sources import fetch
+from lorikeet.config import AdapterSettings
+from tests.adapters.builders import write_adapter
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.fixture
+def allowed(tmp_path: Path) -> Path:
+    """The folder that adapters may be loaded from, with one inside."""
+    write_adapter(tmp_path / "allowed" / "team" / "french")
+    return tmp_path / "allowed"
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    (tmp_path / "into").mkdir()
+    return tmp_path / "into"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[str]:
+    """An adapter at ``memory://bucket/team/french``, and one beside the team's folder."""
+    memory = fsspec.filesystem("memory")
+    for folder in ("team/french", "team-evil/french"):
+        memory.put(str(write_adapter(tmp_path / "uploaded")), f"/bucket/{folder}", recursive=True)
+    yield "memory://bucket"
+    memory.rm("/bucket", recursive=True)
+
+
+def refusal(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> str:
+    with pytest.raises(AdapterError) as caught:
+        fetch(source, settings, into, trusted)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["{}/team/french", "team/french", "file://{}/team/french", "local://{}/team/french"])
+def test_a_folder_inside_the_allowed_one_is_copied(allowed: Path, into: Path, form: str) -> None:
+    fetch(form.format(allowed), AdapterSettings(adapter_dir=str(allowed)), into)
+    for name in FILES:
+        assert (into / name).read_bytes() == (allowed / "team/french" / name).read_bytes()
+
+
+def test_without_an_adapter_folder_no_local_path_is_read(allowed: Path, into: Path) -> None:
+    assert "--adapter-dir" in refusal(str(allowed / "team/french"), AdapterSettings(), into)
+
+
+@pytest.mark.parametrize("path", ["{}/../secret", "../secret", "team/../../secret", "file://{}/../secret"])
+def test_a_path_with_dots_is_refused(allowed: Path, into: Path, path: str) -> None:
+    write_adapter(allowed.parent / "secret")
+    assert "'..' is not allowed" in refusal(path.format(allowed), AdapterSettings(adapter_dir=str(allowed)), into)
+
+
+@pytest.mark.parametrize("form", ["{}/secret", "file://{}/secret", "{}/allowed-not"])
+def test_a_folder_outside_the_allowed_one_is_refused(allowed: Path, into: Path, form: str) -> None:
+    for name in ("secret", "allowed-not"):
+        write_adapter(allowed.parent / name)
+    found = refusal(form.format(allowed.parent), AdapterSettings(adapter_dir=str(allowed)), into)
+    assert "outside the folder" in found
+
+
+def test_a_link_out_of_the_allowed_folder_is_refused(allowed: Path, into: Path) -> None:
+    secret = write_adapter(allowed.parent / "secret")
+    settings = AdapterSettings(adapter_dir=str(allowed))
+    (allowed / "link").symlink_to(secret)
+    assert "outside the folder" in refusal("link", settings, into)
+    (allowed / "folder").mkdir()
+    for name in FILES:
+        (allowed / "folder" / name).symlink_to(secret / name)
+    assert "leads outside the folder" in refusal("folder", settings, into)
+    assert not list(into.iterdir())
+
+
+def test_links_within_the_allowed_folder_are_followed(allowed: Path, into: Path) -> None:
+    (allowed / "link").symlink_to(allowed / "team" / "french")
+    fetch("link", AdapterSettings(adapter_dir=str(allowed)), into)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_without_hanging(allowed: Path, into: Path, make: object) -> None:
+    weights = allowed / "team/french" / FILES[1]
+    weights.unlink()
+    make(weights)  # type: ignore[operator]
+    found = refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    assert f"{FILES[1]}: not a regular file" in found
+
+
+def test_links_in_a_circle_and_impossible_paths_are_refused(allowed: Path, into: Path) -> None:
+    (allowed / "circle").symlink_to(allowed / "circle")
+    settings = AdapterSettings(adapter_dir=str(allowed))
+    for path in ("circle", "x" * 5000, "a\0b", "no/such/folder"):
+        assert refusal(path, settings, into)
+
+
+def test_a_missing_file_is_named_with_what_is_there_instead(allowed: Path, into: Path) -> None:
+    (allowed / "team/french" / FILES[1]).rename(allowed / "team/french/adapter_model.bin")
+    found = refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    assert f"{FILES[1]} is not there; adapter_model.bin is not read" in found
+
+
+def test_a_trusted_source_may_lie_anywhere(allowed: Path, into: Path, bucket: str) -> None:
+    fetch(str(allowed / "team/french"), AdapterSettings(), into, trusted=True)
+    fetch(f"{bucket}/team/french", AdapterSettings(), into, trusted=True)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["memory://bucket/team/", "memory://bucket/team", "memory://bucket/", "MEMORY://bucket"]
+)
+def test_a_url_below_an_allowed_one_is_copied(into: Path, bucket: str, tmp_path: Path, prefix: str) -> None:
+    fetch(f"{bucket}/team/french", AdapterSettings(allowed_sources=("s3://other/", prefix)), into)
+    for name in FILES:
+        assert (into / name).read_bytes() == (tmp_path / "uploaded" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "memory://bucket/team-evil/french",
+        "memory://bucket/team/../team-evil/french",
+        "memory://bucket/team/%2e%2e/team-evil/french",
+        "memory://bucket/team\\..\\x",
+        "memory://bucket//team/french",
+        "memory://bucket",
+        "memory://",
+        "s3://bucket/team/french",
+        "simplecache::memory://bucket/team/french",
+        "memory://bucket/team/french::zip://x",
+        "memory://bucket/team/french?versionId=3",
+        "hf://bucket/team@refs/pr/1",
+    ],
+)
+def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
+    settings = AdapterSettings(allowed_sources=("memory://bucket/team/", "memory://", "hf://bucket/team@refs/"))
+    assert refusal(source, settings, into).startswith(source)
+    assert not list(into.iterdir())
+
+
+def test_without_allowed_sources_no_url_is_read(into: Path, bucket: str) -> None:
+    assert "allowed: none" in refusal(f"{bucket}/team/french", AdapterSettings(), into)
+
+
+def test_a_url_that_cannot_be_read_says_why(into: Path, bucket: str) -> None:
+    settings = AdapterSettings(allowed_sources=(bucket,))
+    assert "FileNotFoundError" in refusal(f"{bucket}/nothing", settings, into)
+    assert "nonsense" in refusal("nonsense://x/y", AdapterSettings(allowed_sources=("nonsense://x",)), into)
+    fsspec.filesystem("memory").mv(f"/bucket/team/french/{FILES[1]}", "/bucket/team/french/adapter_model.pt")
+    assert "adapter_model.pt is not read" in refusal(f"{bucket}/team/french", settings, into)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_file_over_the_size_limit_is_refused_before_it_is_copied(into: Path, bucket: str, trusted: bool) -> None:
+    settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
+    assert "allowed are 1000" in refusal(f"{bucket}/team/french", settings, into, trusted)
+    assert not (into / FILES[1]).exists()
+
+
+def test_a_source_that_sends_more_than_it_announced_is_cut_off(
+    into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fsspec.implementations.memory.MemoryFileSystem.info", lambda *_args, **_options: {"size": None}
+    )
+    monkeypatch.setattr("lorikeet.adapters.sources._CHUNK_BYTES", 100)
+    settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
+    assert "larger than the 1000 bytes" in refusal(f"{bucket}/team/french", settings, into)
+    assert (into / FILES[1]).stat().st_size <= 1000
+
+
+def test_a_local_file_over_the_size_limit_is_refused(allowed: Path, into: Path) -> None:
+    settings = AdapterSettings(adapter_dir=str(allowed), max_bytes=1000)
+    assert "larger than the 1000 bytes" in refusal("team/french", settings, into)

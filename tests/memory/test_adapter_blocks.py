@@ -1,0 +1,98 @@
+"""An adapter written into blocks reads back as it was, whatever ranks and block sizes meet."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.memory.adapter_blocks import piece_views, write_pieces
+from lorikeet.memory.packing import pack
+
+Ranks = dict[str, tuple[int, ...]]
+
+
+@st.composite
+def adapters(draw: st.DrawFn) -> tuple[Ranks, ModelGeometry, int]:
+    """Ranks, a geometry and a block size in which every row fits."""
+    layers = draw(st.integers(1, 4))
+    size = st.integers(1, 9)
+    shapes = {module: ModuleShape(draw(size), draw(size)) for module in LORA_MODULES}
+    chosen = draw(st.lists(st.sampled_from(LORA_MODULES), unique=True))
+    ranks = {module: tuple(draw(st.lists(st.integers(0, 9), min_size=layers, max_size=layers))) for module in chosen}
+    largest = max(shape.in_features + shape.out_features for shape in shapes.values())
+    return ranks, ModelGeometry(layers, 1, 1, shapes, 4), draw(st.integers(largest, 4 * largest))
+
+
+def random_weights(ranks: Ranks, geometry: ModelGeometry) -> list[tuple[int, str, Tensor, Tensor]]:
+    """Distinct numbers in every element, in packing order."""
+    weights, count = [], 0
+    for layer in range(geometry.layers):
+        for module in LORA_MODULES:
+            rank = ranks.get(module, (0,) * geometry.layers)[layer]
+            shape = geometry.modules[module]
+            if rank:
+                sizes = rank * shape.in_features, rank * shape.out_features
+                a = torch.arange(count, count + sizes[0], dtype=torch.float32).view(rank, -1) + 1
+                b = torch.arange(count + sizes[0], count + sum(sizes), dtype=torch.float32).view(-1, rank) + 1
+                weights.append((layer, module, a, b.t()))
+                count += sum(sizes)
+    return weights
+
+
+@settings(deadline=None)
+@given(adapters())
+def test_every_row_is_packed_once_and_none_straddles_a_block(case: tuple[Ranks, ModelGeometry, int]) -> None:
+    ranks, geometry, block_elements = case
+    packing = pack(ranks, geometry, block_elements)
+    rows = [(p.layer, p.module, row) for p in packing.pieces for row in range(p.first_row, p.first_row + p.rows)]
+    expected = [
+        (layer, module, row)
+        for layer in range(geometry.layers)
+        for module in LORA_MODULES
+        if module in ranks
+        for row in range(ranks[module][layer])
+    ]
+    assert rows == expected
+    ends = []
+    for piece in packing.pieces:
+        shape = geometry.modules[piece.module]
+        ends.append(piece.offset + piece.rows * (shape.in_features + shape.out_features))
+        assert piece.rows > 0
+        assert ends[-1] <= block_elements
+    for (piece, after), end in zip(pairwise(packing.pieces), ends, strict=False):
+        assert (after.block, after.offset) in ((piece.block, end), (piece.block + 1, 0))
+    assert packing.blocks == len({piece.block for piece in packing.pieces})
+    assert packing.used_elements <= packing.blocks * block_elements
+
+
+@settings(deadline=None)
+@given(adapters(), st.randoms(use_true_random=False))
+def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, random) -> None:  # type: ignore[no-untyped-def]
+    ranks, geometry, block_elements = case
+    packing = pack(ranks, geometry, block_elements)
+    arena = torch.zeros(packing.blocks + 3, block_elements)
+    blocks = random.sample(range(len(arena)), packing.blocks)
+    weights = random_weights(ranks, geometry)
+    write_pieces(weights, packing, blocks, arena)
+    views = piece_views(packing, blocks, arena, geometry)
+    assert list(views) == [(layer, module) for layer, module, _, _ in weights]
+    for layer, module, a, bt in weights:
+        pieces = views[layer, module]
+        assert torch.equal(torch.cat([piece[0] for piece in pieces]), a)
+        assert torch.equal(torch.cat([piece[1] for piece in pieces]), bt)
+        assert all(view.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr() for view in pieces[0])
+    assert int((arena != 0).sum()) == packing.used_elements
+
+
+def test_weights_that_were_not_packed_are_refused() -> None:
+    geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
+    packing = pack({"q": (2,), "v": (1,)}, geometry, 10)
+    arena = torch.zeros(packing.blocks, 10)
+    q, v = random_weights({"q": (2,), "v": (1,)}, geometry)
+    for wrong in ([q], [q, v, (0, "k", *q[2:])], [(0, "q", *v[2:]), v]):
+        with pytest.raises(ValueError, match="packed"):
+            write_pieces(wrong, packing, range(packing.blocks), arena)
