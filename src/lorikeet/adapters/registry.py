@@ -1,12 +1,13 @@
 """Which names point to which versions, kept in a database so that it outlives the server."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy import ForeignKey, create_engine, delete, event, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -116,19 +117,20 @@ class Registry:
         if replace:
             new = {key: insert_name.excluded[key] for key in ("digest", "source", "created_at")}
             insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
-        try:
-            with self._engine.begin() as connection:
-                connection.execute(self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing())
-                connection.execute(insert_name)
-        except IntegrityError as error:
-            raise AdapterExists(f"adapter {row.name!r} is registered already") from error
+        insert_version = self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing()
+        with self._adding(row.name) as connection:
+            connection.execute(insert_version)
+            connection.execute(insert_name)
 
-    def add_many(self, rows: Iterable[RegistryRow]) -> None:
-        """Insert rows of new names in one transaction."""
-        rows = list(rows)
+    def add_many(self, rows: Sequence[RegistryRow]) -> None:
+        """Insert rows of new names in one transaction.
+
+        Raises:
+            AdapterExists: one of the names is taken; nothing is inserted.
+        """
         if not rows:
             return
-        with self._engine.begin() as connection:
+        with self._adding(f"{rows[0].name} to {rows[-1].name}") as connection:
             connection.execute(self._insert(VersionRow).on_conflict_do_nothing(), [_version(row) for row in rows])
             connection.execute(self._insert(AdapterNameRow), [self._name(row) for row in rows])
 
@@ -155,6 +157,14 @@ class Registry:
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
+
+    @contextmanager
+    def _adding(self, what: str) -> Iterator[Connection]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except IntegrityError as error:
+            raise AdapterExists(f"adapter {what!r} is registered already") from error
 
     def _create_tables(self) -> None:
         """Create what is missing; two servers may start at once."""
