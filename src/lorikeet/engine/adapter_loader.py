@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.weights import load_weights
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
@@ -88,7 +89,8 @@ class AdapterLoader:
                 if self._generations.get(ref.digest) == load.generation:
                     self._pieces[ref.digest] = pieces
         except Exception as problem:  # whatever is wrong with one adapter must not end the engine
-            _LOG.warning("adapter %s was not loaded", ref.name, exc_info=True)
+            expected = isinstance(problem, AdapterError)
+            _LOG.warning("adapter %s was not loaded: %s", ref.name, problem, exc_info=not expected)
             error = str(problem) or type(problem).__name__
         self._on_done(AdapterLoadDone(ref.digest, load.generation, error))
 

@@ -1,0 +1,201 @@
+"""Plans made by hand for a torch executor, with scattered blocks, and what transformers and PEFT say to the same."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lorikeet.adapters.store import reference
+from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.plan import (
+    AdapterLoad,
+    AdapterLoadDone,
+    SequenceStart,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    Token,
+)
+from lorikeet.core.request import SamplingParams
+from lorikeet.engine.torch_executor import EngineSizes, TorchExecutor, build_torch_executor
+from lorikeet.memory.packing import pack
+
+BLOCK_TOKENS = 4
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+def fp32_settings(**engine: Any) -> Settings:
+    """Small blocks, a small arena, one thread, fp32."""
+    given = {"block_tokens": BLOCK_TOKENS, "memory_bytes": 2**20, "threads": 1, **engine}
+    return Settings(ModelSettings(dtype="float32"), EngineSettings(**given), AdapterSettings())
+
+
+class Driver:
+    """A scheduler by hand. Sequences and adapters are called by name.
+
+    Args:
+        executor: runs the plans.
+        sizes: of the executor.
+    """
+
+    def __init__(self, executor: TorchExecutor, sizes: EngineSizes) -> None:
+        self.executor = executor
+        self.sizes = sizes
+        self.tokens: dict[str, list[Token]] = {}
+        self._free = list(range(sizes.total_blocks))
+        random.Random(7).shuffle(self._free)
+        self._blocks: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+        self._computed: dict[str, int] = {}
+        self._adapters: dict[str, AdapterDigest | None] = {}
+        self._starts: list[SequenceStart] = []
+        self._drops: list[RequestId] = []
+        self._steps = 0
+
+    def load(self, *refs: AdapterRef, generation: int = 0, wait: bool = True) -> list[AdapterLoadDone]:
+        """Start loads in an otherwise empty plan and wait until they are reported."""
+        geometry, elements = self.sizes.local_geometry, self.sizes.local_geometry.block_elements(BLOCK_TOKENS)
+        loads = []
+        for ref in refs:
+            count = pack(ref.ranks, geometry, elements).blocks
+            loads.append(AdapterLoad(ref, tuple(BlockId(self._free.pop()) for _ in range(count)), generation))
+        self.execute(StepPlan(self._steps, loads=tuple(loads)))
+        return self.wait_for_loads(len(loads)) if wait else []
+
+    def wait_for_loads(self, count: int) -> list[AdapterLoadDone]:
+        """Return the next ``count`` finished loads."""
+        done: list[AdapterLoadDone] = []
+        while len(done) < count:
+            self.executor.wait_for_load(60.0)
+            done += self.executor.completed_loads()
+        return done
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        adapter: AdapterRef | None = None,
+        outputs: list[int] | None = None,
+        **params: Any,
+    ) -> None:
+        """Start a sequence with the next step; greedy unless told otherwise."""
+        given = {"max_tokens": 1000, "temperature": 0.0, **params}
+        digest = None if adapter is None else adapter.digest
+        token_ids = [*prompt, *(outputs or [])]
+        start = SequenceStart(RequestId(name), token_ids, len(prompt), SamplingParams(**given), digest)
+        self._starts.append(start)
+        self._adapters[name] = digest
+        self._lengths[name], self._computed[name], self._blocks[name] = len(token_ids), 0, 0
+        self.tokens.setdefault(name, [])
+
+    def drop(self, name: str) -> None:
+        """Forget a sequence with the next step. Its blocks are not used again, so that nothing can hide in them."""
+        self._drops.append(RequestId(name))
+
+    def step(self, work: dict[str, int], repeat: int = 1, max_duration_s: float = 60.0) -> StepResult:
+        """Compute so many tokens of each sequence; a sequence that has caught up yields a token."""
+        ordered = sorted(work.items(), key=lambda item: self._adapters[item[0]] or "")
+        steps = []
+        for name, tokens in ordered:
+            start = self._computed[name]
+            needed = -(-(start + tokens + repeat - 1) // BLOCK_TOKENS) - self._blocks[name]
+            new_blocks = tuple(BlockId(self._free.pop()) for _ in range(max(0, needed)))
+            self._blocks[name] += len(new_blocks)
+            samples = start + tokens == self._lengths[name]
+            steps.append(SequenceStep(RequestId(name), start, tokens, new_blocks, samples))
+        plan = StepPlan(
+            self._steps,
+            sequences=tuple(steps),
+            starts=tuple(self._starts),
+            drops=tuple(self._drops),
+            adapters=tuple(dict.fromkeys(d for name, _ in ordered if (d := self._adapters[name]) is not None)),
+            repeat=repeat,
+            max_duration_s=max_duration_s,
+        )
+        result = self.execute(plan)
+        for step, tokens in zip(steps, result.tokens, strict=True):
+            self.tokens[step.request_id] += tokens
+            self._computed[step.request_id] += step.tokens + result.steps_run - 1
+            self._lengths[step.request_id] += len(tokens)
+        return result
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan of one's own."""
+        self._steps += 1
+        self._starts, self._drops = [], []
+        return self.executor.execute(plan)
+
+    def decode(self, names: list[str], count: int, repeat: int = 1) -> None:
+        """Run ``count`` decode steps, ``repeat`` to a plan."""
+        for _ in range(count // repeat):
+            self.step(dict.fromkeys(names, 1), repeat)
+
+    def token_ids(self, name: str) -> list[int]:
+        """What the sequence has sampled so far."""
+        return [token.token_id for token in self.tokens[name]]
+
+
+@contextmanager
+def driving(folder: Path, on_load_done: Callable[[], None] = lambda: None, **engine: Any) -> Iterator[Driver]:
+    """Build an executor of the checkpoint, and close it at the end."""
+    executor, _, sizes = build_torch_executor(fp32_settings(**engine), folder, lambda *_: None, on_load_done)
+    try:
+        yield Driver(executor, sizes)
+    finally:
+        executor.close()
+
+
+def make_adapter(model_folder: Path, folder: Path, geometry: ModelGeometry, seed: int, **options: Any) -> AdapterRef:
+    """Save an adapter made by PEFT, B not zero."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(**options))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    model.save_pretrained(folder)
+    return reference(folder.name, folder, geometry)
+
+
+def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int], count: int) -> list[int]:
+    """What transformers, with PEFT, generates greedily."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter.folder)
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        generated = model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=count,
+            pad_token_id=0,
+        )
+    return generated[0, len(prompt) :].tolist()
+
+
+def random_tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
+    """A prompt."""
+    return random.Random(seed).choices(range(vocab), k=count)
+
+
+class Latch:
+    """Counts calls; ``wait`` blocks until there was one."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __call__(self) -> None:
+        self._event.set()
+
+    def wait(self) -> bool:
+        return self._event.wait(60.0)
