@@ -6,6 +6,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +38,7 @@ def run_everything(driver: Driver, adapters: dict[str, AdapterRef]) -> dict[str,
     assert [done.error for done in driver.load(*adapters.values())] == [None, None]
     names = ["base", "narrow", "wide", "sampled"]
     for index, name in enumerate(names):
-        params = {"temperature": 1.0, "seed": 5} if name == "sampled" else {}
+        params: dict[str, Any] = {"temperature": 1.0, "seed": 5} if name == "sampled" else {}
         driver.add(name, random_tokens(8 + index, seed=index), adapters.get(name), **params)
     driver.step({"base": 8, "narrow": 4})
     driver.step({"base": 1, "narrow": 5, "wide": 10, "sampled": 11})

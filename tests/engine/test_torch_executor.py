@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -125,7 +126,7 @@ def test_a_repeat_ends_when_its_time_is_over(driver: Driver) -> None:
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 11, "frequency_penalty": 0.5, "top_p": 0.9}])
 def test_a_sequence_that_is_dropped_and_recomputed_goes_on_as_if_nothing_had_been(
-    models: Models, driver: Driver, params: dict[str, float]
+    models: Models, driver: Driver, params: dict[str, Any]
 ) -> None:
     adapter = models.adapters["attention"]
     driver.load(adapter)
@@ -166,7 +167,7 @@ def test_a_failing_load_is_reported_and_harms_nobody(models: Models, driver: Dri
     prompt = random_tokens(6, seed=2)
     driver.add("wide", prompt, wide)
     driver.step({"wide": 6})
-    errors = {done.digest: done.error or "" for done in driver.load(missing, broken)}
+    errors = {str(done.digest): done.error or "" for done in driver.load(missing, broken)}
     assert str(tmp_path / "none") in errors["missing"]
     assert weights.name in errors["broken"]
     driver.decode(["wide"], 8)
@@ -221,7 +222,7 @@ def test_sequences_that_were_never_started_are_named(driver: Driver) -> None:
 
 
 def test_output_that_is_not_finite_is_an_error_that_names_the_request(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
+    model: Any = make_checkpoint(tmp_path, "llama")
     model.get_input_embeddings().weight.data[96] = float("nan")
     model.save_pretrained(tmp_path)
     with driving(tmp_path) as driver:

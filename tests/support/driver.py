@@ -123,10 +123,10 @@ class Driver:
             max_duration_s=max_duration_s,
         )
         result = self.execute(plan)
-        for step, tokens in zip(steps, result.tokens, strict=True):
-            self.tokens[step.request_id] += tokens
+        for step, sampled in zip(steps, result.tokens, strict=True):
+            self.tokens[step.request_id] += sampled
             self._computed[step.request_id] += step.tokens + result.steps_run - 1
-            self._lengths[step.request_id] += len(tokens)
+            self._lengths[step.request_id] += len(sampled)
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -162,13 +162,13 @@ def make_adapter(model_folder: Path, folder: Path, geometry: ModelGeometry, seed
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return reference(folder.name, folder, geometry)
 
 
 def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int], count: int) -> list[int]:
     """What transformers, with PEFT, generates greedily."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter.folder)
     model.generation_config.eos_token_id = None
@@ -180,7 +180,8 @@ def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int
             max_new_tokens=count,
             pad_token_id=0,
         )
-    return generated[0, len(prompt) :].tolist()
+    token_ids: list[int] = generated[0, len(prompt) :].tolist()
+    return token_ids
 
 
 def random_tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
