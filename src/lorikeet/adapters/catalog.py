@@ -1,75 +1,26 @@
 """The adapters that a server offers: names in memory, their rows in the registry, their content in the store."""
 
-import hashlib
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.errors import AdapterBusy, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.records import AdapterRecord, base_identity, check_name
 from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.ids import AdapterDigest
 
-_NAME = re.compile(r"[A-Za-z0-9_@-][A-Za-z0-9._/@-]{0,127}")
-
-
-@dataclass(frozen=True)
-class AdapterRecord:
-    """One registered name.
-
-    Attributes:
-        row: what the registry knows.
-        folder: where its content lies.
-        persistent: whether the registry remembers it after a restart.
-    """
-
-    row: RegistryRow
-    folder: str
-    persistent: bool = True
-
-    @property
-    def name(self) -> AdapterName:
-        """The name."""
-        return AdapterName(self.row.name)
-
-    @property
-    def digest(self) -> AdapterDigest:
-        """The version that the name points to."""
-        return AdapterDigest(self.row.digest)
-
-    @property
-    def source(self) -> str:
-        """Where it was loaded from."""
-        return self.row.source
-
-    @property
-    def created_at(self) -> float:
-        """When the name came to point to this version, Unix seconds."""
-        return self.row.created_at
-
-    @property
-    def max_rank(self) -> int:
-        """Largest rank of the adapter."""
-        return self.row.max_rank
-
-    @cached_property
-    def ref(self) -> AdapterRef:
-        """What requests carry. Decoded at first use: of thousands of names few are asked for."""
-        ranks = msgspec.json.decode(self.row.ranks, type=dict[str, tuple[int, ...]])
-        return AdapterRef(self.name, self.digest, self.folder, ranks, self.row.weight_bytes)
+__all__ = ["AdapterCatalog", "AdapterRecord"]
 
 
 class AdapterCatalog:
@@ -309,27 +260,6 @@ class AdapterCatalog:
             if alone and self._registry.remove_version_if_unnamed(digest):
                 self._store.remove(digest)
         self._on_drop(digest)
-
-
-def check_name(name: str, reserved: set[str]) -> None:
-    """Check a name for an adapter.
-
-    Raises:
-        AdapterError: it is not one, or reserved.
-    """
-    if not _NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
-        raise AdapterError(
-            f"{name[:200]!r} cannot name an adapter: 1 to 128 of letters, digits and . _ - / @, "
-            f"not starting with . or /, without '..'"
-        )
-    if name in reserved:
-        raise AdapterError(f"{name!r} is the name of the base model")
-
-
-def base_identity(base_name: str, geometry: ModelGeometry) -> str:
-    """What a base model is remembered by: its name and its sizes (in whatever dtype it is served)."""
-    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
-    return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"
 
 
 def _some(names: Sequence[str]) -> str:
