@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from lorikeet import __version__
-from lorikeet.commands import compat
+from lorikeet.commands import adapters, bench, compat
+from lorikeet.commands.chat import chat
 from lorikeet.commands.console import fail, note
+from lorikeet.commands.generate import generate
 from lorikeet.commands.serve import serve
 
 app = typer.Typer(
@@ -19,6 +21,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(serve)
+app.command()(generate)
+app.command()(chat)
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,88 @@
+"""One request on an engine of its own, in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.store import reference
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import build_engine
+from lorikeet.engine.loop import Engine
+from lorikeet.kernels.base import torch_dtype
+from lorikeet.models.config import read_model_config
+from lorikeet.server.announce import Announcer
+from lorikeet.server.model_folder import prepare_model
+from lorikeet.server.protocol import ChatMessage
+from lorikeet.server.text import TextStream
+from lorikeet.server.texts import Texts
+
+
+class GenerationError(RuntimeError):
+    """The request failed; the message says why."""
+
+
+def stream_answer(
+    settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, *, raw: bool
+) -> Iterator[str]:
+    """Yield the pieces of one answer as they are computed; progress of loading goes to stderr.
+
+    Args:
+        settings: name the model; the engine is built from them.
+        prompt: what to answer.
+        adapter: folder of a PEFT adapter, None for the base model.
+        sampling: how tokens are chosen; the model's own stop tokens are added.
+        raw: continue ``prompt`` itself instead of the chat template around it.
+
+    Raises:
+        GenerationError: model, adapter or prompt cannot be used.
+    """
+    with Announcer() as announcer:
+        try:
+            folder = prepare_model(settings.model, announcer.stage).path
+            config = read_model_config(folder)
+            located = msgspec.structs.replace(settings.model, model=str(folder))
+            engine = build_engine(msgspec.structs.replace(settings, model=located), announcer.show)
+            dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+            geometry = config.geometry(torch_dtype(dtype).itemsize)
+            ref = reference(adapter.name, adapter, geometry) if adapter is not None else None
+        except (AdapterError, ConfigError, OSError, ValueError) as error:
+            raise GenerationError(str(error)) from error
+    texts = Texts.read(folder)
+    if raw or texts.template is None:
+        token_ids = texts.tokenizer.encode(prompt).ids
+    else:
+        text = texts.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
+        token_ids = texts.tokenizer.encode(text, add_special_tokens=False).ids
+    room_tokens = config.context_tokens - len(token_ids)
+    if not token_ids or room_tokens < 1:
+        raise GenerationError(
+            f"the prompt has {len(token_ids)} tokens; the model takes 1 to {config.context_tokens - 1}"
+        )
+    sampling = msgspec.structs.replace(
+        sampling, stop_token_ids=config.eos_token_ids, max_tokens=min(sampling.max_tokens, room_tokens)
+    )
+    request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
+    try:
+        yield from _decode(engine, request, TextStream(texts.tokenizer, token_ids))
+    finally:
+        engine.close()
+
+
+def _decode(engine: Engine, request: Request, text: TextStream) -> Iterator[str]:
+    engine.submit(request)
+    while engine.has_requests:
+        outputs = engine.step()
+        for output in outputs.tokens:
+            yield text.push(output.token.token_id)
+        for event in outputs.events:
+            if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
+                raise GenerationError(event.error or "the request failed")
+        if not engine.is_busy and engine.has_requests:
+            engine.wait_for_load()
+    yield text.flush()

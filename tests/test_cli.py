@@ -1,0 +1,270 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.cli import app
+from lorikeet.commands import compat, serve_flags
+from lorikeet.commands.api import ServerApi
+from lorikeet.commands.chat import Conversation
+from lorikeet.commands.serve import build_settings
+from lorikeet.commands.sizes import format_size, parse_size
+from lorikeet.config import Settings
+
+runner = CliRunner(env={"COLUMNS": "200"})
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
+    """Return what ``lorikeet serve`` would run with."""
+    seen: list[Settings] = []
+    monkeypatch.setattr("lorikeet.server.run.serve", seen.append)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    translated, _ = compat.translate(arguments)
+    result = runner.invoke(app, ["serve", *translated])
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_serve_without_flags_runs_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch) == Settings()
+
+
+def test_flags_of_vllm_reach_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(
+        monkeypatch,
+        *"org/model --enable-lora --max-lora-rank 64 --served-model-name a b --tensor-parallel-size 2".split(),
+        *"--max-model-len 1024 --max-num-seqs 8 --max-num-batched-tokens 256 --dtype half --port 1".split(),
+        *"--api-key k1 k2 --lora-modules sql=/a/sql chat=hf://o/r".split(),
+    )
+    assert settings.model.model == "org/model"
+    assert settings.model.served_names == ("a", "b")
+    assert (settings.model.max_model_tokens, settings.model.dtype) == (1024, "float16")
+    assert (settings.engine.max_running, settings.engine.max_step_tokens, settings.engine.tensor_parallel) == (
+        8,
+        256,
+        2,
+    )
+    assert settings.adapters.enabled
+    assert settings.adapters.max_rank == 64
+    assert settings.adapters.preload == ("sql=/a/sql", "chat=hf://o/r")
+    assert (settings.server.port, settings.server.api_keys) == (1, ("k1", "k2"))
+
+
+def test_an_adapter_can_be_given_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"name": "sql", "path": "/a/sql", "base_model_name": "m"})
+    assert settings_of(monkeypatch, "--lora-modules", text).adapters.preload == ("sql=/a/sql",)
+
+
+@pytest.mark.parametrize(
+    "text", ["sql", "=x", "sql=", '{"name": "a"}', "{", '{"name": "a", "path": "b", "is_3d_lora_weight": true}']
+)
+def test_an_adapter_in_another_form_is_an_error(text: str) -> None:
+    result = runner.invoke(app, ["serve", "--lora-modules", text])
+    assert result.exit_code == 2
+    assert "--lora-modules" in result.output
+
+
+def test_sizes_are_read_with_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch, "--memory", "1.5GiB").engine.memory_bytes == 3 * 2**29
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4096", 4096), ("4k", 4000), ("4KiB", 4096), ("2 GB", 2 * 10**9), ("1Ti", 2**40), ("7B", 7)],
+)
+def test_a_size_means_what_its_unit_says(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4x", "-1", "1e9", "4iB"])
+def test_a_size_in_another_form_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("size_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1.0 TiB")])
+def test_sizes_are_shown_in_powers_of_1024(size_bytes: int, text: str) -> None:
+    assert format_size(size_bytes) == text
+
+
+def test_flags_win_over_the_environment_and_both_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[server]\nport = 1\nhost = "h1"\nlog_level = "debug"\n')
+    settings = settings_of(
+        monkeypatch,
+        *f"--config {tmp_path}/c.toml --port 3".split(),
+        LORIKEET_SERVER__PORT="2",
+        LORIKEET_SERVER__HOST="h2",
+    )
+    assert (settings.server.port, settings.server.host, settings.server.log_level) == (3, "h2", "debug")
+
+
+def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch, VLLM_API_KEY="v").server.api_keys == ("v",)
+    assert settings_of(monkeypatch, "--api-key", "k", VLLM_API_KEY="v").server.api_keys == ("k",)
+
+
+def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.row == "lorikeet:plain-no-reuse"
+    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.row == "auto"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--row", "vllm"], ["--config", "/no/such.toml"], ["--port", "http"], ["--frobnicate"]]
+)
+def test_a_wrong_setting_ends_the_command_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("lorikeet.server.run.serve", lambda settings: pytest.fail("it started"))
+    assert runner.invoke(app, ["serve", *arguments]).exit_code == 2
+
+
+def test_every_flag_fills_a_setting_that_exists() -> None:
+    fields = {f.name: f.type for f in msgspec.structs.fields(Settings)}
+    for flag in serve_flags.FLAGS:
+        section, key = flag.setting.split(".")
+        assert key in {f.name for f in msgspec.structs.fields(fields[section])}, flag.setting
+
+
+def test_no_flag_is_both_an_option_and_foreign() -> None:
+    own = {name for flag in serve_flags.FLAGS for name in flag.names.replace("/", " ").split()}
+    assert not own & compat.FOREIGN.keys()
+
+
+def test_a_flag_without_meaning_here_is_taken_off_with_a_note() -> None:
+    kept, notes = compat.translate(["m", "--max-loras", "4", "--max-cpu-loras=9", "--port", "1"])
+    assert kept == ["m", "--port", "1"]
+    assert [text.split(" ")[0] for text in notes] == ["--max-loras", "--max-cpu-loras"]
+
+
+def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
+    arguments = [
+        "--lora-dtype",
+        "auto",
+        "--scheduling-policy=fcfs",
+        "--enable-chunked-prefill",
+        "--quantization",
+        "None",
+    ]
+    assert compat.translate(arguments) == ([], [])
+
+
+def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
+    with pytest.raises(compat.CompatError, match="--quantization: only bfloat16"):
+        compat.translate(["--quantization", "awq"])
+
+
+def test_a_foreign_flag_without_its_value_is_an_error() -> None:
+    with pytest.raises(compat.CompatError, match="--max-loras needs a value"):
+        compat.translate(["--max-loras", "--port", "1"])
+
+
+def test_the_model_is_not_swallowed_by_a_list_before_it() -> None:
+    assert compat.translate(["--api-key", "k", "m"]) == (["--api-key", "k", "m"], [])
+
+
+def test_the_model_may_be_named_as_sglang_does() -> None:
+    assert compat.translate(["--model-path", "m", "--lora-paths", "a=b", "c=d"])[0] == [
+        "m",
+        *("--lora-paths", "a=b", "--lora-paths", "c=d"),
+    ]
+
+
+def test_settings_are_built_without_touching_the_environment_of_the_process() -> None:
+    given: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}
+    assert build_settings(None, None, None, given, {}) == Settings()
+
+
+def test_help_needs_neither_torch_nor_the_web_framework() -> None:
+    script = (
+        "import sys; from lorikeet.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "serve" in done.stdout
+
+
+def sse(*chunks: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+class FakeServer:
+    """Answers like a server with one adapter, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": "french"}]})
+        body = json.loads(request.content)
+        self.bodies.append(body)
+        if body["messages"][-1]["content"] == "boom":
+            return httpx.Response(429, json={"error": {"message": "too many requests"}})
+        pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("Bon", "jour")]
+        return httpx.Response(200, content=sse(*pieces, {"choices": []}))
+
+
+def conversation(server: FakeServer) -> tuple[Conversation, list[str]]:
+    return Conversation(ServerApi("http://test", transport=httpx.MockTransport(server)), max_tokens=5), []
+
+
+def test_a_chat_streams_the_answer_and_sends_it_along_with_the_next_message() -> None:
+    server = FakeServer()
+    chat, written = conversation(server)
+    assert chat.take("hello", written.append)
+    assert chat.take("again", written.append)
+    assert written == ["Bon", "jour", "\n"] * 2
+    assert server.bodies[0]["model"] == "base"
+    assert server.bodies[0]["max_tokens"] == 5
+    assert [m["content"] for m in server.bodies[1]["messages"]] == ["hello", "Bonjour", "again"]
+
+
+def test_a_chat_changes_its_adapter_and_refuses_one_that_is_not_there() -> None:
+    server = FakeServer()
+    chat, written = conversation(server)
+    chat.take("/adapter klingon", written.append)
+    assert "there is no klingon" in written[-1]
+    chat.take("/adapter french", written.append)
+    chat.take("hello", written.append)
+    chat.take("/adapter", written.append)
+    assert server.bodies[-1]["model"] == "french"
+    assert chat.model == "base"
+
+
+def test_a_chat_forgets_and_ends_on_command() -> None:
+    server = FakeServer()
+    chat, written = conversation(server)
+    chat.take("hello", written.append)
+    chat.take("/new", written.append)
+    chat.take("again", written.append)
+    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["again"]
+    assert not chat.take("/quit", written.append)
+
+
+def test_the_servers_error_ends_the_command_with_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    chat, written = conversation(FakeServer())
+    with pytest.raises(SystemExit, match="1"):
+        chat.take("boom", written.append)
+    assert "too many requests" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    result = runner.invoke(app, ["adapters", "list", "--url", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:9" in result.output
+
+
+def test_inspecting_something_else_than_an_adapter_says_what_is_missing(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["adapters", "inspect", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "adapter_model.safetensors" in result.output
