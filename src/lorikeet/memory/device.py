@@ -167,8 +167,8 @@ class DeviceMemory:
         for kv in list(_below(node)):
             self._pool.check(kv.block, kv.generation)
             self._pool.release([kv.block])
+            del kv.parent.children[kv.tokens]  # also from parents that go too: candidates may still name it
             freed_blocks += 1
-        node.children.clear()
         self._cached -= freed_blocks
         self._evict_adapter(node, now, freed_blocks)
 

@@ -1,0 +1,149 @@
+"""The loop of one replica: receive, plan, run, commit, send."""
+
+from collections.abc import Callable
+
+from lorikeet.config import ColdStart
+from lorikeet.core.clock import Clock
+from lorikeet.core.events import AdapterEvicted
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import EngineStats, StepOutputs
+from lorikeet.core.plan import StepPlan
+from lorikeet.core.request import Request
+from lorikeet.engine.executor import Executor
+from lorikeet.memory.device import DeviceMemory
+from lorikeet.memory.tree import Residency
+from lorikeet.scheduling.scheduler import Scheduler
+
+
+class Engine:
+    """One replica. The same class on every executor and clock (design, idea 2).
+
+    Args:
+        scheduler: owns the requests.
+        memory: owns the blocks.
+        executor: runs plans.
+        clock: real or virtual.
+        cold_start: whether transfers stop everything.
+        on_plan: called with every plan that is run, for recordings and tests.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: DeviceMemory,
+        executor: Executor,
+        clock: Clock,
+        cold_start: ColdStart = ColdStart.WAIT,
+        on_plan: Callable[[StepPlan], None] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._executor = executor
+        self._clock = clock
+        self._cold_start = cold_start
+        self._on_plan = on_plan
+        self._unwanted: set[AdapterDigest] = set()
+        self._kept: list[AdapterEvicted] = []
+        self._last_plan = StepPlan(step=-1)
+        self._steps = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a new or a resumed request. A version that was to be dropped is wanted again, and stays."""
+        now = self._clock.now()
+        if request.digest is not None and request.digest in self._unwanted:
+            self._unwanted.discard(request.digest)
+            self._kept.append(AdapterEvicted(request.digest, now, 0))
+        self._scheduler.submit(request, now)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request; unknown ids are ignored."""
+        self._scheduler.abort(request_id, self._clock.now())
+
+    def export_request(self, request_id: RequestId) -> Request:
+        """Take a request out as plain data, to be resumed by :meth:`submit` here or elsewhere."""
+        return self._scheduler.export_request(request_id, self._clock.now())
+
+    def drop_adapter(self, digest: AdapterDigest) -> None:
+        """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when."""
+        self._unwanted.add(digest)
+
+    def step(self) -> StepOutputs:
+        """Run one turn and return all that it has to tell. Without work it runs nothing.
+
+        Raises:
+            ExecutorError: the step failed; the engine cannot go on.
+        """
+        self._take_loads()
+        self._purge_unwanted()
+        plan = self._scheduler.plan(self._clock.now())
+        if not plan.is_empty:
+            result = self._executor.execute(plan)
+            self._scheduler.commit(plan, result, self._clock.now())
+            self._steps += result.steps_run
+            if self._on_plan is not None:
+                self._on_plan(plan)
+        self._last_plan = plan
+        tokens, events = self._scheduler.take_outputs()
+        kept, self._kept = tuple(self._kept), []
+        return StepOutputs(tokens, events, self._memory.take_events() + kept)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last turn ran something; if not, the next brings nothing before a message or a transfer's end."""
+        return not self._last_plan.is_empty
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def wait_for_load(self, timeout_s: float | None = None) -> None:
+        """Block until a transfer has ended; for drivers in the same process."""
+        self._executor.wait_for_load(timeout_s)
+
+    def close(self) -> None:
+        """Release the executor."""
+        self._executor.close()
+
+    def stats(self) -> EngineStats:
+        """Return the gauges as they are after the last step."""
+        counts = self._memory.counts()
+        running, waiting = self._scheduler.live_adapters()
+        return EngineStats(
+            at_s=self._clock.now(),
+            steps=self._steps,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            waiting_for_adapter=self._scheduler.waiting_for_adapter,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            kv_blocks=counts.kv,
+            adapter_blocks=counts.adapter,
+            inflight_blocks=counts.inflight,
+            total_blocks=self._memory.total_blocks,
+            resident_adapters=self._memory.resident(),
+            running_adapters=tuple(sorted(running)),
+            waiting_adapters=tuple(sorted(waiting)),
+            prefix_queries_tokens=self._scheduler.prefix_queries_tokens,
+            prefix_hits_tokens=self._scheduler.prefix_hits_tokens,
+            preemptions=self._scheduler.preemptions,
+            step_tokens=sum(step.tokens for step in self._last_plan.sequences),
+        )
+
+    def _take_loads(self) -> None:
+        """Take finished transfers in; under ``block`` none stays in flight."""
+        while True:
+            for done in self._executor.completed_loads():
+                self._scheduler.finish_load(done, self._clock.now())
+            if self._cold_start is not ColdStart.BLOCK or not self._memory.loads_in_flight:
+                return
+            self._executor.wait_for_load(None)
+
+    def _purge_unwanted(self) -> None:
+        if not self._unwanted:
+            return
+        running, waiting = self._scheduler.live_adapters()
+        for digest in sorted(self._unwanted - running - waiting):
+            if self._memory.residency(digest) is not Residency.LOADING:
+                self._memory.purge(digest, self._clock.now())
+                self._unwanted.discard(digest)

@@ -1,0 +1,375 @@
+"""Makes the plan of each step and takes its result in. Owns the requests of one engine.
+
+Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
+waiting requests in the order of the admission queue. A request that waits for its adapter's transfer is
+passed over; one that finds no room ends admission, so that no later one can starve it. When blocks run
+out, the newest sequence is exported and queued again; the oldest can always go on, so no load can
+deadlock the pool.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from lorikeet.config import Row
+from lorikeet.core.events import (
+    AdapterWait,
+    Admitted,
+    Finished,
+    FinishReason,
+    FirstToken,
+    Preempted,
+    Queued,
+    RequestEvent,
+)
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import TokenOutput
+from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
+from lorikeet.core.request import Request
+from lorikeet.memory.device import DeviceMemory
+from lorikeet.memory.tree import Residency
+from lorikeet.scheduling.admission import AdmissionQueue
+from lorikeet.scheduling.sequence import Sequence
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of a plan.
+
+    Attributes:
+        max_running: most sequences that hold blocks.
+        max_step_tokens: most tokens in a step.
+        max_model_tokens: longest sequence.
+        max_repeat: most identical decode steps in one plan.
+        repeat_limit_s: a repeat ends after this time.
+        max_loads: most adapters in transfer at once.
+    """
+
+    max_running: int
+    max_step_tokens: int
+    max_model_tokens: int
+    max_repeat: int = 1
+    repeat_limit_s: float = 0.05
+    max_loads: int = 4
+
+
+@dataclass
+class _Draft:
+    """A plan in the making: who gets how many tokens, and what is left of the step's budget."""
+
+    budget_tokens: int
+    tokens: dict[Sequence, int] = field(default_factory=dict)
+    loads: list[AdapterLoad] = field(default_factory=list)
+    preempted: bool = False
+
+
+class _Adapter(Enum):
+    READY = auto()
+    IN_TRANSFER = auto()
+    NO_ROOM = auto()
+
+
+class Scheduler:
+    """Requests in, plans out.
+
+    Args:
+        memory: is asked for blocks; the scheduler never touches the pool itself.
+        queue: the waiting requests and their order.
+        limits: bounds of a plan.
+        row: the system it belongs to.
+    """
+
+    def __init__(self, memory: DeviceMemory, queue: AdmissionQueue, limits: Limits, row: Row) -> None:
+        self._memory = memory
+        self._queue = queue
+        self._limits = limits
+        self._row = row
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._drops: list[RequestId] = []
+        self._steps = 0
+        self._tokens: list[TokenOutput] = []
+        self._events: list[RequestEvent] = []
+        self.preemptions = 0
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a new or a resumed request; one that can never run ends at once with an error."""
+        if request.request_id in self._sequences:
+            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
+            return
+        self._events.append(Queued(request.request_id, now))
+        problem = self._why_impossible(request)
+        if problem is not None:
+            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem))
+            return
+        self._sequences[request.request_id] = Sequence(request)
+        self._queue.add(request, now)
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        """End a request; its blocks are free at once. Unknown ids are ignored: it may just have finished."""
+        if request_id in self._sequences:
+            self._finish(self._sequences[request_id], now, FinishReason.ABORT)
+
+    def export_request(self, request_id: RequestId, now: float) -> Request:
+        """Take a request out as plain data that :meth:`submit` resumes, here or in another engine.
+
+        Raises:
+            KeyError: there is no such request.
+        """
+        sequence = self._sequences[request_id]
+        request = sequence.export()
+        self._leave(sequence, now)
+        return request
+
+    def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
+        """Return the versions of the running and of the waiting requests."""
+        running = {s.request.digest for s in self._running}
+        waiting = {s.request.digest for s in self._sequences.values() if s.lease is None}
+        return {d for d in running if d is not None}, {d for d in waiting if d is not None}
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the admission queue."""
+        return len(self._queue)
+
+    @property
+    def waiting_for_adapter(self) -> int:
+        """Waiting requests whose adapter is in transfer."""
+        return sum(s.waits_for_adapter for s in self._sequences.values() if s.lease is None)
+
+    def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
+        """Return tokens and events since the last call."""
+        outputs = tuple(self._tokens), tuple(self._events)
+        self._tokens, self._events = [], []
+        return outputs
+
+    def finish_load(self, done: AdapterLoadDone, now: float) -> None:
+        """Take the end of a transfer in; requests that waited for one that failed end with its error."""
+        self._memory.finish_load(done, now)
+        for sequence in list(self._sequences.values()):
+            if sequence.lease is None and sequence.request.digest == done.digest:
+                if sequence.waits_for_adapter:
+                    sequence.waits_for_adapter = False
+                    self._events.append(AdapterWait(sequence.request_id, now, loaded=True))
+                if done.error is not None:
+                    self._finish(sequence, now, FinishReason.ERROR, error=done.error)
+
+    # --- plan ----------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """Decide on the next step. Blocks are leased and loads are begun with it."""
+        draft = _Draft(self._limits.max_step_tokens)
+        self._continue_running(draft, now)
+        if not draft.preempted:
+            self._admit_waiting(draft, now)
+        repeat = self._repeat(draft, now)
+        return self._seal(draft, repeat)
+
+    def _continue_running(self, draft: _Draft, now: float) -> None:
+        for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
+            if sequence.lease is None:  # preempted for one before it
+                continue
+            tokens = min(sequence.remaining_tokens, draft.budget_tokens)
+            if tokens and self._make_room(sequence, draft, now):
+                draft.tokens[sequence] = tokens
+                draft.budget_tokens -= tokens
+
+    def _make_room(self, sequence: Sequence, draft: _Draft, now: float) -> bool:
+        """Lease the block that the next token needs, at the expense of the newest if need be."""
+        assert sequence.lease is not None
+        while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
+            if len(self._running) == 1:  # only transfers are in its way: it is left out until one has ended
+                return False
+            newest = self._running[-1]
+            self._preempt(newest, draft, now)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, draft: _Draft, now: float) -> None:
+        draft.budget_tokens += draft.tokens.pop(sequence, 0)
+        draft.preempted = True
+        self.preemptions += 1
+        self._events.append(Preempted(sequence.request_id, now))
+        request = self.export_request(sequence.request_id, now)
+        self._sequences[request.request_id] = Sequence(request)
+        self._queue.add(request, now)
+
+    def _admit_waiting(self, draft: _Draft, now: float) -> None:
+        for request in self._queue.candidates(now):
+            if len(self._running) >= self._limits.max_running or not draft.budget_tokens:
+                return
+            sequence = self._sequences[request.request_id]
+            match self._adapter(sequence, draft, now):
+                case _Adapter.IN_TRANSFER:
+                    continue
+                case _Adapter.NO_ROOM:
+                    return
+            lease = self._memory.try_admit(request.digest, sequence.token_ids, now)
+            if lease is None:
+                return
+            self._queue.remove(request)
+            sequence.lease = lease
+            sequence.computed_tokens = cached = len(lease.path) * self._memory.block_tokens
+            insort(self._running, sequence, key=lambda s: s.request.arrival_s)
+            self.prefix_queries_tokens += len(sequence.token_ids)
+            self.prefix_hits_tokens += cached
+            self._events.append(Admitted(request.request_id, now, cached))
+            draft.tokens[sequence] = min(sequence.remaining_tokens, draft.budget_tokens)
+            draft.budget_tokens -= draft.tokens[sequence]
+
+    def _adapter(self, sequence: Sequence, draft: _Draft, now: float) -> _Adapter:
+        """Look for a waiting request's adapter, and begin its transfer where there is room."""
+        ref = sequence.request.adapter
+        if ref is None or self._memory.residency(ref.digest) is Residency.LOADED:
+            return _Adapter.READY
+        if self._memory.residency(ref.digest) is Residency.ABSENT:
+            if self._memory.loads_in_flight >= self._limits.max_loads:
+                return _Adapter.IN_TRANSFER
+            load = self._memory.try_start_load(ref, now)
+            if load is None:
+                return _Adapter.NO_ROOM
+            draft.loads.append(load)
+        if not sequence.waits_for_adapter:
+            sequence.waits_for_adapter = True
+            self._events.append(AdapterWait(sequence.request_id, now, loaded=False))
+        return _Adapter.IN_TRANSFER
+
+    def _repeat(self, draft: _Draft, now: float) -> int:
+        """Return for how many identical decode steps the plan can hold, with their blocks leased."""
+        sequences = list(draft.tokens)
+        if not sequences or draft.loads or len(self._queue) or any(s.remaining_tokens != 1 for s in sequences):
+            return 1
+        repeat = min(self._limits.max_repeat, *(self._tokens_left(s) for s in sequences))
+        blocks = 0
+        for sequence in sequences:
+            assert sequence.lease is not None
+            needed = self._memory.blocks_for(len(sequence.token_ids) + repeat - 1)
+            blocks += max(0, needed - len(sequence.lease.blocks))
+        counts = self._memory.counts()
+        if blocks > counts.free + counts.cached:
+            return 1
+        for sequence in sequences:
+            assert sequence.lease is not None
+            self._memory.try_grow(sequence.lease, len(sequence.token_ids) + repeat - 1, now)
+        return repeat
+
+    def _seal(self, draft: _Draft, repeat: int) -> StepPlan:
+        """Turn the draft into a value, sequences of one adapter side by side."""
+        ordered = sorted(draft.tokens.items(), key=lambda item: item[0].request.digest or "")
+        starts, steps = [], []
+        for sequence, tokens in ordered:
+            assert sequence.lease is not None
+            if not sequence.started:
+                starts.append(sequence.start())
+                sequence.started = True
+            new_blocks = tuple(sequence.lease.blocks[sequence.known_blocks :])
+            sequence.known_blocks += len(new_blocks)
+            samples = tokens == sequence.remaining_tokens
+            steps.append(SequenceStep(sequence.request_id, sequence.computed_tokens, tokens, new_blocks, samples))
+        drops, self._drops = tuple(self._drops), []
+        plan = StepPlan(
+            step=self._steps,
+            sequences=tuple(steps),
+            starts=tuple(starts),
+            drops=drops,
+            adapters=tuple(dict.fromkeys(s.request.digest for s, _ in ordered if s.request.digest is not None)),
+            loads=tuple(draft.loads),
+            evictions=self._memory.take_evictions(),
+            kernel_form=self._row.kernel_form,
+            repeat=repeat,
+            max_duration_s=self._limits.repeat_limit_s,
+        )
+        self._steps += not plan.is_empty
+        return plan
+
+    # --- commit --------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Take the tokens of a step in."""
+        for step, tokens in zip(plan.sequences, result.tokens, strict=True):
+            sequence = self._sequences[step.request_id]
+            assert sequence.lease is not None
+            finish = self._accept(sequence, tokens, now)
+            computed = step.start + step.tokens + result.steps_run - 1
+            # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
+            sequence.computed_tokens = min(computed, len(sequence.token_ids))
+            self._memory.commit(sequence.lease, sequence.token_ids, sequence.computed_tokens, now)
+            if finish is not None:
+                reason, stop_token_id = finish
+                self._finish(sequence, now, reason, stop_token_id)
+
+    def _accept(
+        self, sequence: Sequence, tokens: tuple[Token, ...], now: float
+    ) -> tuple[FinishReason, int | None] | None:
+        """Append sampled tokens until one ends the request; return how it ended, if it did."""
+        request = sequence.request
+        for token in tokens:
+            if sequence.output_tokens == len(request.output_token_ids):
+                self._events.append(FirstToken(request.request_id, now))
+            output = TokenOutput(request.request_id, request.attempt, sequence.output_tokens, token)
+            self._tokens.append(output)
+            sequence.token_ids.append(token.token_id)
+            past_minimum = sequence.output_tokens > request.sampling.min_tokens
+            if token.token_id in request.sampling.stop_token_ids and past_minimum:
+                return FinishReason.STOP, token.token_id
+            if not self._tokens_left(sequence):
+                return FinishReason.LENGTH, None
+        return None
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        by_request = sequence.request.sampling.max_tokens - sequence.output_tokens
+        return min(by_request, self._limits.max_model_tokens - len(sequence.token_ids))
+
+    # --- the inside ----------------------------------------------------------------------------------
+
+    def _why_impossible(self, request: Request) -> str | None:
+        known, left = len(request.prompt_token_ids) + len(request.output_token_ids), request.sampling.max_tokens
+        if not request.prompt_token_ids:
+            return "the prompt has no tokens"
+        if known >= self._limits.max_model_tokens:
+            return f"{known} tokens leave no room in a context of {self._limits.max_model_tokens}"
+        longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_tokens)
+        adapter_blocks = 0 if request.adapter is None else self._memory.adapter_blocks(request.adapter)
+        needed = self._memory.blocks_for(longest) + adapter_blocks
+        if needed > self._memory.total_blocks:
+            return (
+                f"{longest} tokens and {adapter_blocks} blocks of adapter need {needed} blocks of "
+                f"{self._memory.block_bytes} bytes, there are {self._memory.total_blocks}"
+            )
+        return None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        now: float,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        self._leave(sequence, now)
+        self._events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
+
+    def _leave(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence out of everything."""
+        del self._sequences[sequence.request_id]
+        if sequence.lease is None:
+            self._queue.remove(sequence.request)
+            return
+        self._memory.release(sequence.lease, now)
+        sequence.lease = None
+        self._running.remove(sequence)
+        if sequence.started:
+            self._drops.append(sequence.request_id)
+
+

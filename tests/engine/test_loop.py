@@ -1,0 +1,215 @@
+"""The engine's loop on the scripted executor, which itself refuses plans that mix anything up."""
+
+import pytest
+
+from lorikeet.config import ColdStart, KvAfterFinish, Row
+from lorikeet.core.events import AdapterEvicted, AdapterLoaded, AdapterWait, Admitted, FinishReason, Preempted
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.plan import SequenceStart
+from lorikeet.scheduling.scheduler import Limits
+from tests.support.scripted import Bench, adapter, request
+
+
+def expected_tokens(prompt: int, count: int, seed: int = 0) -> list[int]:
+    """What ``token_by_seed`` gives."""
+    return [(seed * 1_000_003 + position * 7_919 + 12_345) % 1000 for position in range(prompt, prompt + count)]
+
+
+def test_requests_of_several_adapters_and_of_none_share_one_step() -> None:
+    bench = Bench()
+    for name, ref in (("x", adapter("a")), ("y", adapter("b", 2)), ("z", None)):
+        bench.engine.submit(request(name, [1, 2, 3], adapter=ref, max_tokens=20))
+    bench.run()
+    together = max(bench.plans, key=lambda plan: len(plan.sequences))
+    assert len(together.sequences) == 3
+    assert together.adapters == ("digest-a", "digest-b")
+    assert [s.request_id for s in together.sequences] == ["z", "x", "y"], "rows of one adapter lie side by side"
+    assert bench.tokens == {RequestId(name): expected_tokens(3, 20) for name in "xyz"}
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
+    bench = Bench(limits=Limits(max_running=8, max_step_tokens=8, max_model_tokens=64))
+    bench.engine.submit(request("short", [1, 2], max_tokens=12))
+    bench.step()
+    bench.engine.submit(request("long", list(range(20)), max_tokens=2))
+    bench.run()
+    mixed = [plan for plan in bench.plans if len(plan.sequences) == 2]
+    shares = [{s.request_id: s.tokens for s in plan.sequences} for plan in mixed]
+    assert shares[:3] == [{"short": 1, "long": 7}, {"short": 1, "long": 7}, {"short": 1, "long": 6}]
+    assert bench.tokens[RequestId("long")] == expected_tokens(20, 2)
+
+
+def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None:
+    bench = Bench()
+    bench.engine.submit(request("cold", [1, 2, 3], 0.0, adapter("a")))
+    bench.engine.submit(request("base", [1, 2, 3], 1.0))
+    bench.step()
+    assert [s.request_id for s in bench.plans[0].sequences] == ["base"]
+    assert len(bench.plans[0].loads) == 1
+    bench.run()
+    waits = [event.loaded for event in bench.events if isinstance(event, AdapterWait)]
+    assert waits == [False, True]
+    assert [type(event) for event in bench.adapter_events] == [AdapterLoaded]
+
+
+def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
+    bench = Bench(row=Row(cold_start=ColdStart.BLOCK))
+    bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
+    bench.step()
+    bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
+    bench.step()
+    before_s = bench.clock.now()
+    bench.step()
+    assert bench.clock.now() - before_s == pytest.approx(0.05), "the load's rest and one step"
+    assert len(bench.plans[-1].sequences) == 2
+
+
+def test_a_finished_requests_kv_serves_the_next_one_of_the_same_version_only() -> None:
+    bench = Bench()
+    prompt = list(range(12))
+    for name, ref in (("first", adapter("a")), ("same", adapter("a")), ("other", adapter("b")), ("base", None)):
+        bench.engine.submit(request(name, prompt, adapter=ref))
+        bench.run()
+    cached = {e.request_id: e.cached_tokens for e in bench.events if isinstance(e, Admitted)}
+    assert cached == {"first": 0, "same": 8, "other": 0, "base": 0}, "two whole blocks, the last token recomputed"
+
+
+def test_without_reuse_nothing_stays_cached() -> None:
+    bench = Bench(row=Row(kv_after_finish=KvAfterFinish.DROPPED))
+    for name in ("first", "again"):
+        bench.engine.submit(request(name, list(range(12))))
+        bench.run()
+    assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted)] == [0, 0]
+    assert bench.memory.counts().free == bench.blocks
+
+
+def test_when_blocks_run_out_the_newest_request_gives_way_and_loses_nothing() -> None:
+    bench = Bench(blocks=8)
+    for index in range(3):
+        bench.engine.submit(request(f"r{index}", [index] * 6, float(index), max_tokens=18, seed=index))
+    bench.run()
+    preempted = {event.request_id for event in bench.events if isinstance(event, Preempted)}
+    assert preempted
+    assert "r0" not in preempted, "the oldest never gives way"
+    for index in range(3):
+        assert bench.tokens[RequestId(f"r{index}")] == expected_tokens(6, 18, seed=index)
+    counts = bench.memory.counts()
+    assert counts.free + counts.cached == bench.blocks
+
+
+def test_a_stop_token_ends_a_request_but_not_before_min_tokens() -> None:
+    bench = Bench(script=lambda start, position: 7)
+    bench.engine.submit(request("soon", [1, 2], stop_token_ids=(7,)))
+    bench.engine.submit(request("later", [1, 2], stop_token_ids=(7,), min_tokens=3, max_tokens=9))
+    bench.run()
+    assert {name: len(tokens) for name, tokens in bench.tokens.items()} == {"soon": 1, "later": 4}
+    assert all(e.reason is FinishReason.STOP and e.stop_token_id == 7 for e in bench.finished().values())
+
+
+def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None:
+    def stop_at_ten(start: SequenceStart, position: int) -> int:
+        return 9 if position == 10 else 1
+
+    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
+    bench = Bench(script=stop_at_ten, limits=limits)
+    bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
+    bench.engine.submit(request("y", [1, 2], max_tokens=20))
+    bench.run()
+    assert bench.plans[1].repeat == 16
+    assert bench.tokens[RequestId("x")] == [1] * 8 + [9]
+    assert len(bench.tokens[RequestId("y")]) == 20
+    assert len(bench.plans) < 8
+
+
+def test_an_aborted_request_frees_its_blocks_at_once() -> None:
+    bench = Bench()
+    bench.engine.submit(request("x", list(range(20)), max_tokens=30))
+    bench.step()
+    bench.engine.abort(RequestId("x"))
+    counts = bench.memory.counts()
+    assert counts.kv == 0
+    bench.run()
+    assert bench.finished()[RequestId("x")].reason is FinishReason.ABORT
+    bench.engine.abort(RequestId("x"))
+
+
+def test_an_exported_request_goes_on_in_another_engine() -> None:
+    here, there = Bench(), Bench()
+    here.engine.submit(request("x", [1, 2, 3], max_tokens=10, seed=5))
+    for _ in range(4):
+        here.step()
+    moved = here.engine.export_request(RequestId("x"))
+    assert (moved.attempt, moved.output_token_ids) == (1, here.tokens[RequestId("x")])
+    there.tokens[RequestId("x")] = list(moved.output_token_ids)
+    there.engine.submit(moved)
+    there.run()
+    assert there.tokens[RequestId("x")] == expected_tokens(3, 10, seed=5)
+    here.run()
+
+
+def test_a_failed_load_ends_the_requests_that_waited_for_it_and_no_other() -> None:
+    bench = Bench(failing=frozenset({AdapterDigest("digest-bad")}))
+    bench.engine.submit(request("doomed", [1], adapter=adapter("bad", 3)))
+    bench.engine.submit(request("fine", [1], adapter=adapter("good")))
+    bench.run()
+    finished = bench.finished()
+    assert finished[RequestId("doomed")].error == "scripted failure"
+    assert finished[RequestId("fine")].reason is FinishReason.LENGTH
+
+
+def test_a_dropped_adapter_is_freed_after_its_last_request_with_its_kv() -> None:
+    bench = Bench()
+    bench.engine.submit(request("x", list(range(9)), adapter=adapter("a", 2)))
+    bench.step()
+    bench.engine.drop_adapter(AdapterDigest("digest-a"))
+    bench.run()
+    evicted = [event for event in bench.adapter_events if isinstance(event, AdapterEvicted)]
+    assert [(event.digest, event.freed_bytes) for event in evicted] == [("digest-a", (2 + 3) * 1024)]
+    assert bench.memory.counts().free == bench.blocks
+    bench.engine.drop_adapter(AdapterDigest("digest-a"))
+    bench.step()
+    assert bench.adapter_events[-1] == AdapterEvicted(AdapterDigest("digest-a"), bench.clock.now(), 0)
+
+
+def test_an_adapter_that_is_wanted_again_is_not_dropped() -> None:
+    bench = Bench()
+    bench.engine.drop_adapter(AdapterDigest("digest-a"))
+    bench.engine.submit(request("x", [1], adapter=adapter("a")))
+    bench.run()
+    assert bench.memory.resident() == {"digest-a": 1}
+    assert [type(event) for event in bench.adapter_events] == [AdapterEvicted, AdapterLoaded]
+
+
+def test_adapters_and_kv_share_the_pool_and_the_least_recent_leaves_first() -> None:
+    bench = Bench(blocks=8)
+    for name in ("a", "b", "c", "d"):
+        bench.engine.submit(request(name, [1, 2], adapter=adapter(name, 3)))
+        bench.run()
+    assert set(bench.memory.resident()) == {"digest-c", "digest-d"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ref", "complaint"),
+    [
+        ([], None, "no tokens"),
+        (list(range(64)), None, "context of 64"),
+        ([1], adapter("huge", 64), "there are 64"),
+    ],
+)
+def test_what_can_never_run_ends_with_a_reason(prompt: list[int], ref: object, complaint: str) -> None:
+    bench = Bench()
+    bench.engine.submit(request("x", prompt, adapter=ref))  # type: ignore[arg-type]
+    bench.run()
+    finished = bench.finished()[RequestId("x")]
+    assert finished.reason is FinishReason.ERROR
+    assert complaint in (finished.error or "")
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
+    bench = Bench()
+    bench.engine.submit(request("x", [1, 2], max_tokens=3))
+    bench.engine.step()
+    bench.engine.submit(request("x", [5], max_tokens=3))
+    outputs = bench.engine.step()
+    assert [e.error for e in outputs.events if getattr(e, "error", None)] == ["the id is in use"]
+    assert [t.index for t in outputs.tokens] == [1]

@@ -1,0 +1,93 @@
+"""Builders for engines on the scripted executor and a virtual clock."""
+
+from dataclasses import dataclass, field
+
+from lorikeet.config import ColdStart, KvAfterFinish, Row
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import VirtualClock
+from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.plan import StepPlan
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.loop import Engine
+from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_seed
+from lorikeet.memory.device import DeviceMemory
+from lorikeet.memory.policies import EVICTION
+from lorikeet.scheduling.admission import ADMISSION
+from lorikeet.scheduling.scheduler import Limits, Scheduler
+
+BLOCK_TOKENS = 4
+
+
+def adapter(name: str, blocks: int = 1) -> AdapterRef:
+    """An adapter that takes ``blocks`` blocks (its rank says so here)."""
+    return AdapterRef(AdapterName(name), AdapterDigest(f"digest-{name}"), "", {"q": (blocks,)}, 0)
+
+
+def request(
+    name: str, prompt: list[int], arrival_s: float = 0.0, adapter: AdapterRef | None = None, **sampling: object
+) -> Request:
+    """A request with few words."""
+    params = SamplingParams(**{"max_tokens": 4, **sampling})  # type: ignore[arg-type]
+    return Request(RequestId(name), prompt, params, arrival_s, adapter)
+
+
+@dataclass
+class Bench:
+    """An engine and all that it said."""
+
+    blocks: int = 64
+    row: Row = field(default_factory=Row)
+    limits: Limits = field(default_factory=lambda: Limits(max_running=8, max_step_tokens=16, max_model_tokens=64))
+    script: TokenScript = token_by_seed
+    failing: frozenset[AdapterDigest] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        self.memory = DeviceMemory(
+            self.blocks,
+            BLOCK_TOKENS,
+            block_bytes=1024,
+            adapter_blocks=lambda ref: ref.max_rank,
+            eviction=EVICTION[self.row.eviction],
+            keep_kv=self.row.kv_after_finish is KvAfterFinish.KEPT,
+        )
+        self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission](), self.limits, self.row)
+        self.executor = ScriptedExecutor(self.clock, BLOCK_TOKENS, self.script, failing=self.failing)
+        self.plans: list[StepPlan] = []
+        self.engine = Engine(
+            self.scheduler, self.memory, self.executor, self.clock, self.row.cold_start, self.plans.append
+        )
+        self.tokens: dict[RequestId, list[int]] = {}
+        self.events: list[RequestEvent] = []
+        self.adapter_events: list[AdapterEvent] = []
+
+    def step(self) -> None:
+        """One turn, with the accounts checked after it."""
+        outputs = self.engine.step()
+        for output in outputs.tokens:
+            tokens = self.tokens.setdefault(output.request_id, [])
+            assert output.index == len(tokens), f"token {output.index} of {output.request_id} out of order"
+            tokens.append(output.token.token_id)
+        self.events += outputs.events
+        self.adapter_events += outputs.adapter_events
+        self.memory.check_integrity()
+        if not self.engine.is_busy and self.memory.loads_in_flight:
+            self.engine.wait_for_load()
+
+    def run(self, steps: int = 1_000) -> None:
+        """Step until every request has ended."""
+        for _ in range(steps):
+            self.step()
+            if not self.engine.has_requests and not self.engine.is_busy:
+                return
+        raise AssertionError(f"still {self.scheduler.running} running, {self.scheduler.waiting} waiting")
+
+    def finished(self) -> dict[RequestId, Finished]:
+        """How each request ended."""
+        ended = [event for event in self.events if isinstance(event, Finished)]
+        assert len({event.request_id for event in ended}) == len(ended), "a request ended twice"
+        return {event.request_id: event for event in ended}
+
+
+__all__ = ["BLOCK_TOKENS", "Bench", "ColdStart", "adapter", "request"]
