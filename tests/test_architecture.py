@@ -1,0 +1,38 @@
+"""What import rules cannot see: what is really loaded, and what each file may hold."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def loaded_by(module: str) -> set[str]:
+    """Return the top-level packages that importing ``module`` loads in a fresh process."""
+    script = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["lorikeet.server.run", "lorikeet.engine.client", "lorikeet.adapters.catalog"])
+def test_the_api_process_loads_neither_torch_nor_transformers(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "transformers", "peft"}
+
+
+@pytest.mark.parametrize("module", ["lorikeet.scheduling.scheduler", "lorikeet.memory.device", "lorikeet.engine.loop"])
+def test_the_loop_and_its_policies_load_neither_torch_nor_a_web_framework(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "ray", "fastapi", "uvicorn"}
+
+
+def test_only_the_commands_print() -> None:
+    printing = re.compile(r"^\s*print\(", re.MULTILINE)
+    files = [file for file in (ROOT / "src").rglob("*.py") if printing.search(file.read_text())]
+    assert {file.relative_to(ROOT / "src" / "lorikeet").parts[0] for file in files} <= {"cli.py", "commands"}
+
+
+def test_no_file_outgrows_a_room() -> None:
+    lengths = {file: len(file.read_text().splitlines()) for file in (ROOT / "src").rglob("*.py")}
+    assert {str(file): length for file, length in lengths.items() if length > 400} == {}
