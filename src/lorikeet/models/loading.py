@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lorikeet.models.checkpoint import ModelConfigError, read_settings
+from lorikeet.models.checkpoint import read_settings
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.layout import Layout, Target
 from lorikeet.models.weights import DecoderWeights
@@ -141,7 +141,5 @@ def _fill_randomly(layout: Layout, seed: int, progress: Progress) -> None:
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more tensors are" if len(names) > 5 else f"{shown}: "
-
-
-__all__ = ["ModelConfigError", "Progress", "WeightError", "load_weights"]
+    more = f" and {len(names) - 5} more tensors" if len(names) > 5 else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
