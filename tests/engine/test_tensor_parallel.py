@@ -4,11 +4,14 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +22,8 @@ from lorikeet.models.checkpoint import ModelConfigError
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import ALL, Driver, Latch, driving, fp32_settings, make_adapter, random_tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_model(folder: Path, **overrides: int) -> tuple[Path, dict[str, AdapterRef]]:
@@ -119,6 +124,23 @@ def test_closing_ends_the_ranks(tmp_path: Path) -> None:
     with driving(folder, tensor_parallel=2):
         assert len(multiprocessing.active_children()) == 1
     assert multiprocessing.active_children() == []
+
+
+def test_ranks_do_not_outlive_a_rank_0_that_is_killed(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    script = (
+        "import multiprocessing, sys; from pathlib import Path; from tests.support.driver import driving\n"
+        f"with driving(Path({str(folder)!r}), tensor_parallel=2):\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        rank_1 = int(rank_0.stdout.readline())
+        assert psutil.pid_exists(rank_1)
+        rank_0.kill()
+        # Both write to this pipe: it ends when neither is left.
+        assert rank_0.stdout.read() == ""
 
 
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.sequences import Ints
 
-CANDIDATES = 1024
-"""Top-p first looks at so many of the most likely tokens; sorting a whole vocabulary is slow and rarely needed."""
+CANDIDATES = (128, 2048)
+"""Top-p looks at so many of the most likely tokens first; sorting a whole vocabulary is slow and rarely needed."""
 
 
 class SampleRow(NamedTuple):
@@ -64,11 +64,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
     if not bool(finite.all()):
         raise NotFiniteError(torch.nonzero(~finite).flatten().tolist())
     chosen: list[int] = most_likely.tolist()
-    edited = [i for i, row in enumerate(rows) if not _is_plain_greedy(row)]
-    if edited:
-        picked = _choose(logits[edited], [rows[i] for i in edited])
-        for i, token_id in zip(edited, picked, strict=True):
-            chosen[i] = token_id
+    for i, row in enumerate(rows):
+        if not _is_plain_greedy(row):
+            chosen[i] = _choose(logits[i].clone(), row)
     tokens = [Token(token_id) for token_id in chosen]
     for i, row in enumerate(rows):
         if row.params.logprobs is not None:
@@ -76,15 +74,15 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
     return tokens
 
 
-def gumbel_noise(seed: int, position: int, size: int) -> npt.NDArray[np.float32]:
-    """Standard Gumbel noise for one token: fp32 ``[size]``, a function of the arguments alone.
+def gumbel_noise(seed: int, position: int, token_ids: Ints) -> npt.NDArray[np.float32]:
+    """Standard Gumbel noise of some tokens at one position: fp32 ``[len(token_ids)]``.
 
-    ``random_raw`` is the one stream that numpy promises to keep between versions. The position goes into a high
-    word of the counter, as the low word counts the draws.
+    Each value is a function of (seed, position, token id) alone. ``random_raw`` is the one stream that numpy promises
+    to keep between versions. The position goes into a high word of the counter, as the low word counts the draws.
     """
     generator = np.random.Philox(key=seed % 2**64, counter=position << 64)
-    raw: npt.NDArray[np.uint64] = np.asarray(generator.random_raw((size + 1) // 2))
-    uniform = (raw.view(np.uint32)[:size] + 0.5) * 2.0**-32
+    raw: npt.NDArray[np.uint64] = np.asarray(generator.random_raw(int(token_ids.max()) // 2 + 1))
+    uniform = (raw.view(np.uint32)[token_ids] + 0.5) * 2.0**-32
     return np.asarray(-np.log(-np.log(uniform)), dtype=np.float32)
 
 
@@ -133,7 +131,7 @@ def lowest_kept(logits: Tensor, params: SamplingParams) -> Tensor:
         lowest = torch.maximum(lowest, logits.topk(params.top_k).values[-1])
     if params.top_p < 1:
         mass = torch.where(logits >= lowest, logits, -torch.inf).logsumexp(dim=-1)
-        for width in (min(CANDIDATES, vocab), vocab):
+        for width in sorted({min(width, vocab) for width in (*CANDIDATES, vocab)}):
             ordered = logits.topk(width).values
             probabilities = (ordered - mass).exp()
             kept = int((probabilities.cumsum(dim=-1) - probabilities < params.top_p).sum())
@@ -143,18 +141,17 @@ def lowest_kept(logits: Tensor, params: SamplingParams) -> Tensor:
     return lowest
 
 
-def _choose(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    """Choose for rows that edit or sample; changes ``logits [S, vocab]``."""
-    for values, row in zip(logits, rows, strict=True):
-        edit_logits(values, row)
-        if row.params.temperature > 0:
-            # The largest becomes 0, so that a tiny temperature cannot overflow it.
-            values.sub_(values.max()).div_(row.params.temperature)
-            noise = gumbel_noise(row.params.seed, len(row.token_ids), len(values))
-            dropped = values < lowest_kept(values, row.params)
-            values.add_(torch.from_numpy(noise).to(values.device)).masked_fill_(dropped, -torch.inf)
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    return chosen
+def _choose(logits: Tensor, row: SampleRow) -> int:
+    """Choose for a row that edits or samples; changes ``logits [vocab]``."""
+    edit_logits(logits, row)
+    params = row.params
+    if params.temperature == 0:
+        return int(logits.argmax())
+    # The largest becomes 0, so that a tiny temperature cannot overflow it.
+    logits.sub_(logits.max()).div_(params.temperature)
+    kept = torch.nonzero(logits >= lowest_kept(logits, params)).flatten()
+    noise = gumbel_noise(params.seed, len(row.token_ids), kept.cpu().numpy())
+    return int(kept[(logits[kept] + torch.from_numpy(noise).to(logits)).argmax()])
 
 
 def _is_plain_greedy(row: SampleRow) -> bool:

@@ -4,13 +4,13 @@ Plans go down a pipe to each rank. What has to be the same everywhere inside a s
 another step follows, is broadcast from rank 0 by the group that also sums the partial results.
 """
 
-import logging
 import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import cast
@@ -36,7 +36,6 @@ from lorikeet.engine.rank_process import (
 )
 from lorikeet.models.parallel import DistributedGroup
 
-_LOG = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 
 
@@ -95,10 +94,12 @@ class RankProcesses:
         Raises:
             ExecutorError: one has died; the message has its reason.
         """
-        for rank, connection in enumerate(self._connections, start=1):
-            message = _receive(connection)
-            if isinstance(message, Failed):
-                raise ExecutorError(f"rank {rank} did not start: {message.error}")
+        pending = self._ranks()
+        while pending:
+            for connection in cast("list[Connection]", wait(list(pending))):
+                message, rank = _receive(connection), pending.pop(connection)
+                if isinstance(message, Failed):
+                    raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
     def start(self, blocks: int) -> None:
         """Let the ranks allocate their arenas and begin to serve, and watch them from now on."""
@@ -128,7 +129,10 @@ class RankProcesses:
         """End the ranks; those that do not listen are killed."""
         self._closing = True
         if self._listener is not None:
-            self._tell_to_stop()
+            stop = msgspec.msgpack.encode(Stop())
+            for connection in self._connections:
+                with suppress(OSError):  # a rank that has ended need not be told to
+                    connection.send_bytes(stop)
         for process in self._processes:
             process.join(_CLOSE_S if self._listener is not None else 0.0)
             if process.is_alive():
@@ -143,20 +147,17 @@ class RankProcesses:
             self.group = None
         self._meeting.cleanup()
 
+    def _ranks(self) -> dict[Connection, int]:
+        return {connection: rank for rank, connection in enumerate(self._connections, start=1)}
+
     def _send(self, message: ToRank) -> None:
         encoded = msgspec.msgpack.encode(message)
         for connection in self._connections:
             connection.send_bytes(encoded)
 
-    def _tell_to_stop(self) -> None:
-        try:
-            self._send(Stop())
-        except OSError:
-            _LOG.debug("a rank had ended before it was told to", exc_info=True)
-
     def _listen(self) -> None:
         """Count loads until every rank has said its last words or ended."""
-        ranks = {connection: rank for rank, connection in enumerate(self._connections, start=1)}
+        ranks = self._ranks()
         while ranks:
             for connection in cast("list[Connection]", wait(list(ranks))):
                 message = _receive(connection)
