@@ -11,7 +11,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine.build import build_engine
+from lorikeet.engine.build import build_replica
 
 
 class LorikeetContestant:
@@ -20,7 +20,7 @@ class LorikeetContestant:
     name = "lorikeet"
 
     def __init__(self, settings: Settings, folders: Sequence[Path], geometry: ModelGeometry) -> None:
-        self._engine = build_engine(settings)
+        self._engine = build_replica(settings).engine
         self._refs: list[AdapterRef] = [reference(folder.name, folder, geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0

@@ -12,7 +12,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine.build import build_engine
+from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import read_model_config
@@ -47,7 +47,7 @@ def stream_answer(
             folder = prepare_model(settings.model, announcer.stage).path
             config = read_model_config(folder)
             located = msgspec.structs.replace(settings.model, model=str(folder))
-            engine = build_engine(msgspec.structs.replace(settings, model=located), announcer.show)
+            engine = build_replica(msgspec.structs.replace(settings, model=located), announcer.show).engine
             dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
             geometry = config.geometry(torch_dtype(dtype).itemsize)
             ref = reference(adapter.name, adapter, geometry) if adapter is not None else None

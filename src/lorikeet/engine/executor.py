@@ -1,7 +1,8 @@
 """What the engine knows of whoever runs its plans. Torch, scripted, modelled and paced executors fit it."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
 
 
@@ -35,3 +36,30 @@ class Executor(Protocol):
     def close(self) -> None:
         """Release threads, processes and memory. Loads in flight may be abandoned."""
         ...
+
+
+class EngineSizes(NamedTuple):
+    """What the engine and its clients must know of an executor.
+
+    Attributes:
+        geometry: sizes of the whole model.
+        local_geometry: sizes of one rank's share; adapters are packed by it.
+        total_blocks: blocks in the arena of each rank.
+        block_tokens: tokens of KV in a block.
+        max_model_tokens: longest sequence that it serves.
+        max_adapter_blocks: largest adapter that leaves room for such a sequence.
+        kernels: which kernel backend computes.
+    """
+
+    geometry: ModelGeometry
+    local_geometry: ModelGeometry
+    total_blocks: int
+    block_tokens: int
+    max_model_tokens: int
+    max_adapter_blocks: int
+    kernels: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on one rank."""
+        return self.local_geometry.block_bytes(self.block_tokens)

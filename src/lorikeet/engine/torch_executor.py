@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from lorikeet.config import Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
-from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import allocate_arena, arena_blocks, load_rank, max_model_tokens, set_threads
@@ -174,33 +174,6 @@ class TorchExecutor:
             token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
             for step, token in zip(steps, sampled, strict=True)
         )
-
-
-class EngineSizes(NamedTuple):
-    """What the engine and its clients must know of an executor.
-
-    Attributes:
-        geometry: sizes of the whole model.
-        local_geometry: sizes of one rank's share; adapters are packed by it.
-        total_blocks: blocks in the arena of each rank.
-        block_tokens: tokens of KV in a block.
-        max_model_tokens: longest sequence that it serves.
-        max_adapter_blocks: largest adapter that leaves room for such a sequence.
-        kernels: which kernel backend computes.
-    """
-
-    geometry: ModelGeometry
-    local_geometry: ModelGeometry
-    total_blocks: int
-    block_tokens: int
-    max_model_tokens: int
-    max_adapter_blocks: int
-    kernels: str
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block on one rank."""
-        return self.local_geometry.block_bytes(self.block_tokens)
 
 
 def build_torch_executor(

@@ -1,0 +1,85 @@
+"""From settings to a replica that runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from lorikeet.config import KvAfterFinish, Settings, resolve_row
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
+from lorikeet.engine.executor import EngineSizes
+from lorikeet.engine.loop import Engine
+from lorikeet.engine.torch_executor import build_torch_executor
+from lorikeet.memory.device import DeviceMemory
+from lorikeet.memory.packing import pack
+from lorikeet.memory.policies import EVICTION
+from lorikeet.scheduling.admission import ADMISSION
+from lorikeet.scheduling.scheduler import Limits, Scheduler
+
+
+class Replica(NamedTuple):
+    """An engine and the sizes of what it runs on."""
+
+    engine: Engine
+    sizes: EngineSizes
+    notes: tuple[str, ...]
+    """What was chosen, in words, for the start-up log."""
+
+
+def build_replica(
+    settings: Settings,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    on_load_done: Callable[[], None] = lambda: None,
+) -> Replica:
+    """Build a replica with the torch executor.
+
+    Args:
+        settings: all settings; ``settings.model.model`` is a local folder.
+        progress: called with (stage, done, total) while loading.
+        on_load_done: called, on another thread, when a transfer has ended.
+
+    Raises:
+        ConfigError: a setting does not fit the model or the machine.
+        ValueError: the model or its weights cannot be used.
+        ExecutorError: a rank did not start.
+    """
+    name, row = resolve_row(settings.engine.row)
+    executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
+    memory = DeviceMemory(
+        sizes.total_blocks,
+        sizes.block_tokens,
+        sizes.block_bytes,
+        _adapter_blocks(sizes),
+        EVICTION[row.eviction],
+        keep_kv=row.kv_after_finish is KvAfterFinish.KEPT,
+    )
+    limits = Limits(
+        max_running=settings.engine.max_running,
+        max_step_tokens=settings.engine.max_step_tokens,
+        max_model_tokens=sizes.max_model_tokens,
+        max_repeat=settings.engine.max_repeat,
+        repeat_limit_s=settings.engine.repeat_limit_s,
+        max_loads=2 * settings.engine.load_threads,
+    )
+    scheduler = Scheduler(memory, ADMISSION[row.admission](), limits, row)
+    engine = Engine(scheduler, memory, executor, MonotonicClock(), row.cold_start)
+    arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
+    notes = (
+        f"row {settings.engine.row} is {name}: {row}",
+        f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_tokens} tokens, "
+        f"{arena_mib:.0f} MiB; kernels: {sizes.kernels}",
+    )
+    return Replica(engine, sizes, notes)
+
+
+def _adapter_blocks(sizes: EngineSizes) -> Callable[[AdapterRef], int]:
+    """Return a function that tells how many blocks an adapter takes, computed once per version."""
+    known: dict[str, int] = {}
+    block_elements = sizes.local_geometry.block_elements(sizes.block_tokens)
+
+    def blocks(ref: AdapterRef) -> int:
+        if ref.digest not in known:
+            known[ref.digest] = pack(ref.ranks, sizes.local_geometry, block_elements).blocks
+        return known[ref.digest]
+
+    return blocks

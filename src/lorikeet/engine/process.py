@@ -1,0 +1,153 @@
+"""The engine process: one replica at the far end of the message channel.
+
+Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input holds the
+settings as JSON; the input stays open as long as the API process lives, so that its end is noticed
+however it ends.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from lorikeet import __version__
+from lorikeet.config import Settings
+from lorikeet.core.messages import (
+    Abort,
+    DropAdapter,
+    Fatal,
+    FromEngine,
+    Hello,
+    Progress,
+    Shutdown,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from lorikeet.engine.build import Replica, build_replica
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.loop import Engine
+
+STATS_EVERY_S = 0.1
+"""Gauges are sent no more often than this while the engine is busy."""
+
+
+class Channel:
+    """The engine's end of the channel. ``wake`` may be called from any thread, the rest from one.
+
+    Args:
+        address: ZeroMQ address that the API process is bound to.
+    """
+
+    def __init__(self, address: str) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def wake(self) -> None:
+        """End a wait."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def send(self, message: FromEngine) -> None:
+        """Send a message; it is queued here while the other end is busy."""
+        self._socket.send(self._encoder.encode(message))
+
+    def receive(self, *, block: bool) -> list[ToEngine]:
+        """Return the messages that are there; with ``block`` wait for one, or for ``wake``."""
+        ready = dict(self._poller.poll(None if block else 0))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        messages = []
+        while self._socket.poll(0):
+            messages.append(self._decoder.decode(self._socket.recv()))
+        return messages
+
+    def close(self) -> None:
+        """Close after what was sent has been delivered, or a second has passed."""
+        self._socket.close(linger=1000)
+
+
+def serve(channel: Channel, engine: Engine) -> None:
+    """Receive, step, send, until told to stop.
+
+    Raises:
+        ExecutorError: a step failed; whoever started this process starts another.
+    """
+    stats_due_s = 0.0
+    while True:
+        for message in channel.receive(block=not engine.is_busy):
+            match message:
+                case Submit(request):
+                    engine.submit(request)
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case DropAdapter(digest):
+                    engine.drop_adapter(digest)
+                case Shutdown():
+                    return
+        outputs = engine.step()
+        now = time.monotonic()
+        if now >= stats_due_s or not engine.is_busy:
+            outputs = msgspec.structs.replace(outputs, stats=engine.stats())
+            stats_due_s = now + STATS_EVERY_S
+        if outputs != StepOutputs((), (), ()):
+            channel.send(outputs)
+
+
+def main() -> None:
+    """Build the replica, say hello, serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to stop
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    channel = Channel(sys.argv[1])
+    try:
+        replica = build_replica(
+            settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
+        )
+    except (ValueError, OSError, ExecutorError) as error:
+        channel.send(Fatal(str(error)))
+        channel.close()
+        sys.exit(1)
+    channel.send(_hello(replica))
+    try:
+        serve(channel, replica.engine)
+    finally:
+        replica.engine.close()
+        channel.close()
+
+
+def _hello(replica: Replica) -> Hello:
+    sizes = replica.sizes
+    return Hello(
+        version=__version__,
+        geometry=sizes.geometry,
+        total_blocks=sizes.total_blocks,
+        block_tokens=sizes.block_tokens,
+        block_bytes=sizes.block_bytes,
+        max_model_tokens=sizes.max_model_tokens,
+        max_adapter_blocks=sizes.max_adapter_blocks,
+        kernels=sizes.kernels,
+        notes=replica.notes,
+    )
+
+
+def _end_with_parent() -> None:
+    """End at once when the API process is gone: nobody is left to answer to."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
