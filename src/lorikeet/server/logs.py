@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import time
 import uuid
 from typing import Any
@@ -39,7 +40,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
 

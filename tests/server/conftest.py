@@ -1,0 +1,98 @@
+"""A server on a free port, in the test's own event loop, over a scripted engine."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.config import AdapterSettings, ServerSettings, Settings
+from lorikeet.server.app import create_app, create_service
+from lorikeet.server.chat_template import ChatTemplate
+from lorikeet.server.models import Models
+from lorikeet.server.request_log import RequestLog
+from lorikeet.server.sampling import ModelLimits
+from lorikeet.server.service import Service
+from lorikeet.server.texts import Texts
+from tests.server.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = byte_level_tokenizer()
+END = TOKENIZER.token_to_id("<|im_end|>")
+
+
+@dataclass
+class Running:
+    """A server that answers at ``http``."""
+
+    http: httpx.AsyncClient
+    engine: FakeEngine
+    service: Service
+    sources: Path
+
+
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A folder with adapters to load."""
+    for seed, name in enumerate(("french", "pirate", "json")):
+        write_adapter(tmp_path / "sources" / name, seed=seed)
+    return tmp_path / "sources"
+
+
+@pytest.fixture
+def start(tmp_path: Path, sources: Path) -> Start:
+    """Start servers. By default the engine answers every request with ``hello world`` and an end token."""
+
+    @asynccontextmanager
+    async def start_one(
+        answer: str = "hello world", request_log: RequestLog | None = None, lora: bool = True, **server: object
+    ) -> AsyncIterator[Running]:
+        settings = Settings(
+            adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
+            server=msgspec.structs.replace(ServerSettings(), **server),
+        )
+        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END])
+        catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",))
+        limits = ModelLimits(engine.hello.max_model_tokens, TOKENIZER.get_vocab_size(), (END,))
+        models = Models(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_tokens)
+        texts = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log)
+        config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
+        uvicorn_server = uvicorn.Server(config)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            # uvicorn._serve leaves the process's signal handlers alone, which pytest needs.
+            serving = asyncio.create_task(uvicorn_server._serve([listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+                    while not uvicorn_server.started:
+                        await asyncio.sleep(0.005)
+                    yield Running(http, engine, service, sources)
+            finally:
+                uvicorn_server.should_exit = True
+                await serving
+                catalog.close()
+
+    return start_one
+
+
+@pytest.fixture
+async def server(start: Start) -> AsyncIterator[Running]:
+    """One server with the default settings and the adapter ``french``."""
+    async with start() as running:
+        running.service.catalog.register("french", str(running.sources / "french"))
+        yield running

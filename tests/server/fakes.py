@@ -1,0 +1,172 @@
+"""An engine in the same process that answers by script, and a small tokenizer."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from lorikeet.engine.client import EngineClient, EngineError, Output
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import EngineStats, Hello
+from lorikeet.core.plan import Token
+from lorikeet.core.request import Request
+from lorikeet.core.timings import RequestTimings
+
+Script = Callable[[Request], list[int]]
+
+BLOCK_TOKENS = 16
+LAYERS, HIDDEN = 2, 16
+GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4)
+
+
+def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0) -> Path:
+    """Write an adapter on q that fits ``GEOMETRY``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        key = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{key}.lora_A.weight"] = generator.standard_normal((rank, HIDDEN), dtype=np.float32)
+        tensors[f"{key}.lora_B.weight"] = generator.standard_normal((HIDDEN, rank), dtype=np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+class FakeEngine:
+    """Has the client's interface; every request is answered with the tokens that ``script`` gives.
+
+    Attributes:
+        submitted: all requests so far.
+        aborted: ids of requests that were aborted.
+        open: while cleared, no request gets a token.
+        refusal: requests end with this error before their first token.
+        dies_after: requests fail after so many tokens, as if the engine were gone for good.
+    """
+
+    def __init__(self, script: Script = lambda request: [], *, max_model_tokens: int = 256) -> None:
+        self.script = script
+        self.submitted: list[Request] = []
+        self.aborted: list[RequestId] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.refusal: str | None = None
+        self.dies_after: int | None = None
+        self.per_output = 1
+        self.dropped: list[AdapterDigest] = []
+        self.callbacks: list[Callable[[AdapterEvent], None]] = []
+        self.stats: EngineStats | None = None
+        self.alive = True
+        self.restarts = 0
+        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_tokens, 50, "scripted")
+
+    def submit(self, request: Request) -> "FakeHandle":
+        self.submitted.append(request)
+        return FakeHandle(self, request)
+
+    async def drop_adapter(self, digest: AdapterDigest) -> int:
+        self.dropped.append(digest)
+        return 12345
+
+    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
+        self.callbacks.append(callback)
+
+    def as_client(self) -> EngineClient:
+        return cast(EngineClient, self)
+
+
+class FakeHandle:
+    """One request of a :class:`FakeEngine`."""
+
+    def __init__(self, engine: FakeEngine, request: Request) -> None:
+        self._engine = engine
+        self.request = request
+        self.timings = RequestTimings(request.arrival_s)
+        self.timings.apply(Queued(request.request_id, time.monotonic()))
+
+    def abort(self) -> None:
+        self._engine.aborted.append(self.request.request_id)
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        engine, request_id, sampling = self._engine, self.request.request_id, self.request.sampling
+        if engine.refusal is not None:
+            finished = Finished(request_id, time.monotonic(), FinishReason.ERROR, error=engine.refusal)
+            yield Output((), finished)
+            return
+        self.timings.apply(Admitted(request_id, time.monotonic(), 0))
+        sent: list[Token] = []
+        stop: int | None = None
+        tokens = [_token(token_id, sampling.logprobs) for token_id in engine.script(self.request)]
+        for index, token in enumerate(tokens[: sampling.max_tokens]):
+            await engine.open.wait()
+            await asyncio.sleep(0)
+            if index == engine.dies_after:
+                raise EngineError("it died and could not be restarted")
+            if index == 0:
+                self.timings.apply(FirstToken(request_id, time.monotonic()))
+            sent.append(token)
+            if token.token_id in sampling.stop_token_ids and index >= sampling.min_tokens:
+                stop = token.token_id
+                break
+            if len(sent) == engine.per_output:
+                yield Output(tuple(sent), None)
+                sent = []
+        reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+        finished = Finished(request_id, time.monotonic(), reason, stop_token_id=stop)
+        self.timings.apply(finished)
+        yield Output(tuple(sent), finished)
+
+
+def _token(token_id: int, logprobs: int | None) -> Token:
+    if logprobs is None:
+        return Token(token_id)
+    return Token(token_id, -0.5, tuple((token_id + rank, -0.5 - rank) for rank in range(logprobs)))
+
+
+_CORPUS = ["hello world, the lorikeet is a small parrot", "Grüße an die Welt, 日本語 and emoji 🦜🌈"] * 20
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A tokenizer like GPT-2's and Llama 3's: characters may be split over tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A tokenizer like Llama 2's: spaces are ``▁``, unknown characters fall back to bytes."""
+    pieces: list[tuple[str, float]] = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    pieces += [(f"<0x{byte:02X}>", -10.0) for byte in range(256)]
+    words = ["▁", "▁hello", "▁world", "hello", "wor", "ld", "▁the", "▁parrot", ",", "a", "e", "o", "n"]
+    pieces += [(word, -float(rank + 1)) for rank, word in enumerate(words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    replace_space: Any = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [replace_space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer

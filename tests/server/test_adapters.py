@@ -1,0 +1,161 @@
+"""Loading and unloading adapters over HTTP, in four dialects."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Running, Start
+from tests.server.fakes import write_adapter
+from tests.server.test_chat import CHAT, body
+from tests.server.test_operations import until
+
+
+async def load(server: Running, name: str, source: str, **fields: Any) -> tuple[int, str]:
+    content = {"lora_name": name, "lora_path": str(server.sources / source), **fields}
+    reply = await server.http.post("/v1/load_lora_adapter", json=content)
+    return reply.status_code, reply.text
+
+
+async def test_vllm_loads_and_unloads(server: Running) -> None:
+    assert await load(server, "pirate", "pirate") == (200, "Success: LoRA adapter 'pirate' added successfully.")
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+    reply = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'pirate' removed successfully.")
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 404
+    assert server.engine.dropped == [server.engine.submitted[0].digest]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "kind"),
+    [
+        ({"lora_name": "x"}, 400, "InvalidUserInput"),
+        ({"lora_path": "x"}, 400, "InvalidUserInput"),
+        ({"lora_name": "french", "lora_path": "french"}, 400, "InvalidUserInput"),
+        ({"lora_name": "base", "lora_path": "french"}, 400, "InvalidUserInput"),
+        ({"lora_name": "x", "lora_path": "missing"}, 400, "BadRequestError"),
+        ({"lora_name": "x", "lora_path": "../../etc"}, 400, "BadRequestError"),
+        ({"lora_name": "x", "lora_path": "s3://bucket/x"}, 400, "BadRequestError"),
+        ({"lora_name": 7, "lora_path": "x"}, 400, "BadRequestError"),
+    ],
+)
+async def test_a_bad_load_is_refused_and_changes_nothing(
+    server: Running, content: dict[str, Any], status: int, kind: str
+) -> None:
+    reply = await server.http.post("/v1/load_lora_adapter", json=content)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+    assert server.service.catalog.names() == ["french"]
+
+
+async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
+    reply = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"})
+    assert reply.status_code == 404
+    assert (await server.http.delete("/v1/adapters/nobody")).status_code == 404
+
+
+async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server: Running) -> None:
+    await server.http.post(CHAT, json=body(model="french"))
+    write_adapter(server.sources / "french", seed=99)
+    assert (await load(server, "french", "french"))[0] == 400
+    assert (await load(server, "french", "french", load_inplace=True))[0] == 200
+    await server.http.post(CHAT, json=body(model="french"))
+    old, new = (request.digest for request in server.engine.submitted)
+    assert old != new
+    await until(lambda: server.engine.dropped == [old])
+
+
+async def test_a_version_with_two_names_is_freed_with_the_second(server: Running) -> None:
+    await load(server, "twin", "french")
+    record = server.service.catalog.get("twin")
+    assert record is not None
+    assert (await server.http.delete("/v1/adapters/french")).json()["freed_bytes"] == 0
+    assert server.engine.dropped == []
+    assert (await server.http.delete("/v1/adapters/twin")).json()["freed_bytes"] == 12345
+    assert server.engine.dropped == [record.digest]
+
+
+async def test_an_unload_lets_running_requests_finish(server: Running) -> None:
+    server.engine.open.clear()
+    running = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    await until(lambda: len(server.engine.submitted) == 1)
+    assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+    server.engine.open.set()
+    assert (await running).status_code == 200
+
+
+async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    added = await server.http.post("/v1/adapters", json={"name": "org/pirate", "source": source})
+    assert added.status_code == 201
+    card = added.json()
+    assert (card["name"], card["source"], card["base"], card["rank"]) == ("org/pirate", source, "base", 4)
+    assert (await server.http.get("/v1/adapters/org/pirate")).json() == card
+    listed = (await server.http.get("/v1/adapters")).json()
+    assert [entry["name"] for entry in listed["data"]] == ["french", "org/pirate"]
+    assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (False, None, 2)
+    deleted = (await server.http.delete("/v1/adapters/org/pirate")).json()
+    assert deleted == {"name": "org/pirate", "object": "adapter", "deleted": True, "freed_bytes": 12345}
+    assert (await server.http.get("/v1/adapters/org/pirate")).status_code == 404
+
+
+async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> None:
+    for number in range(5):
+        await load(server, f"twin-{number}", "french")
+    first = (await server.http.get("/v1/adapters", params={"limit": 3})).json()
+    assert [entry["name"] for entry in first["data"]] == ["french", "twin-0", "twin-1"]
+    await server.http.delete("/v1/adapters/twin-1")
+    rest = (await server.http.get("/v1/adapters", params={"limit": 3, "cursor": first["next_cursor"]})).json()
+    assert [entry["name"] for entry in rest["data"]] == ["twin-2", "twin-3", "twin-4"]
+    assert rest["has_more"] is False
+    assert (await server.http.get("/v1/adapters", params={"limit": 0})).status_code == 400
+
+
+async def test_stats_count_the_traffic_of_one_adapter(server: Running) -> None:
+    for _ in range(2):
+        await server.http.post(CHAT, json=body(model="french"))
+    await server.http.post(CHAT, json=body())
+    stats = (await server.http.get("/v1/adapters/french/stats")).json()
+    per_request = len(server.engine.submitted[0].prompt_token_ids)
+    assert (stats["requests"], stats["requests_running"], stats["requests_failed"]) == (2, 0, 0)
+    assert stats["prompt_tokens"] == 2 * per_request
+    assert stats["generation_tokens"] > 2
+    assert stats["mean_ttft_s"] > 0
+    assert (await server.http.get("/v1/adapters/nobody/stats")).status_code == 404
+
+
+async def test_sglang_loads_and_unloads(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    reply = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
+    assert reply.json() == {
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": {"french": str(server.sources / "french"), "pirate": source},
+    }
+    again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
+    assert again.status_code == 400
+    assert again.json()["success"] is False
+    gone = await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert "pirate" not in gone.json()["loaded_adapters"]
+    assert (await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})).status_code == 400
+
+
+async def test_dynamo_loads_lists_and_unloads(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    reply = await server.http.post("/v1/loras", json={"lora_name": "pirate", "source": {"uri": source}})
+    assert reply.json()["status"] == "success"
+    listed = (await server.http.get("/v1/loras")).json()
+    assert (listed["count"], set(listed["loras"])) == (2, {"french", "pirate"})
+    assert (await server.http.delete("/v1/loras/pirate")).json()["status"] == "success"
+
+
+async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> None:
+    async with start(lora=False) as server:
+        status, text = await load(server, "french", "french")
+        assert status == 400
+        assert "--enable-lora" in text
+
+
+async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> None:
+    replies = await asyncio.gather(*(load(server, "new", source) for source in ("pirate", "json")))
+    assert sorted(status for status, _ in replies) in ([200, 400], [200, 409])
+    assert (await server.http.post(CHAT, json=body(model="new"))).status_code == 200

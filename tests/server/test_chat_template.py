@@ -1,0 +1,103 @@
+"""Chat templates render as transformers renders them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from lorikeet.models.default import default_cache_dir, prepare_default_model
+from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
+
+MESSAGES = [
+    {"role": "system", "content": 'Be <brief> & "kind".'},
+    {"role": "user", "content": "Grüße, 日本語?\n"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "  more  "},
+]
+
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0]['content'] %}"
+    "{% else %}{% set rest = messages %}{% set system = false %}{% endif %}"
+    "{% for message in rest %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "{% if loop.index0 == 0 and system != false %}"
+    "{% set content = '<<SYS>>' + system + '<</SYS>>' + message['content'] %}"
+    "{% else %}{% set content = message['content'] %}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+WITH_STATEMENTS_ON_LINES = """
+{%- for message in messages %}
+    {% if message.role == 'system' %}
+    {% continue %}
+    {% endif %}
+{{ message | tojson }}
+    {% generation %}
+{{ message.content | upper }}
+    {% endgeneration %}
+{%- endfor %}
+{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}
+"""
+WITH_NAMESPACE = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ m.content }}{% endfor %}"
+    "{{ {'b': [1, 'é'], 'a': none} | tojson(indent=2) }}{% if tools %}tools{% endif %}{% if documents %}d{% endif %}"
+)
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("template", [LLAMA_2, WITH_STATEMENTS_ON_LINES, WITH_NAMESPACE])
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"enable_thinking": True}])
+def test_templates_render_as_in_transformers(template: str, generation: bool, extra: dict[str, Any]) -> None:
+    ours = ChatTemplate(template, SPECIAL).render(MESSAGES, add_generation_prompt=generation, extra=extra)
+    theirs, _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=generation, **SPECIAL, **extra
+    )
+    assert ours == theirs[0]
+
+
+def test_the_default_models_template_renders_as_in_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    folder = prepare_default_model(default_cache_dir())
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    template = read_chat_template(folder)
+    assert template is not None
+    for messages in (MESSAGES, MESSAGES[1:]):
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert template.render(messages, add_generation_prompt=True, extra={}) == expected
+
+
+def test_a_template_that_refuses_says_why() -> None:
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        ChatTemplate(LLAMA_2, SPECIAL).render(MESSAGES[2:], add_generation_prompt=True, extra={})
+    with pytest.raises(TemplateError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    with pytest.raises(TemplateError):
+        ChatTemplate(source, {}).render(MESSAGES, add_generation_prompt=True, extra={})
+
+
+def test_a_template_is_read_from_wherever_checkpoints_keep_it(tmp_path: Path) -> None:
+    def rendered(override: str = "") -> str | None:
+        template = read_chat_template(tmp_path, override)
+        return template and template.render([], add_generation_prompt=False, extra={})
+
+    assert rendered() is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "config {{ bos_token }}", "bos_token": {"content": "<s>"}}))
+    assert rendered() == "config <s>"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert rendered() == "named"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert rendered() == "file"
+    (tmp_path / "own.jinja").write_text("own")
+    assert rendered(str(tmp_path / "own.jinja")) == "own"
+    with pytest.raises(TemplateError, match="no such file"):
+        rendered(str(tmp_path / "missing.jinja"))

@@ -1,0 +1,78 @@
+"""Completions over HTTP."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import TOKENIZER, Running
+from tests.server.test_chat import events
+
+URL = "/v1/completions"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "base", "prompt": "hello", **fields}
+
+
+async def test_an_answer_has_the_shape_that_openai_gives_it(server: Running) -> None:
+    answer = (await server.http.post(URL, json=body())).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", [TOKENIZER.encode("hello").ids]),
+        (["hello", "the"], [TOKENIZER.encode("hello").ids, TOKENIZER.encode("the").ids]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+    ],
+)
+async def test_a_prompt_comes_in_four_forms(server: Running, prompt: Any, expected: list[list[int]]) -> None:
+    answer = (await server.http.post(URL, json=body(prompt=prompt, n=2))).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
+    sent = [request.prompt_token_ids for request in server.engine.submitted]
+    assert sent == [prompt for prompt in expected for _ in range(2)]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.parametrize("prompt", [[], "", [[]], [""], [5, "x"], [100_000], 7, None])
+async def test_a_prompt_that_is_none_is_refused(server: Running, prompt: Any) -> None:
+    reply = await server.http.post(URL, json=body(prompt=prompt))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "prompt"
+    assert server.service.gate.active == 0
+
+
+async def test_sixteen_tokens_are_the_default_where_there_is_room(server: Running) -> None:
+    await server.http.post(URL, json=body())
+    await server.http.post(URL, json=body(prompt=[5] * 250))
+    assert [request.sampling.max_tokens for request in server.engine.submitted] == [16, 6]
+
+
+async def test_the_prompt_is_echoed_on_request(server: Running) -> None:
+    answer = (await server.http.post(URL, json=body(prompt="the ", echo=True))).json()
+    assert answer["choices"][0]["text"] == "the hello world"
+    chunks = await events(server.http, URL, body(prompt="the ", echo=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the hello world"
+    refused = await server.http.post(URL, json=body(echo=True, logprobs=1))
+    assert refused.status_code == 501
+
+
+async def test_logprobs_say_where_each_token_lies(server: Running) -> None:
+    whole = (await server.http.post(URL, json=body(logprobs=2))).json()["choices"][0]["logprobs"]
+    assert whole["text_offset"][0] == 0
+    for offset, token in zip(whole["text_offset"], whole["tokens"], strict=True):
+        assert "hello world<|im_end|>"[offset:].startswith(token)
+    assert all(len(top) == 2 for top in whole["top_logprobs"])
+    chunks = await events(server.http, URL, body(logprobs=2))
+    offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == whole["text_offset"]
+
+
+async def test_suffixes_are_not_supported(server: Running) -> None:
+    assert (await server.http.post(URL, json=body(suffix="x"))).status_code == 501

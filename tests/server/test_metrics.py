@@ -1,0 +1,140 @@
+"""The metrics page: vLLM's names, true numbers, bounded size."""
+
+import time
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterLoaded
+from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.messages import EngineStats
+from lorikeet.server.usage import Counts
+from tests.server.conftest import Running
+from tests.server.test_chat import CHAT, body, events
+
+STATS = EngineStats(
+    at_s=0.0,
+    steps=7,
+    running=2,
+    waiting=5,
+    waiting_for_adapter=1,
+    free_blocks=40,
+    cached_blocks=10,
+    kv_blocks=30,
+    adapter_blocks=18,
+    inflight_blocks=2,
+    total_blocks=100,
+    resident_adapters={},
+    running_adapters=(),
+    waiting_adapters=(),
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=25,
+    preemptions=3,
+    step_tokens=12,
+)
+
+
+async def page(server: Running) -> dict[str, list[Sample]]:
+    """Read the page with the official parser."""
+    text = (await server.http.get("/metrics")).text
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
+
+
+def value(samples: dict[str, list[Sample]], name: str, **labels: str) -> float:
+    (found,) = [s for s in samples[name] if labels.items() <= s.labels.items()]
+    assert {"model_name": "base", "engine": "0"}.items() <= found.labels.items()
+    return found.value
+
+
+async def test_finished_requests_are_counted_under_vllms_names(server: Running) -> None:
+    answer = (await server.http.post(CHAT, json=body())).json()
+    await events(server.http, CHAT, body(max_tokens=1))
+    samples = await page(server)
+    usage = answer["usage"]
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(samples, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(samples, "vllm:prompt_tokens_total") == 2 * usage["prompt_tokens"]
+    assert value(samples, "vllm:generation_tokens_total") == usage["completion_tokens"] + 1
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_inference_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert value(samples, f"vllm:{name}_count") == 2
+    assert value(samples, "vllm:request_time_per_output_token_seconds_count") == 1
+    assert value(samples, "vllm:inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
+
+
+async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    assert value(samples, "vllm:num_requests_running") == 2
+    assert value(samples, "vllm:num_requests_waiting") == 5
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="capacity") == 4
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="deferred") == 1
+    assert value(samples, "vllm:kv_cache_usage_perc") == 30 / 80
+    assert value(samples, "vllm:prefix_cache_queries_total") == 100
+    assert value(samples, "vllm:prefix_cache_hits_total") == 25
+    assert value(samples, "vllm:num_preemptions_total") == 3
+    assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert value(samples, "lorikeet:blocks", use="adapter") == 18
+
+
+async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> None:
+    def adapter(name: str) -> AdapterRef:
+        return AdapterRef(AdapterName(name), AdapterDigest(name * 20), "", {"q": (8, 16)}, 1)
+
+    held, queued = adapter("held"), adapter("queued")
+    server.service.used_adapters.update({held.digest: held, queued.digest: queued})
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        resident_adapters={held.digest: 3},
+        running_adapters=(held.digest,),
+        waiting_adapters=(held.digest, queued.digest),
+    )
+    server.engine.callbacks[0](AdapterLoaded(held.digest, 0.0, 0.2))
+    samples = await page(server)
+    (info,) = samples["vllm:lora_requests_info"]
+    assert (info.labels["running_lora_adapters"], info.labels["waiting_lora_adapters"]) == ("held", "queued")
+    assert abs(info.value - time.time()) < 60
+    assert value(samples, "vllm:lora_adapter_loaded", adapter_name="held", level="gpu", pinned="false", rank="16") == 1
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 1
+    assert value(samples, "vllm:lora_adapter_load_seconds_sum") == 0.2
+
+
+async def test_adapters_have_counts_of_their_own(server: Running) -> None:
+    for _ in range(2):
+        await server.http.post(CHAT, json=body(model="french"))
+        samples = await page(server)  # the first scrape gives the label
+    assert value(samples, "lorikeet:adapter_requests_total", adapter="french") == 1
+    assert value(samples, "lorikeet:adapter_requests_total", adapter="other") == 1
+    assert value(samples, "lorikeet:adapter_time_to_first_token_seconds_count_total", adapter="french") == 1
+
+
+async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -> None:
+    refs = {}
+    for number in range(10_000):
+        name = f"organisation/team-{number % 7}/adapter-{number:05}"
+        server.service.observer.usage.of(name).add(Counts(requests=1))
+        digest = AdapterDigest(f"{number:064x}")
+        refs[digest] = AdapterRef(AdapterName(name), digest, "/somewhere", {"q": (8,)}, 1)
+    server.service.used_adapters.update(refs)
+    server.engine.stats = msgspec.structs.replace(
+        STATS, resident_adapters=dict.fromkeys(refs, 1), waiting_adapters=tuple(refs)
+    )
+    reply = await server.http.get("/metrics")
+    assert len(reply.content) < 2**20
+    samples = await page(server)
+    assert len(samples["lorikeet:adapter_requests_total"]) == 21
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 10_000

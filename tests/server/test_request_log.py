@@ -1,0 +1,89 @@
+"""The request log: one line for each request, in the workload format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.core.timings import RequestTimings
+from lorikeet.server.request_log import RequestLog
+from tests.server.conftest import Start
+from tests.server.test_chat import CHAT, body, events
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(log: RequestLog, arrival_s: float, name: str = "r") -> None:
+    request = Request(RequestId(name), [1, 2, 3], SamplingParams(4), arrival_s)
+    timings = RequestTimings(arrival_s, first_token_s=arrival_s + 0.5)
+    log.write(request, timings, 2, "stop", arrival_s + 1.5, "text")
+
+
+async def test_every_request_leaves_a_line(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path, max_bytes=10**6, keep=1)
+    async with start(request_log=log) as server:
+        server.service.catalog.register("french", str(server.sources / "french"))
+        answer = (await server.http.post(CHAT, json=body())).json()
+        await events(server.http, CHAT, body(model="french", max_tokens=1))
+        server.engine.refusal = "no"
+        await server.http.post(CHAT, json=body(), headers={"X-Request-Id": "mine"})
+    log.close()
+    first, second, third = lines(path)
+    assert first["arrival_s"] == 0
+    assert first["adapter"] is None
+    assert first["input_tokens"] == answer["usage"]["prompt_tokens"]
+    assert first["output_tokens"] == answer["usage"]["completion_tokens"]
+    assert 0 < first["ttft_s"] <= first["e2e_s"]
+    assert (second["adapter"], second["finish_reason"], second["output_tokens"]) == ("french", "length", 1)
+    assert second["arrival_s"] > 0
+    assert (third["finish_reason"], third["ttft_s"]) == ("error", None)
+    assert third["request_id"].startswith("mine-")
+    assert "hello" not in path.read_text()
+
+
+async def test_text_is_logged_only_on_request(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path, max_bytes=10**6, keep=1, text=True)
+    async with start(request_log=log) as server:
+        await server.http.post(CHAT, json=body())
+        prompt = server.engine.submitted[0].prompt_token_ids
+    log.close()
+    (line,) = lines(path)
+    assert (line["text"], line["prompt_token_ids"]) == ("hello world", prompt)
+
+
+def test_files_are_rotated_by_size_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path, max_bytes=1, keep=2)
+    for number in range(5):
+        write(log, float(number), f"r{number}")
+    log.close()
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
+    kept = [lines(tmp_path / name)[0] for name in files]
+    assert [line["request_id"] for line in kept] == ["r4", "r3", "r2"]
+    assert all(line["arrival_s"] == 0 for line in kept)
+
+
+def test_arrivals_go_on_counting_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    for arrival_s in (100.0, 107.0):
+        log = RequestLog(path, max_bytes=10**6, keep=1)
+        write(log, arrival_s)
+        log.close()
+    first, second = lines(path)
+    assert first["arrival_s"] == 0
+    assert abs(second["arrival_s"] - 7) < 0.1
+
+
+def test_a_file_that_is_no_log_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("something else\n")
+    log = RequestLog(path, max_bytes=10**6, keep=1)
+    write(log, 5.0)
+    log.close()
+    assert path.read_text().startswith("something else\n{")

@@ -1,0 +1,85 @@
+"""From a body's fields to sampling parameters."""
+
+from typing import Any
+
+import pytest
+
+from lorikeet.core.request import SamplingParams
+from lorikeet.server.errors import ApiError
+from lorikeet.server.protocol import Generation
+from lorikeet.server.sampling import ModelLimits, SamplingDefaults, check_prompt, for_choice, sampling_params
+
+LIMITS = ModelLimits(max_model_tokens=100, vocabulary=50, eos_token_ids=(2, 3))
+
+
+def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields: Any) -> SamplingParams:
+    return sampling_params(
+        Generation(**fields),
+        limits,
+        prompt_tokens=40,
+        max_tokens=max_tokens,
+        max_tokens_param="max_tokens",
+        default_max_tokens=None,
+        logprobs=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "attribute", "expected"),
+    [
+        ({}, "max_tokens", 60),
+        ({}, "temperature", 1.0),
+        ({"temperature": 0}, "temperature", 0),
+        ({}, "top_k", 0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 5}, "top_k", 5),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"seed": -1}, "seed", 2**63 - 1),
+        ({"presence_penalty": -2, "frequency_penalty": 2}, "presence_penalty", -2),
+        ({"repetition_penalty": 1.3}, "repetition_penalty", 1.3),
+        ({"logit_bias": {"7": -100, "0": 1.5}}, "logit_bias", ((7, -100), (0, 1.5))),
+        ({}, "stop_token_ids", (2, 3)),
+        ({"stop_token_ids": [9]}, "stop_token_ids", (2, 3, 9)),
+        ({"stop_token_ids": [9], "ignore_eos": True}, "stop_token_ids", (9,)),
+        ({"min_tokens": 60}, "min_tokens", 60),
+    ],
+)
+def test_fields_become_parameters(fields: dict[str, Any], attribute: str, expected: Any) -> None:
+    assert getattr(params(**fields), attribute) == expected
+
+
+def test_the_models_own_defaults_fill_what_the_body_leaves_open() -> None:
+    defaults = SamplingDefaults.from_generation_config(
+        {"temperature": 0.6, "top_p": 0.9, "top_k": None, "eos_token_id": [1], "do_sample": True}
+    )
+    limits = ModelLimits(100, 50, (), defaults)
+    assert (params(limits).temperature, params(limits).top_p, params(limits).top_k) == (0.6, 0.9, 0)
+    assert params(limits, temperature=0.0).temperature == 0.0
+
+
+def test_a_prompt_and_answer_past_the_context_are_refused_with_both_lengths() -> None:
+    assert params(max_tokens=60).max_tokens == 60
+    with pytest.raises(ApiError, match=r"maximum context length is 100 tokens.*101 tokens \(40 in the input, 61"):
+        params(max_tokens=61)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [([], "empty"), ([1] * 100, "your request has 100 input tokens"), ([50], "Token id 50 is outside")],
+)
+def test_prompts_that_cannot_be_served_are_refused(token_ids: list[int], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        check_prompt(token_ids, LIMITS, "prompt")
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
+    check_prompt([1] * 99, LIMITS, "prompt")
+
+
+def test_choices_differ_in_their_seed_alone_and_always_in_the_same_way() -> None:
+    first = params(seed=5)
+    assert for_choice(first, 0) == first
+    assert for_choice(first, 1) == for_choice(params(seed=5), 1)
+    seeds = {for_choice(first, choice).seed for choice in range(128)}
+    assert len(seeds) == 128
+    assert all(0 <= seed < 2**63 for seed in seeds)

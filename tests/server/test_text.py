@@ -1,0 +1,109 @@
+"""Text while it arrives equals text all at once; stop strings are found wherever they are split."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from lorikeet.server.text import StopScanner, TextStream
+from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
+
+
+def streamed(tokenizer: Tokenizer, context: list[int], token_ids: list[int], *, skip: bool = True) -> str:
+    stream = TextStream(tokenizer, context, skip_special_tokens=skip)
+    return "".join([*(stream.push(token_id) for token_id in token_ids), stream.flush()])
+
+
+@TOKENIZERS
+@given(text=st.text(max_size=40))
+def test_any_text_streams_as_it_was_encoded(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text).ids
+    assert streamed(tokenizer, [], token_ids) == tokenizer.decode(token_ids)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40),
+    context=st.sampled_from(["", "hello", "日本語 🦜", "<|im_start|>"]),
+    skip=st.booleans(),
+)
+def test_any_tokens_stream_to_what_decoding_at_once_adds(token_ids: list[int], context: str, skip: bool) -> None:
+    before = BYTE_LEVEL.encode(context).ids
+    text = streamed(BYTE_LEVEL, before, token_ids, skip=skip)
+    whole = BYTE_LEVEL.decode(before + token_ids, skip_special_tokens=skip)
+    assert BYTE_LEVEL.decode(before, skip_special_tokens=skip) + text == whole
+
+
+def test_a_character_split_over_tokens_comes_out_whole() -> None:
+    stream = TextStream(BYTE_LEVEL)
+    pieces = [stream.push(BYTE_LEVEL.token_to_id(byte)) for byte in ("ð", "Ł", "¦", "Ĭ")]
+    assert pieces == ["", "", "", "🦊"]
+
+
+def test_a_character_that_never_becomes_whole_is_shown_at_the_end() -> None:
+    stream = TextStream(BYTE_LEVEL)
+    assert stream.push(BYTE_LEVEL.token_to_id("ð")) == ""
+    assert stream.flush() == "�"
+    assert stream.flush() == ""
+
+
+def test_the_first_word_keeps_the_space_that_the_prompt_calls_for() -> None:
+    world = BYTE_FALLBACK.token_to_id("▁world")
+    assert streamed(BYTE_FALLBACK, [], [world]) == "world"
+    assert streamed(BYTE_FALLBACK, BYTE_FALLBACK.encode("hello").ids, [world]) == " world"
+
+
+def scan(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, str | None]:
+    scanner = StopScanner(stops, include=include)
+    text = ""
+    for piece in pieces:
+        shown, stop = scanner.push(piece)
+        text += shown
+        if stop is not None:
+            return text, stop
+    return text + scanner.release(), None
+
+
+def reference(stops: list[str], text: str, *, include: bool) -> tuple[str, str | None]:
+    found = [(text.index(stop), -len(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    at, _, stop = min(found)
+    return text[: at + (len(stop) if include else 0)], stop
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    pieces=st.lists(st.text("abc", min_size=1, max_size=1), max_size=20),
+    include=st.booleans(),
+)
+def test_a_stop_string_is_found_as_soon_as_the_text_holds_one(
+    stops: list[str], pieces: list[str], include: bool
+) -> None:
+    whole = "".join(pieces)
+    ends = [end for end in range(len(whole) + 1) if any(stop in whole[:end] for stop in stops)]
+    seen = whole[: ends[0]] if ends else whole
+    assert scan(stops, pieces, include=include) == reference(stops, seen, include=include)
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    pieces=st.lists(st.text("abc", max_size=5), max_size=10),
+)
+def test_nothing_shown_is_ever_part_of_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+    text, _ = scan(stops, pieces)
+    assert not any(stop in text for stop in stops)
+    assert "".join(pieces).startswith(text)
+
+
+def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
+    scanner = StopScanner(["<end>"])
+    assert scanner.push("a<en") == ("a", None)
+    assert scanner.push("large") == ("<enlarge", None)
+    assert scanner.release() == ""
+
+
+def test_of_two_stop_strings_the_one_that_starts_first_counts() -> None:
+    assert scan(["b", "abc"], ["xabcd"]) == ("x", "abc")

@@ -1,0 +1,81 @@
+"""Counts per adapter: a bounded number of labels whose sum is always exact."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.server.usage import OTHER, AdapterUsage, Counts
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def usage(labels: int) -> tuple[AdapterUsage, Clock]:
+    clock = Clock()
+    return AdapterUsage(labels, clock), clock
+
+
+def requests(counts: dict[str, Counts]) -> dict[str, int]:
+    return {name: count.requests for name, count in counts.items()}
+
+
+def test_the_busiest_adapters_are_labelled_and_the_rest_share_other() -> None:
+    adapters, _ = usage(2)
+    adapters.labelled()
+    for name, count in (("a", 1), ("b", 5), ("c", 3), ("d", 1)):
+        for _ in range(count):
+            adapters.of(name).add(Counts(requests=1))
+    labelled = requests(adapters.labelled())
+    # A label counts from when it was given.
+    assert labelled == {"b": 0, "c": 0, OTHER: 10}
+    adapters.of("b").add(Counts(requests=1))
+    adapters.of("a").add(Counts(requests=1))
+    assert requests(adapters.labelled()) == {"b": 1, "c": 0, OTHER: 11}
+
+
+def test_an_adapter_keeps_its_label_until_another_is_clearly_busier() -> None:
+    adapters, clock = usage(1)
+    for name, count in (("a", 10), ("b", 12)):
+        for _ in range(count):
+            adapters.of(name).add(Counts(requests=1))
+        assert "a" in adapters.labelled()
+    clock.now_s = 3600.0
+    adapters.of("b").add(Counts(requests=1))
+    assert "b" in adapters.labelled()
+
+
+def test_the_base_model_has_counts_of_its_own() -> None:
+    adapters, _ = usage(2)
+    adapters.of(None).add(Counts(requests=1))
+    assert adapters.of(None).total.requests == 1
+    assert requests(adapters.labelled()) == {OTHER: 0}
+
+
+def test_a_forgotten_adapter_stays_in_the_sum() -> None:
+    adapters, _ = usage(2)
+    adapters.of("a").add(Counts(requests=1))
+    adapters.labelled()
+    adapters.of("a").add(Counts(requests=1))
+    adapters.forget("a")
+    assert requests(adapters.labelled()) == {OTHER: 2}
+
+
+@given(st.lists(st.one_of(st.sampled_from("abcdefgh"), st.integers(1, 900)), max_size=60))
+def test_the_sum_is_exact_and_other_never_falls(script: list[str | int]) -> None:
+    adapters, clock = usage(3)
+    total, other = 0, 0
+    for entry in script:
+        if isinstance(entry, int):
+            clock.now_s += entry
+        else:
+            adapters.of(entry).add(Counts(requests=1, prompt_tokens=7))
+            total += 1
+        counts = adapters.labelled()
+        assert len(counts) <= 4
+        assert sum(requests(counts).values()) == total
+        assert sum(count.prompt_tokens for count in counts.values()) == 7 * total
+        assert counts[OTHER].requests >= other
+        other = counts[OTHER].requests
