@@ -1,0 +1,36 @@
+"""serve.10: offline throughput against transformers + PEFT, one interleaved run."""
+
+import json
+import shlex
+import subprocess
+from typing import Any
+
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.server import LORIKEET
+
+BOUND = 1.3
+COMMAND = "bench offline --requests 32 --prompt-tokens 128 --output-tokens 64 --adapters 8 --peer peft --json"
+
+
+@line("serve.10", title="Offline throughput as a multiple of transformers + PEFT's", bound=f"ratio ≥ {BOUND}")
+def run(runs: StoredRuns) -> Result:
+    """Run the command of the line and read its JSON."""
+    report = runs.get("offline", _measure)
+    keys = ("output_tok_s", "total_tok_s", "peer_output_tok_s", "ratio", "first_tokens_equal")
+    passed = report["ratio"] >= BOUND
+    low, high = report["ratio_interval"]
+    return Result(
+        figure={key: report[key] for key in keys},
+        interval=(low, high),
+        passed=passed,
+        cause="" if passed else f"the ratio is {report['ratio']:.2f}",
+        notes=f"`lorikeet {COMMAND}`; {len(report['ratios'])} pairs in turns, {report['setup']['threads']} threads, "
+        f"{report['setup']['dtype']}; ranks {report['ranks']}; transformers {report['versions']['transformers']}, "
+        f"PEFT {report['versions']['peft']} with mixed batches by adapter_names; interval of the median ratio",
+    )
+
+
+def _measure() -> dict[str, Any]:
+    done = subprocess.run([str(LORIKEET), *shlex.split(COMMAND)], stdout=subprocess.PIPE, check=True, text=True)
+    return dict(json.loads(done.stdout))
