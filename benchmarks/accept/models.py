@@ -36,7 +36,7 @@ def tiny_model(folder: Path, seed: int = 0) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)

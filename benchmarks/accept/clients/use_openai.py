@@ -19,10 +19,10 @@ def main() -> None:
     answers = {model: use(client, model) for model in models}
     try:
         client.chat.completions.create(model="no-such-model", messages=[{"role": "user", "content": "hi"}])
+        refusal = "none"
     except openai.NotFoundError as error:
-        assert "does not exist" in str(error), error
-    else:
-        raise AssertionError("an unknown model was answered")
+        refusal = str(error)
+    assert "does not exist" in refusal, refusal
     print(json.dumps({"version": openai.__version__, "answers": answers}))
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from lorikeet.adapters.store import reference
 from lorikeet.bench.contestants import Outcome, Work
 from lorikeet.config import Settings
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
@@ -19,9 +17,9 @@ class LorikeetContestant:
 
     name = "lorikeet"
 
-    def __init__(self, settings: Settings, folders: Sequence[Path], geometry: ModelGeometry) -> None:
-        self._engine = build_replica(settings).engine
-        self._refs: list[AdapterRef] = [reference(folder.name, folder, geometry) for folder in folders]
+    def __init__(self, settings: Settings, folders: Sequence[Path]) -> None:
+        self._engine, sizes, _ = build_replica(settings)
+        self._refs = [reference(folder.name, folder, sizes.geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0
 

@@ -68,7 +68,7 @@ def run_offline(options: OfflineOptions, progress: Progress = lambda stage, done
             write_random_adapter(Path(scratch) / f"adapter-{i}-r{rank}", geometry, rank, seed=options.seed + i)
             for i, rank in enumerate(ranks)
         ]
-        engine = LorikeetContestant(_settings(options), folders, geometry)
+        engine = LorikeetContestant(_settings(options), folders)
         sides: list[Contestant] = [engine]
         if options.peer:
             sides.append(PeftContestant(Path(options.model), torch_dtype(options.dtype), folders))

@@ -14,7 +14,6 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import read_model_config
 from lorikeet.server.announce import Announcer
 from lorikeet.server.model_folder import prepare_model
@@ -47,10 +46,8 @@ def stream_answer(
             folder = prepare_model(settings.model, announcer.stage).path
             config = read_model_config(folder)
             located = msgspec.structs.replace(settings.model, model=str(folder))
-            engine = build_replica(msgspec.structs.replace(settings, model=located), announcer.show).engine
-            dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
-            geometry = config.geometry(torch_dtype(dtype).itemsize)
-            ref = reference(adapter.name, adapter, geometry) if adapter is not None else None
+            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=located), announcer.show)
+            ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except (AdapterError, ConfigError, OSError, ValueError) as error:
             raise GenerationError(str(error)) from error
     texts = Texts.read(folder)
