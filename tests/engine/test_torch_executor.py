@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +9,26 @@ import msgspec
 import pytest
 
 from lorikeet.config import ConfigError
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import (
-    ALL,
-    ATTENTION,
     Driver,
     Latch,
+    Models,
     driving,
     fp32_settings,
-    make_adapter,
+    make_models,
     peer_tokens,
     random_tokens,
 )
 
 
-@dataclass(frozen=True)
-class Models:
-    """A tiny model and adapters for it."""
-
-    folder: Path
-    adapters: dict[str, AdapterRef]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-    make_checkpoint(folder / "base", "llama")
-    geometry = read_model_config(folder / "base").geometry(4)
-    options = {
-        "narrow": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
-        "attention": {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION},
-        "wide": {"r": 24, "target_modules": ALL, "use_rslora": True, "rank_pattern": {"down_proj": 5}},
-    }
-    adapters = {
-        name: make_adapter(folder / "base", folder / name, geometry, seed, **given)
-        for seed, (name, given) in enumerate(options.items())
-    }
-    return Models(folder / "base", adapters)
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

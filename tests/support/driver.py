@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from lorikeet.core.plan import (
     Token,
 )
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.torch_executor import EngineSizes, TorchExecutor, build_torch_executor
+from lorikeet.engine.executor import EngineSizes
+from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.packing import pack
+from lorikeet.models.config import read_model_config
+from tests.models.checkpoints import make_checkpoint
 
 BLOCK_TOKENS = 4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -164,6 +168,30 @@ def make_adapter(model_folder: Path, folder: Path, geometry: ModelGeometry, seed
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     model.save_pretrained(str(folder))
     return reference(folder.name, folder, geometry)
+
+
+@dataclass(frozen=True)
+class Models:
+    """A tiny model and adapters of several shapes for it."""
+
+    folder: Path
+    adapters: dict[str, AdapterRef]
+
+
+def make_models(folder: Path) -> Models:
+    """Save them."""
+    make_checkpoint(folder / "base", "llama")
+    geometry = read_model_config(folder / "base").geometry(4)
+    options = {
+        "narrow": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
+        "attention": {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION},
+        "wide": {"r": 24, "target_modules": ALL, "use_rslora": True, "rank_pattern": {"down_proj": 5}},
+    }
+    adapters = {
+        name: make_adapter(folder / "base", folder / name, geometry, seed, **given)
+        for seed, (name, given) in enumerate(options.items())
+    }
+    return Models(folder / "base", adapters)
 
 
 def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int], count: int) -> list[int]:
