@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from lorikeet.engine.client import EngineClient, EngineError, Output
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -19,6 +18,7 @@ from lorikeet.core.messages import EngineStats, Hello
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 from lorikeet.core.timings import RequestTimings
+from lorikeet.engine.client import EngineClient, EngineError, Output
 
 Script = Callable[[Request], list[int]]
 
@@ -96,6 +96,7 @@ class FakeHandle:
     def __init__(self, engine: FakeEngine, request: Request) -> None:
         self._engine = engine
         self.request = request
+        self.deaths = 0
         self.timings = RequestTimings(request.arrival_s)
         self.timings.apply(Queued(request.request_id, time.monotonic()))
 

@@ -91,6 +91,14 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     assert value(samples, "lorikeet:blocks", use="adapter") == 18
 
 
+async def test_a_step_is_counted_once_however_many_requests_share_it(server: Running) -> None:
+    server.engine.stats = STATS
+    await server.http.post(CHAT, json=body(n=2))
+    samples = await page(server)
+    assert value(samples, "vllm:iteration_tokens_total_count") == 1
+    assert value(samples, "vllm:iteration_tokens_total_sum") == 12
+
+
 async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> None:
     def adapter(name: str) -> AdapterRef:
         return AdapterRef(AdapterName(name), AdapterDigest(name * 20), "", {"q": (8, 16)}, 1)
@@ -119,7 +127,7 @@ async def test_adapters_have_counts_of_their_own(server: Running) -> None:
         samples = await page(server)  # the first scrape gives the label
     assert value(samples, "lorikeet:adapter_requests_total", adapter="french") == 1
     assert value(samples, "lorikeet:adapter_requests_total", adapter="other") == 1
-    assert value(samples, "lorikeet:adapter_time_to_first_token_seconds_count_total", adapter="french") == 1
+    assert value(samples, "lorikeet:adapter_first_tokens_total", adapter="french") == 1
 
 
 async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -> None:

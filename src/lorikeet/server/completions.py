@@ -118,7 +118,7 @@ def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
     if not prompt:
         raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
     if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
+        return [prompt]
     strings = [entry for entry in prompt if isinstance(entry, str)]
     return strings or [entry for entry in prompt if isinstance(entry, list)]
 

@@ -122,10 +122,10 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
     ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
     ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
     ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
-    ("time_to_first_token_seconds_sum", "Sum of TTFT.", lambda counts: counts.ttft_s),
-    ("time_to_first_token_seconds_count", "Requests that had a first token.", lambda counts: counts.ttft_count),
-    ("e2e_seconds_sum", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
-    ("load_wait_seconds_sum", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
+    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
+    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
+    ("e2e_seconds", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
+    ("load_wait_seconds", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
 )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token
@@ -33,7 +32,8 @@ class TextOptions:
     named_stop_tokens: frozenset[int] = frozenset()
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """What one output of the engine added to one choice.
 
     Attributes:
@@ -116,7 +116,7 @@ class Choice:
     def _end(self, finished: Finished) -> str:
         if finished.reason is FinishReason.ERROR:
             # Before the first token it is the request, or its adapter, that cannot be served as asked.
-            status = 500 if self.completion_tokens else 400
+            status = 500 if self.completion_tokens or self.handle.deaths else 400
             raise ApiError(status, f"The engine could not serve this request: {finished.error or 'no reason given'}")
         text = self._scan(self._stream.flush())
         if self.finish_reason is None:
@@ -152,6 +152,8 @@ class Generation:
         timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
+        self._client = client
+        self._observer = observer
         self._on_close = on_close
         self._pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
         self.choices = [
@@ -160,7 +162,8 @@ class Generation:
         ]
         self._tasks = [asyncio.create_task(self._pump(choice)) for choice in self.choices]
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(timeout_s, self._expire, timeout_s) if timeout_s > 0 else None
+        too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
+        self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
         self._closed = False
 
     @property
@@ -197,13 +200,15 @@ class Generation:
                 choice.watch.finished(choice.completion_tokens, FinishReason.ABORT.value)
         self._on_close()
 
-    def _expire(self, timeout_s: float) -> None:
-        self._pieces.put_nowait(ApiError(504, f"The request did not finish within {timeout_s:g} s."))
+    def stop(self, error: ApiError) -> None:
+        """Let the reader see ``error`` next, which ends the request."""
+        self._pieces.put_nowait(error)
 
     async def _pump(self, choice: Choice) -> None:
         """Carry one choice's outputs over; a failure becomes the last thing that the reader sees."""
         try:
             async for output in choice.handle:
+                self._observer.metrics.observe_step(self._client.stats)
                 piece = choice.take(output)
                 choice.watch.output(len(piece.tokens), piece.text)
                 self._pieces.put_nowait(piece)

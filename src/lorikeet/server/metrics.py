@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from lorikeet.core.messages import EngineStats
 from lorikeet.core.timings import RequestTimings
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -30,6 +31,7 @@ class Metrics:
     def __init__(self, model_name: str, max_model_tokens: int) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
+        self._last_step = 0
         lengths = _one_two_five(max_model_tokens)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
@@ -43,7 +45,7 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
-        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -69,6 +71,12 @@ class Metrics:
     def page(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def observe_step(self, stats: EngineStats | None) -> None:
+        """Count the step that ``stats`` tell of, once. Steps that gave no request a token may be missed."""
+        if stats is not None and stats.steps != self._last_step:
+            self._last_step = stats.steps
+            self._step_tokens.observe(stats.step_tokens)
 
     def generated(self, tokens: int) -> None:
         """Count tokens as they are sent."""

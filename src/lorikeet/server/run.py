@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,12 @@ from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_con
 from lorikeet.server.announce import Announcer, fail
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import TemplateError
-from lorikeet.server.limits import Gate
 from lorikeet.server.logs import configure_logs, log
 from lorikeet.server.model_folder import ModelFolder, prepare_model
 from lorikeet.server.models import Models
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits, SamplingDefaults
+from lorikeet.server.service import Service
 from lorikeet.server.texts import Texts, read_generation_config
 
 _KEEP_ALIVE_S = 75
@@ -80,8 +81,12 @@ async def _serve(settings: Settings) -> None:
         )
         for note in (*hello.notes, *catalog.notes):
             log.info(note)
-        announcer.ready(_url(listener, settings.server.host), names.base, catalog.names())
-        server = _Server(create_app(service), service.gate, settings.server.drain_timeout_s)
+        url = _url(listener, settings.server.host)
+        server = _Server(
+            service,
+            settings.server.drain_timeout_s,
+            on_ready=lambda: announcer.ready(url, names.base, catalog.names()),
+        )
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         await server.serve(sockets=[listener])
@@ -90,9 +95,9 @@ async def _serve(settings: Settings) -> None:
 class _Server(uvicorn.Server):
     """Uvicorn that drains: on the first signal it goes on answering until accepted requests have ended."""
 
-    def __init__(self, app: object, gate: Gate, drain_timeout_s: float) -> None:
+    def __init__(self, service: Service, drain_timeout_s: float, on_ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            create_app(service),
             loop="none",
             lifespan="off",
             access_log=False,
@@ -101,24 +106,33 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
-        self._gate = gate
+        self._service = service
         self._drain_timeout_s = drain_timeout_s
         self._drain_until_s: float | None = None
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Close the gate; with a second signal stop at once. Not passing the signal on lets the process exit with 0."""
-        if self._gate.draining:
-            self.should_exit = self.force_exit = True
-            return
-        self._gate.draining = True
-        self._drain_until_s = time.monotonic() + self._drain_timeout_s
+        """Take a signal: drain, then stop at once. Not passing it on lets the process exit with code 0."""
+        if self._drain_until_s is None:
+            self._service.gate.draining = True
+            self._drain_until_s = time.monotonic() + self._drain_timeout_s
+        else:
+            self._drain_until_s = 0.0
 
     async def on_tick(self, counter: int) -> bool:
         """Tell uvicorn, ten times a second, whether to stop."""
         if self._drain_until_s is not None and not self.should_exit:
-            if counter % 100 == 0:
-                log.info("draining", requests=self._gate.active)
-            self.should_exit = not self._gate.active or time.monotonic() > self._drain_until_s
+            active = self._service.gate.active
+            if active and time.monotonic() > self._drain_until_s:
+                log.warning("stopped before all requests had finished", requests=active)
+                self._service.stop_all()
+                active = 0
+            self.should_exit = not active
         return await super().on_tick(counter)
 
 

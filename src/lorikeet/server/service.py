@@ -12,10 +12,10 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
-from lorikeet.engine.client import EngineClient
-from lorikeet.server.errors import model_not_found
+from lorikeet.engine.client import EngineClient, EngineError
+from lorikeet.server.errors import ApiError, model_not_found
 from lorikeet.server.generation import Generation, TextOptions
-from lorikeet.server.limits import Gate
+from lorikeet.server.limits import Gate, Ticket
 from lorikeet.server.models import Models, Target
 from lorikeet.server.observer import Observer
 from lorikeet.server.protocol import Generation as GenerationBody
@@ -61,6 +61,8 @@ class Service:
     observer: Observer
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests ran under, to name them in metrics."""
+    generations: set[Generation] = field(default_factory=set)
+    """Requests under way."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Adapters being dropped; kept here so that nobody collects the tasks."""
 
@@ -78,25 +80,35 @@ class Service:
             requests = self._requests(body, target, job, prompts, request_id, arrival_s)
             held = self._hold(target)
 
-            def on_close() -> None:
-                ticket.release()
-                if target.adapter is not None:
-                    self.catalog.release(target.adapter.digest)
-
-            return Generation(
+            generation = Generation(
                 self.client,
                 requests,
                 self.texts,
                 self._text_options(body),
                 self.observer,
                 self.settings.request_timeout_s,
-                on_close,
+                on_close=lambda: self._ended(generation, ticket, held),
             )
-        except BaseException:
+        except BaseException as error:
             ticket.release()
             if held is not None:
                 self.catalog.release(held.digest)
+            if isinstance(error, EngineError):
+                raise ApiError(503, f"The engine is not available: {error}") from error
             raise
+        self.generations.add(generation)
+        return generation
+
+    def stop_all(self) -> None:
+        """End all requests under way with an error that their clients see."""
+        for generation in self.generations:
+            generation.stop(ApiError(503, "The server was stopped before the request had finished."))
+
+    def _ended(self, generation: Generation, ticket: Ticket, held: AdapterRef | None) -> None:
+        self.generations.discard(generation)
+        ticket.release()
+        if held is not None:
+            self.catalog.release(held.digest)
 
     def _requests(
         self,

@@ -1,0 +1,152 @@
+"""The whole server as users start it: both processes, a tiny random model, real HTTP."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.models.checkpoints import make_checkpoint
+from tests.server.conftest import TEMPLATE, TOKENIZER
+from tests.server.test_chat import CHAT, events, text_of
+
+MESSAGES = [{"role": "user", "content": "hello world"}]
+LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+COMMAND = "from lorikeet.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=512)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKENIZER.token_to_id("<|im_end|>")}))
+    return folder
+
+
+class Server:
+    """One ``lorikeet serve``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, http: httpx.AsyncClient, printed: list[str]) -> None:
+        self.process = process
+        self.http = http
+        self.printed = printed
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+@asynccontextmanager
+async def serving(model: Path, home: Path, *flags: str) -> AsyncIterator[Server]:
+    """Start a server on a free port, wait until it says that it is ready, and end it afterwards."""
+    environment = {**os.environ, "XDG_DATA_HOME": str(home), "OMP_NUM_THREADS": "1", "LORIKEET_ENGINE__THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        env={**environment, "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    assert process.stdout is not None
+    printed: list[str] = []
+    try:
+        while not any(line.startswith("curl ") for line in printed):
+            line = await process.stdout.readline()
+            assert line, f"the server ended with {await process.wait()} after: {printed}"
+            printed.append(line.decode())
+        (url,) = re.findall(r"Lorikeet is ready: (\S+)", "".join(printed))
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            yield Server(process, http, printed)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def test_a_server_answers_and_ends_with_code_0(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path) as server:
+        answer = (await server.http.post(CHAT, json=LONG)).json()
+        assert answer["usage"]["completion_tokens"] == 400
+        chunks = await events(server.http, CHAT, LONG)
+        assert text_of(chunks) == answer["choices"][0]["message"]["content"]
+        assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["tiny"]
+        assert 'model": "tiny"' in server.printed[-1]
+        server.signal(signal.SIGTERM)
+        assert await server.process.wait() == 0
+
+
+async def test_a_signal_lets_accepted_streams_finish_and_refuses_new_requests(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path) as server:
+        async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+            lines = reply.aiter_lines()
+            await anext(lines)
+            server.signal(signal.SIGTERM)
+            while (refused := await server.http.post(CHAT, json=LONG)).status_code == 200:
+                pass  # the signal has not arrived yet
+            assert refused.status_code == 503
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert await server.process.wait() == 0
+
+
+async def test_a_second_signal_ends_the_server_at_once(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path, "--max-num-seqs", "1") as server:
+        waiting = [asyncio.create_task(server.http.post(CHAT, json={**LONG, "n": 20})) for _ in range(5)]
+        while (await server.http.get("/load")).json()["server_load"] < 100:
+            await asyncio.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        while (await server.http.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+        server.signal(signal.SIGINT)
+        assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [503] * 5
+        assert await server.process.wait() == 0
+
+
+async def test_streams_go_on_when_the_engine_process_is_killed(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path) as server:
+        expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+            lines = [line async for line in _killing(reply, engine) if line]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert lines[-1] == "data: [DONE]"
+        assert text_of(chunks) == expected
+        assert (await server.http.get("/health")).json()["engine_restarts"] == 1
+
+
+async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]:
+    """Pass the lines of a stream on; kill a process after the first one."""
+    killed = False
+    async for line in reply.aiter_lines():
+        if not killed:
+            os.kill(process_id, signal.SIGKILL)
+            killed = True
+        yield line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
+        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x' from /nowhere/at/all"),
+    ],
+)
+async def test_a_server_that_cannot_start_says_why(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    _, printed = await process.communicate()
+    assert process.returncode == 1
+    assert message in printed.decode()
