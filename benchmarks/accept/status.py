@@ -74,10 +74,12 @@ def _row(record: dict[str, Any]) -> str:
 
 
 def format_figure(figure: Figure) -> str:
-    """Return a figure for people: numbers to four digits, several joined by commas."""
+    """Return a figure for people: numbers to four digits or whole, several joined by commas."""
     if isinstance(figure, dict):
         return ", ".join(f"{name} {format_figure(value)}" for name, value in figure.items())
-    return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
+    if isinstance(figure, float):
+        return f"{figure:.4g}" if abs(figure) < 1e4 else f"{figure:,.0f}"
+    return str(figure)
 
 
 def _causes(records: list[dict[str, Any]]) -> str:
