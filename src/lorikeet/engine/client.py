@@ -221,8 +221,10 @@ class EngineClient:
                 await asyncio.wait_for(self._link.process.wait(), timeout=5.0)
             except TimeoutError:
                 self._link.process.kill()
+        elif self._supervisor is not None:
+            self._supervisor.cancel()  # between two engines: the next one is not wanted any more
         if self._supervisor is not None:
-            await self._supervisor
+            await asyncio.wait({self._supervisor})
         self._give_up(EngineError("the server is shutting down"))
         self._context.destroy(linger=0)
         self._folder.cleanup()
@@ -260,10 +262,19 @@ class EngineClient:
         except BaseException:
             if process.returncode is None:
                 process.kill()
+                await process.wait()
             socket.close()
             raise
 
     async def _supervise(self, link: _Link, messages: AsyncIterator[FromEngine]) -> None:
+        """Watch one engine after the other; a failure in here must not leave the streams waiting for ever."""
+        try:
+            await self._watch(link, messages)
+        except Exception as error:
+            self._give_up(EngineError(f"the engine's messages cannot be followed: {error!r}"))
+            raise
+
+    async def _watch(self, link: _Link, messages: AsyncIterator[FromEngine]) -> None:
         """Pass messages on; when the engine dies, start another and resume what was in flight."""
         while True:
             async for message in messages:
@@ -280,11 +291,11 @@ class EngineClient:
             link, messages = relaunched
             for handle in sorted(self._handles.values(), key=lambda handle: handle.request.arrival_s):
                 self._send(Submit(handle.resumed()))
+            for digest in self._drops:  # after the requests, which may still run under them
+                self._send(DropAdapter(digest))
 
     def _after_death(self, code: int | None) -> None:
-        """Account for a death: waiting drops are done, requests that saw too many deaths end."""
-        for digest in list(self._drops):
-            self._finish_drops(digest, 0)
+        """Account for a death: requests that saw too many of them end."""
         for handle in list(self._handles.values()):
             handle.deaths += 1
             if handle.deaths >= DEATHS_PER_REQUEST:
@@ -308,7 +319,7 @@ class EngineClient:
         return None
 
     def _give_up(self, failure: EngineError) -> None:
-        self._failure = failure
+        self._failure, self.alive = failure, False
         for handle in self._handles.values():
             handle.put(failure)
         self._handles.clear()

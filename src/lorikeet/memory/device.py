@@ -136,8 +136,15 @@ class DeviceMemory:
         self._inflight += len(blocks)
         return AdapterLoad(ref, tuple(blocks), generation)
 
-    def finish_load(self, done: AdapterLoadDone, now: float) -> None:
-        """Take the end of a transfer in: the adapter is loaded, or its blocks are free again."""
+    def finish_load(self, done: AdapterLoadDone, now: float) -> float:
+        """Take the end of a transfer in: the adapter is loaded, or its blocks are free again.
+
+        Returns:
+            When the transfer began.
+
+        Raises:
+            BlockError: it was not in flight.
+        """
         node = self._adapters.get(done.digest)
         if node is None or node.residency is not Residency.LOADING or node.load_generation != done.generation:
             raise BlockError(f"load {done.generation} of adapter {done.digest[:12]} was not in flight")
@@ -150,6 +157,7 @@ class DeviceMemory:
             del self._adapters[done.digest]
             self._pool.release(node.held)
         self._events.append(AdapterLoaded(done.digest, now, now - node.load_started_s, done.error))
+        return node.load_started_s
 
     def purge(self, digest: AdapterDigest, now: float) -> None:
         """Free an unused adapter and all KV below it; an absent one is reported with 0 bytes.

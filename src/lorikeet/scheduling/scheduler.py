@@ -107,7 +107,7 @@ class Scheduler:
         if problem is not None:
             self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem))
             return
-        self._sequences[request.request_id] = Sequence(request)
+        self._sequences[request.request_id] = Sequence(request, now)
         self._queue.add(request, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
@@ -154,14 +154,17 @@ class Scheduler:
         return outputs
 
     def finish_load(self, done: AdapterLoadDone, now: float) -> None:
-        """Take the end of a transfer in; requests that waited for one that failed end with its error."""
-        self._memory.finish_load(done, now)
+        """Take the end of a transfer in; requests that waited for one that failed end with its error.
+
+        Those that came after it had begun get a transfer of their own: the files may have been replaced since.
+        """
+        started_s = self._memory.finish_load(done, now)
         for sequence in list(self._sequences.values()):
             if sequence.lease is None and sequence.request.digest == done.digest:
                 if sequence.waits_for_adapter:
                     sequence.waits_for_adapter = False
                     self._events.append(AdapterWait(sequence.request_id, now, loaded=True))
-                if done.error is not None:
+                if done.error is not None and sequence.queued_s <= started_s:
                     self._finish(sequence, now, FinishReason.ERROR, error=done.error)
 
     # --- plan ----------------------------------------------------------------------------------------
@@ -202,7 +205,7 @@ class Scheduler:
         self.preemptions += 1
         self._events.append(Preempted(sequence.request_id, now))
         request = self.export_request(sequence.request_id, now)
-        self._sequences[request.request_id] = Sequence(request)
+        self._sequences[request.request_id] = Sequence(request, now)
         self._queue.add(request, now)
 
     def _admit_waiting(self, draft: _Draft, now: float) -> None:
@@ -300,6 +303,9 @@ class Scheduler:
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
+            if step.request_id in result.failed:  # nor is its KV worth keeping
+                self._finish(sequence, now, FinishReason.ERROR, error="the model's output is not finite")
+                continue
             finish = self._accept(sequence, tokens, now)
             computed = step.start + step.tokens + result.steps_run - 1
             # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
@@ -371,5 +377,3 @@ class Scheduler:
         self._running.remove(sequence)
         if sequence.started:
             self._drops.append(sequence.request_id)
-
-

@@ -12,11 +12,14 @@ from lorikeet.memory.device import SequenceLease
 
 @dataclass(eq=False)
 class Sequence:
-    """What the engine knows of a request. There are no phases: prefill, chunk, decode and recompute all
-    fall out of ``computed_tokens`` and ``len(token_ids)``.
+    """What the engine knows of a request.
+
+    There are no phases: prefill, chunk, decode and recompute all fall out of ``computed_tokens`` and
+    ``len(token_ids)``.
 
     Attributes:
         request: as submitted or resumed.
+        queued_s: when the scheduler took it in.
         token_ids: prompt and output so far.
         computed_tokens: tokens whose KV is in its blocks.
         lease: its blocks, None while it waits.
@@ -26,6 +29,7 @@ class Sequence:
     """
 
     request: Request
+    queued_s: float
     token_ids: list[int] = field(init=False)
     computed_tokens: int = 0
     lease: SequenceLease | None = None

@@ -1,0 +1,277 @@
+"""The client and real engine processes: streams that survive deaths, orderly ends, nothing left behind."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from lorikeet.config import EngineSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvicted, AdapterLoaded, FinishReason
+from lorikeet.engine.client import DEATHS_PER_REQUEST, EngineClient, EngineError, RequestHandle
+from tests.support.live import (
+    TIE,
+    engine_process,
+    finish,
+    greedy,
+    is_idle,
+    live_settings,
+    make_adapter,
+    make_model,
+    prompt,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODULE = "lorikeet.engine.process"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, AdapterRef]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(folder / name, model, seed) for seed, name in enumerate("abc")}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(model: Path) -> AsyncIterator[EngineClient]:
+    """One engine for all tests that leave it as it was, or better."""
+    async with engine_process(live_settings(model, max_repeat=1)) as started:
+        yield started
+
+
+def kill(client: EngineClient) -> None:
+    assert client.process_id is not None
+    os.kill(client.process_id, signal.SIGKILL)
+
+
+async def killed_and_up_again(client: EngineClient) -> None:
+    restarts = client.restarts
+    kill(client)
+    await until(lambda: client.restarts > restarts and client.alive)
+
+
+async def begun(*handles: RequestHandle, tokens: int = 1) -> None:
+    await until(lambda: all(len(handle.token_ids) >= tokens for handle in handles))
+
+
+def engine_children() -> set[int]:
+    """Process ids of this process's engines."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and MODULE in child.cmdline()
+    }
+
+
+async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    versions = [None, *adapters.values()]
+    requests = [
+        greedy(str(index), prompt(10 + index, seed=index), 60 + index, versions[index % 4]) for index in range(11)
+    ]
+    requests.append(greedy("sampled", prompt(9), 60, adapters["a"], temperature=1.0, seed=3, presence_penalty=0.5))
+    undisturbed = [client.submit(request) for request in requests]
+    ends = await asyncio.gather(*map(finish, undisturbed))
+
+    restarts = client.restarts
+    disturbed = [client.submit(request) for request in requests]
+    reading = asyncio.gather(*map(finish, disturbed))
+    await begun(*disturbed, tokens=3)
+    assert not any(handle.timings.finished_s for handle in disturbed), "all are in flight when the engine dies"
+    kill(client)
+    for (finished, gaps), handle in zip(await reading, disturbed, strict=True):
+        assert finished.reason is FinishReason.LENGTH
+        assert handle.deaths == 1
+        assert len(gaps) == len(handle.token_ids) == handle.request.sampling.max_tokens, "each token came once"
+    assert client.restarts == restarts + 1
+
+    ties = 0
+    for before, after, (_, gaps) in zip(undisturbed, disturbed, ends, strict=True):
+        if before.token_ids != after.token_ids:
+            pairs = zip(before.token_ids, after.token_ids, strict=True)
+            first = next(index for index, (one, other) in enumerate(pairs) if one != other)
+            assert gaps[first] < TIE, f"{before.request.request_id} differs from token {first} on"
+            ties += 1
+    assert ties <= 1
+    await until(lambda: is_idle(client.stats))
+
+
+async def test_an_aborted_request_gives_its_blocks_back(client: EngineClient, adapters: dict[str, AdapterRef]) -> None:
+    handles = [client.submit(greedy(f"long {v}", prompt(40), 400, v)) for v in (None, *adapters.values())]
+    await begun(*handles)
+    for handle in handles:
+        handle.abort()
+        handle.abort()
+    for handle in handles:
+        assert (await finish(handle))[0].reason is FinishReason.ABORT
+    await until(lambda: is_idle(client.stats))
+
+
+async def test_a_request_can_be_aborted_before_the_engine_has_seen_it(client: EngineClient) -> None:
+    handle = client.submit(greedy("brief", prompt(4), 4))
+    handle.abort()
+    assert (await finish(handle))[0].reason is FinishReason.ABORT
+    again = client.submit(greedy("after", prompt(4), 4))
+    assert (await finish(again))[0].reason is FinishReason.LENGTH
+
+
+async def test_an_id_in_use_is_refused(client: EngineClient) -> None:
+    handle = client.submit(greedy("twin", prompt(4), 100))
+    with pytest.raises(ValueError, match="'twin' is in use"):
+        client.submit(greedy("twin", prompt(4), 1))
+    handle.abort()
+
+
+async def test_a_dropped_adapter_tells_its_bytes_once_its_requests_have_ended(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    events: list[object] = []
+    client.on_adapter_event(events.append)
+    digest = adapters["b"].digest
+    handle = client.submit(greedy("under b", prompt(30), 40, adapters["b"]))
+    await begun(handle)
+    blocks = client.hello.block_bytes
+    freed_bytes = await client.drop_adapter(digest)
+    assert handle.timings.finished_s is not None, "it was not taken from a running request"
+    assert freed_bytes > 0
+    assert freed_bytes % blocks == 0
+    evicted = [event for event in events if isinstance(event, AdapterEvicted) and event.digest == digest]
+    assert [event.freed_bytes for event in evicted] == [freed_bytes]
+    assert await client.drop_adapter(digest) == 0
+    await until(lambda: client.stats is not None and digest not in client.stats.resident_adapters)
+    await finish(client.submit(greedy("under b again", prompt(30), 1, adapters["b"])))
+    assert isinstance(events[-1], AdapterLoaded)
+
+
+async def test_an_adapter_that_is_wanted_again_stays(client: EngineClient, adapters: dict[str, AdapterRef]) -> None:
+    first = client.submit(greedy("first", prompt(30), 200, adapters["c"]))
+    await begun(first)
+    dropping = asyncio.create_task(client.drop_adapter(adapters["c"].digest))
+    await asyncio.sleep(0)
+    second = client.submit(greedy("second", prompt(30), 2, adapters["c"]))
+    assert await dropping == 0
+    first.abort()
+    assert (await finish(second))[0].reason is FinishReason.LENGTH
+    await until(lambda: is_idle(client.stats))
+    assert client.stats is not None
+    assert adapters["c"].digest in client.stats.resident_adapters
+
+
+async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_engine_runs(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    handle = client.submit(greedy("running", prompt(30), 100, adapters["a"]))
+    await begun(handle)
+    kill(client)
+    await until(lambda: client.process_id is None)
+    dropping = asyncio.create_task(client.drop_adapter(adapters["a"].digest))
+    newcomer = client.submit(greedy("newcomer", prompt(12), 5))
+    assert (await finish(newcomer))[0].reason is FinishReason.LENGTH
+    assert (await finish(handle))[0].reason is FinishReason.LENGTH
+    assert await dropping > 0, "it was loaded again for the request that was running, then dropped"
+
+
+async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_go_on(client: EngineClient) -> None:
+    suspect = client.submit(greedy("suspect", prompt(8), 450))
+    for death in range(DEATHS_PER_REQUEST):
+        await until(lambda: client.alive)
+        await begun(suspect, tokens=len(suspect.token_ids) + 1)
+        if death == DEATHS_PER_REQUEST - 1:
+            other = client.submit(greedy("other", prompt(8, seed=1), 20))
+            await begun(other)
+        kill(client)
+        await until(lambda death=death: suspect.deaths == death + 1)  # type: ignore[misc]
+    finished, gaps = await finish(suspect)
+    assert finished.reason is FinishReason.ERROR
+    assert "died 3 times" in (finished.error or "")
+    assert "code -9" in (finished.error or "")
+    assert len(gaps) == len(suspect.token_ids) < 450
+    assert (await finish(other))[0].reason is FinishReason.LENGTH
+    assert len(other.token_ids) == 20
+    await until(lambda: is_idle(client.stats))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings(engine=EngineSettings(row="nobody:nothing")), "no row is called 'nobody:nothing'"),
+        (live_settings(Path("/nowhere/at-all")), "/nowhere/at-all"),
+    ],
+)
+async def test_an_engine_that_cannot_start_says_why(settings: Settings, reason: str) -> None:
+    before = engine_children()
+    client = EngineClient(settings)
+    with pytest.raises(EngineError, match=reason):
+        await client.start(lambda progress: None)
+    assert engine_children() <= before
+    await client.close()
+    with pytest.raises(EngineError, match="shutting down"):
+        client.submit(greedy("late", prompt(4), 1))
+
+
+async def test_closing_ends_the_process_and_every_stream(model: Path) -> None:
+    async with engine_process(live_settings(model)) as client:
+        process = psutil.Process(client.process_id)
+        handle = client.submit(greedy("long", prompt(8), 450))
+        await begun(handle)
+    assert not process.is_running()
+    with pytest.raises(EngineError, match="shutting down"):
+        await finish(handle)
+
+
+async def test_closing_while_a_new_engine_starts_ends_that_one_too(model: Path) -> None:
+    before = engine_children()
+    async with engine_process(live_settings(model)) as client:
+        handle = client.submit(greedy("long", prompt(8), 450))
+        await begun(handle)
+        kill(client)
+        await until(lambda: not client.alive)
+        await until(lambda: engine_children() - before)
+    assert engine_children() <= before
+    with pytest.raises(EngineError, match="shutting down"):
+        await finish(handle)
+
+
+PARENT = """
+import asyncio, sys, msgspec
+from lorikeet.config import Settings
+from lorikeet.engine.client import EngineClient
+
+async def main():
+    client = EngineClient(msgspec.json.decode(sys.argv[1], type=Settings))
+    await client.start(lambda progress: None)
+    print(client.process_id, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_the_engine_ends_when_the_api_process_is_killed(model: Path) -> None:
+    settings = live_settings(model)
+    encoded = json.dumps({"model": {"model": settings.model.model}, "engine": {"threads": 1, "memory_bytes": 2**20}})
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, encoded], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        await asyncio.to_thread(parent.wait)
+        await asyncio.to_thread(engine.wait)
+    finally:
+        parent.kill()
+        parent.communicate()

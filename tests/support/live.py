@@ -1,0 +1,96 @@
+"""Real engine processes over tiny random checkpoints, and requests for them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from lorikeet.adapters.store import reference
+from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
+from lorikeet.core.ids import RequestId
+from lorikeet.core.messages import EngineStats
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.client import EngineClient, RequestHandle
+from lorikeet.models.config import read_model_config
+from tests.models.checkpoints import make_checkpoint
+
+VOCAB = 97
+CONTEXT_TOKENS = 512
+TIE = 1e-4
+"""Where the two likeliest tokens are closer than this, the order of a sum may decide between them."""
+
+
+def make_model(folder: Path, **overrides: Any) -> Path:
+    """Save a tiny fp32 Llama."""
+    make_checkpoint(folder, "llama", max_position_embeddings=CONTEXT_TOKENS, **overrides)
+    return folder
+
+
+def write_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> Path:
+    """Save an adapter that plainly changes what the model says."""
+    return write_random_adapter(folder, read_model_config(model).geometry(4), rank, seed=seed, b_std=0.4)
+
+
+def make_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> AdapterRef:
+    """Save such an adapter and return a reference to it."""
+    write_adapter(folder, model, seed, rank)
+    return reference(folder.name, folder, read_model_config(model).geometry(4))
+
+
+def live_settings(model: Path, **engine: Any) -> Settings:
+    """fp32, one thread, small blocks, a small arena."""
+    given = {"block_tokens": 4, "memory_bytes": 8 * 2**20, "threads": 1, "max_repeat": 2, **engine}
+    return Settings(ModelSettings(str(model), dtype="float32"), EngineSettings(**given), AdapterSettings())
+
+
+@asynccontextmanager
+async def engine_process(settings: Settings) -> AsyncIterator[EngineClient]:
+    """Start an engine, and close it at the end."""
+    client = EngineClient(settings)
+    try:
+        await client.start(lambda progress: None)
+        yield client
+    finally:
+        await client.close()
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def greedy(
+    name: str, token_ids: list[int], max_tokens: int, adapter: AdapterRef | None = None, **sampling: Any
+) -> Request:
+    """A greedy request that nothing but its length ends, with the two likeliest tokens of every position."""
+    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 2, **sampling})
+    return Request(RequestId(name), token_ids, params, 0.0, adapter)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others work until ``condition()`` holds; the test's time limit is the limit."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def finish(handle: RequestHandle) -> tuple[Finished, list[float]]:
+    """Read a request to its end; return how it ended, and by how much each token was the likeliest."""
+    gaps: list[float] = []
+    async for output in handle:
+        gaps += [token.top[0][1] - token.top[1][1] if token.top else 0.0 for token in output.tokens]
+        if output.finished is not None:
+            return output.finished, gaps
+    raise AssertionError("the outputs ended without an end")
+
+
+def is_idle(stats: EngineStats | None) -> bool:
+    """Whether no request holds or awaits anything, and the accounts of all blocks add up."""
+    if stats is None or stats.running or stats.waiting:
+        return False
+    used = stats.kv_blocks + stats.adapter_blocks + stats.inflight_blocks
+    return used == 0 and stats.free_blocks + stats.cached_blocks == stats.total_blocks
