@@ -157,6 +157,17 @@ def test_a_failed_load_ends_the_requests_that_waited_for_it_and_no_other() -> No
     assert finished[RequestId("fine")].reason is FinishReason.LENGTH
 
 
+def test_a_request_without_finite_output_fails_alone_and_its_kv_is_not_kept() -> None:
+    bench = Bench(sick=frozenset({RequestId("sick")}))
+    bench.engine.submit(request("sick", list(range(12))))
+    bench.engine.submit(request("fine", [7] * 5, max_tokens=2))
+    bench.run()
+    finished = bench.finished()
+    assert finished[RequestId("sick")].error == "the model's output is not finite"
+    assert finished[RequestId("fine")].reason is FinishReason.LENGTH
+    assert bench.memory.counts().cached == 1, "the block of the other one"
+
+
 def test_a_dropped_adapter_is_freed_after_its_last_request_with_its_kv() -> None:
     bench = Bench()
     bench.engine.submit(request("x", list(range(9)), adapter=adapter("a", 2)))

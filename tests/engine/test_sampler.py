@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine import sampler
-from lorikeet.engine.sampler import NotFiniteError, SampleRow, edit_logits, gumbel_noise, lowest_kept, sample
+from lorikeet.engine.sampler import SampleRow, edit_logits, gumbel_noise, lowest_kept, sample
 
 VOCAB = 24
 
@@ -205,6 +205,5 @@ def test_logits_are_not_changed() -> None:
 def test_logits_that_are_not_finite_are_reported_by_row(bad: float) -> None:
     logits = random_logits(5, rows=3)
     logits[1, 4] = bad
-    with pytest.raises(NotFiniteError) as caught:
-        sample(logits, [row(), row(), row(temperature=1.0)])
-    assert caught.value.rows == [1]
+    tokens = sample(logits, [row(), row(), row(temperature=1.0)])
+    assert [token is None for token in tokens] == [False, True, False]

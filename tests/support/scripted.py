@@ -41,6 +41,7 @@ class Bench:
     limits: Limits = field(default_factory=lambda: Limits(max_running=8, max_step_tokens=16, max_model_tokens=64))
     script: TokenScript = token_by_seed
     failing: frozenset[AdapterDigest] = frozenset()
+    sick: frozenset[RequestId] = frozenset()
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -53,7 +54,7 @@ class Bench:
             keep_kv=self.row.kv_after_finish is KvAfterFinish.KEPT,
         )
         self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission](), self.limits, self.row)
-        self.executor = ScriptedExecutor(self.clock, BLOCK_TOKENS, self.script, failing=self.failing)
+        self.executor = ScriptedExecutor(self.clock, BLOCK_TOKENS, self.script, failing=self.failing, sick=self.sick)
         self.plans: list[StepPlan] = []
         self.engine = Engine(
             self.scheduler, self.memory, self.executor, self.clock, self.row.cold_start, self.plans.append

@@ -131,9 +131,11 @@ class StepResult(msgspec.Struct, frozen=True):
         tokens: for each sequence of the plan, the tokens sampled, oldest first.
         steps_run: how many of ``repeat`` steps ran.
         duration_s: time the executor took.
+        failed: requests whose logits were not finite, so that no token could be chosen; the others are sound.
     """
 
     step: int
     tokens: tuple[tuple[Token, ...], ...]
     steps_run: int
     duration_s: float
+    failed: tuple[RequestId, ...] = ()

@@ -39,39 +39,29 @@ class SampleRow(NamedTuple):
     prompt_tokens: int
 
 
-class NotFiniteError(ValueError):
-    """The logits of some rows hold NaN or infinity where the largest value should be; ``rows`` says which."""
-
-    def __init__(self, rows: list[int]) -> None:
-        super().__init__(f"the logits of rows {rows} are not finite")
-        self.rows = rows
-
-
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token]:
-    """Choose one token per row.
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token | None]:
+    """Choose one token per row; None for a row whose largest logit is not finite (NaN, infinity).
 
     Args:
         logits: fp32 ``[S, vocab]``; not changed.
         rows: the sequences, in the order of the logits.
-
-    Raises:
-        NotFiniteError: a row has no finite largest logit.
     """
     if not rows:
         return []
     largest, most_likely = logits.max(dim=-1)
-    finite = torch.isfinite(largest)
-    if not bool(finite.all()):
-        raise NotFiniteError(torch.nonzero(~finite).flatten().tolist())
+    finite: list[bool] = torch.isfinite(largest).tolist()
     chosen: list[int] = most_likely.tolist()
-    for i, row in enumerate(rows):
-        if not _is_plain_greedy(row):
-            chosen[i] = _choose(logits[i].clone(), row)
-    tokens = [Token(token_id) for token_id in chosen]
-    for i, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            tokens[i] = _with_logprobs(logits[i], chosen[i], row.params.logprobs)
-    return tokens
+    return [
+        _token(logits[i], row, chosen[i]) if is_finite else None
+        for i, (row, is_finite) in enumerate(zip(rows, finite, strict=True))
+    ]
+
+
+def _token(logits: Tensor, row: SampleRow, most_likely: int) -> Token:
+    chosen = most_likely if _is_plain_greedy(row) else _choose(logits.clone(), row)
+    if row.params.logprobs is None:
+        return Token(chosen)
+    return _with_logprobs(logits, chosen, row.params.logprobs)
 
 
 def gumbel_noise(seed: int, position: int, token_ids: Ints) -> npt.NDArray[np.float32]:

@@ -48,6 +48,7 @@ class ScriptedExecutor:
         step_s: time of a step, whatever it holds.
         load_s: time of a load.
         failing: versions whose load fails.
+        sick: requests whose output is not finite.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ScriptedExecutor:
         step_s: float = 0.01,
         load_s: float = 0.05,
         failing: frozenset[AdapterDigest] = frozenset(),
+        sick: frozenset[RequestId] = frozenset(),
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
@@ -65,6 +67,7 @@ class ScriptedExecutor:
         self._step_s = step_s
         self._load_s = load_s
         self._failing = failing
+        self._sick = sick
         self._sequences: dict[RequestId, _Sequence] = {}
         self._contents: dict[BlockId, object] = {}
         self._weights: dict[AdapterDigest, AdapterLoad] = {}
@@ -88,7 +91,8 @@ class ScriptedExecutor:
         tokens = tuple(self._run(step, steps_run) for step in plan.sequences)
         if plan.sequences:
             self._clock.advance(self._step_s * steps_run)
-        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s)
+        failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
+        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed)
 
     def completed_loads(self) -> list[AdapterLoadDone]:
         """Return the loads whose time has come."""
@@ -148,7 +152,7 @@ class ScriptedExecutor:
         for ran in range(steps_run):
             for position in range(step.start + ran, step.start + ran + step.tokens):
                 self._store(sequence, position)
-            if step.samples:
+            if step.samples and step.request_id not in self._sick:
                 token = Token(self._script(sequence.start, step.start + step.tokens + ran))
                 sequence.token_ids.append(token.token_id)
                 tokens.append(token)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from lorikeet.config import Settings
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import allocate_arena, arena_blocks, load_rank, max_model_tokens, set_threads
-from lorikeet.engine.sampler import NotFiniteError, SampleRow, sample
+from lorikeet.engine.sampler import SampleRow, sample
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
@@ -102,14 +103,14 @@ class TorchExecutor:
         """Run one plan and return its tokens.
 
         Raises:
-            ExecutorError: the plan cannot be run, logits are not finite, or a rank has died.
+            ExecutorError: the plan cannot be run, or a rank has died.
         """
         started_s = time.monotonic()
         self._peers.check()
         try:
             self._peers.send(plan)
             self._rank.apply(plan)
-            tokens, steps_run = self._run(plan, started_s) if plan.sequences else ([], plan.repeat)
+            tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:
@@ -122,6 +123,7 @@ class TorchExecutor:
             tokens=tuple(tuple(by_request.get(step.request_id, ())) for step in plan.sequences),
             steps_run=steps_run,
             duration_s=time.monotonic() - started_s,
+            failed=failed,
         )
 
     def completed_loads(self) -> list[AdapterLoadDone]:
@@ -142,36 +144,34 @@ class TorchExecutor:
         self._peers.close()
         self._loader.close()
 
-    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], int]:
-        """Return the tokens of each sequence that samples, and how many steps ran."""
+    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
+        """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
         steps = sampling_steps(plan)
         tokens: list[list[Token]] = [[] for _ in steps]
         for ran in range(plan.repeat):
-            sampled = self._sample(plan, steps, self._rank.forward(plan, ran))
+            sampled = self._sample(steps, self._rank.forward(plan, ran))
             over = time.monotonic() - started_s >= plan.max_duration_s
-            go_on = ran + 1 < plan.repeat and not over and not self._any_stops(steps, sampled)
-            chosen = [token.token_id for token in sampled]
+            go_on = ran + 1 < plan.repeat and not over and not self._any_ends(steps, sampled)
+            # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
+            chosen = [0 if token is None else token.token_id for token in sampled]
             self._peers.tell(chosen, go_on=go_on)
             self._rank.append(steps, chosen)
             for collected, token in zip(tokens, sampled, strict=True):
-                collected.append(token)
+                if token is not None:
+                    collected.append(token)
             if not go_on:
                 break
-        return tokens, ran + 1
+        failed = tuple(step.request_id for step, token in zip(steps, sampled, strict=True) if token is None)
+        return tokens, failed, ran + 1
 
-    def _sample(self, plan: StepPlan, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token]:
+    def _sample(self, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token | None]:
         sequences = [self._rank.sequence(step.request_id) for step in steps]
-        rows = [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences]
-        try:
-            return sample(logits, rows)
-        except NotFiniteError as error:
-            names = ", ".join(str(steps[row].request_id) for row in error.rows)
-            raise ExecutorError(f"step {plan.step}: the model's output is not finite for requests {names}") from error
+        return sample(logits, [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences])
 
-    def _any_stops(self, steps: Sequence[SequenceStep], sampled: Sequence[Token]) -> bool:
-        """Stop tokens that come too early for ``min_tokens`` are never sampled."""
+    def _any_ends(self, steps: Sequence[SequenceStep], sampled: Sequence[Token | None]) -> bool:
+        """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""
         return any(
-            token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
+            token is None or token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
             for step, token in zip(steps, sampled, strict=True)
         )
 
