@@ -182,13 +182,14 @@ def test_a_dropped_adapter_is_freed_after_its_last_request_with_its_kv() -> None
     assert bench.adapter_events[-1] == AdapterEvicted(AdapterDigest("digest-a"), bench.clock.now(), 0)
 
 
-def test_an_adapter_that_is_wanted_again_is_not_dropped() -> None:
+def test_requests_accepted_before_a_drop_are_served_first() -> None:
     bench = Bench()
     bench.engine.drop_adapter(AdapterDigest("digest-a"))
     bench.engine.submit(request("x", [1], adapter=adapter("a")))
     bench.run()
-    assert bench.memory.resident() == {"digest-a": 1}
-    assert [type(event) for event in bench.adapter_events] == [AdapterEvicted, AdapterLoaded]
+    assert bench.finished()[RequestId("x")].reason is FinishReason.LENGTH
+    assert bench.memory.resident() == {}
+    assert [type(event) for event in bench.adapter_events] == [AdapterLoaded, AdapterEvicted]
 
 
 def test_adapters_and_kv_share_the_pool_and_the_least_recent_leaves_first() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from lorikeet.config import ColdStart
 from lorikeet.core.clock import Clock
-from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import EngineStats, StepOutputs
 from lorikeet.core.plan import StepPlan
@@ -43,17 +42,12 @@ class Engine:
         self._cold_start = cold_start
         self._on_plan = on_plan
         self._unwanted: set[AdapterDigest] = set()
-        self._kept: list[AdapterEvicted] = []
         self._last_plan = StepPlan(step=-1)
         self._steps = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a new or a resumed request. A version that was to be dropped is wanted again, and stays."""
-        now = self._clock.now()
-        if request.digest is not None and request.digest in self._unwanted:
-            self._unwanted.discard(request.digest)
-            self._kept.append(AdapterEvicted(request.digest, now, 0))
-        self._scheduler.submit(request, now)
+        """Queue a new or a resumed request."""
+        self._scheduler.submit(request, self._clock.now())
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; unknown ids are ignored."""
@@ -64,7 +58,10 @@ class Engine:
         return self._scheduler.export_request(request_id, self._clock.now())
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
-        """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when."""
+        """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when.
+
+        Requests that still arrive for it are served first: they were accepted before it was dropped.
+        """
         self._unwanted.add(digest)
 
     def step(self) -> StepOutputs:
@@ -84,8 +81,7 @@ class Engine:
                 self._on_plan(plan)
         self._last_plan = plan
         tokens, events = self._scheduler.take_outputs()
-        kept, self._kept = tuple(self._kept), []
-        return StepOutputs(tokens, events, self._memory.take_events() + kept)
+        return StepOutputs(tokens, events, self._memory.take_events())
 
     @property
     def is_busy(self) -> bool:
