@@ -78,7 +78,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             serving = asyncio.create_task(uvicorn_server._serve([listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             try:
-                async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+                async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http:
                     while not uvicorn_server.started:
                         await asyncio.sleep(0.005)
                     yield Running(http, engine, service, sources)

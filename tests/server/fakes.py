@@ -27,8 +27,8 @@ LAYERS, HIDDEN = 2, 16
 GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4)
 
 
-def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0) -> Path:
-    """Write an adapter on q that fits ``GEOMETRY``."""
+def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
+    """Write an adapter on q that fits ``GEOMETRY``, or a model of other sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -40,10 +40,10 @@ def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     generator = np.random.default_rng(seed)
     tensors = {}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         key = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{key}.lora_A.weight"] = generator.standard_normal((rank, HIDDEN), dtype=np.float32)
-        tensors[f"{key}.lora_B.weight"] = generator.standard_normal((HIDDEN, rank), dtype=np.float32)
+        tensors[f"{key}.lora_A.weight"] = generator.standard_normal((rank, hidden), dtype=np.float32)
+        tensors[f"{key}.lora_B.weight"] = generator.standard_normal((hidden, rank), dtype=np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.models.checkpoints import make_checkpoint
 from tests.server.conftest import TEMPLATE, TOKENIZER
+from tests.server.fakes import write_adapter
 from tests.server.test_chat import CHAT, events, text_of
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
@@ -120,6 +121,38 @@ async def test_streams_go_on_when_the_engine_process_is_killed(model: Path, tmp_
         assert lines[-1] == "data: [DONE]"
         assert text_of(chunks) == expected
         assert (await server.http.get("/health")).json()["engine_restarts"] == 1
+
+
+async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_removed(
+    model: Path, tmp_path: Path
+) -> None:
+    sources = tmp_path / "sources"
+    write_adapter(sources / "one", layers=3, hidden=48)
+    asking = {**LONG, "max_tokens": 20}
+    flags = ("--adapter-dir", str(sources))
+    async with serving(model, tmp_path, *flags) as server:
+        base = (await server.http.post(CHAT, json=asking)).json()["choices"]
+        content = {"lora_name": "one", "lora_path": str(sources / "one")}
+        assert (await server.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
+        first = (await server.http.post(CHAT, json={**asking, "model": "one"})).json()["choices"]
+        assert first != base
+        write_adapter(sources / "one", layers=3, hidden=48, seed=1)
+        replaced = await server.http.post("/v1/load_lora_adapter", json={**content, "load_inplace": True})
+        assert replaced.status_code == 200
+        second = (await server.http.post(CHAT, json={**asking, "model": "one"})).json()["choices"]
+        assert second != first
+    async with serving(model, tmp_path, *flags) as server:
+        assert "one" in "".join(server.printed)
+        assert (await server.http.post(CHAT, json={**asking, "model": "tiny:one"})).json()["choices"] == second
+        assert (await server.http.get("/v1/adapters/one")).json()["level"] == "gpu"
+        running = asyncio.create_task(server.http.post(CHAT, json={**LONG, "model": "one"}))
+        while (await server.http.get("/v1/adapters/one/stats")).json()["requests_running"] == 0:
+            await asyncio.sleep(0.01)
+        removed = (await server.http.delete("/v1/adapters/one")).json()
+        assert removed["freed_bytes"] > 0
+        assert (await running).json()["usage"]["completion_tokens"] == 400
+        assert (await server.http.post(CHAT, json={**asking, "model": "one"})).status_code == 404
+        assert (await server.http.post(CHAT, json=asking)).json()["choices"] == base
 
 
 async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import structlog
+
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
 from lorikeet.config import AdapterSettings, ServerSettings
@@ -73,7 +75,9 @@ class Service:
             ApiError: it cannot be accepted, or its prompt or sampling is not valid.
         """
         arrival_s = time.monotonic()
-        ticket = self.gate.enter(job.prompts * (body.n or 1))
+        sequences = job.prompts * (body.n or 1)
+        structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
+        ticket = self.gate.enter(sequences)
         held: AdapterRef | None = None
         try:
             prompts = await job.encode()
