@@ -1,0 +1,153 @@
+"""serve.6: the engine process is killed with fifty streams in flight."""
+
+import asyncio
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.models import SAMPLES, default_model
+from benchmarks.accept.runs import ROOT, StoredRuns
+from benchmarks.accept.server import RunningServer, running_server
+from benchmarks.accept.streams import Stream, stream_chat, together, wait_until_idle
+
+STREAMS = 50
+TOKENS = 48
+BEGUN_TOKENS = 4
+TIE = 1e-4
+TIES = 2
+_SAME_LOGPROB = 1e-3
+_TOPICS = ("birds", "the sea", "old trains", "bread", "mountains", "music", "a lost key", "rain", "chess", "the moon")
+
+
+@line(
+    "serve.6",
+    title=f"The engine killed with {STREAMS} streams in flight",
+    bound=f"restarted, every stream complete, none lost or repeated, tokens of the undisturbed run (ties ≤ {TIES})",
+)
+def run(runs: StoredRuns) -> Result:
+    """The same streams twice, each time on a fresh server; the second time its engine is killed."""
+    calm = runs.get("undisturbed", lambda: _streams(kill=False))
+    killed = runs.get("killed", lambda: _streams(kill=True))
+    differing, ties = _compare(calm["streams"], killed["streams"])
+    complete = sum(not problem for problem in killed["problems"])
+    problems = [
+        *(problem for problem in (*calm["problems"], *killed["problems"]) if problem),
+        *([f"{differing} streams differ"] if differing else []),
+        *([f"{ties} ties"] if ties > TIES else []),
+        *(["the engine was not restarted exactly once"] if killed["restarts"] != 1 else []),
+        *(["a stream had ended before the engine was killed"] if killed["in_flight"] < STREAMS else []),
+        *(["blocks are still referenced afterwards"] if not killed["idle"] else []),
+    ]
+    return Result(
+        figure={
+            "complete": complete,
+            "in_flight_when_killed": killed["in_flight"],
+            "tokens_before": killed["tokens_before"],
+            "tokens": killed["tokens"],
+            "restarts": killed["restarts"],
+            "differing": differing,
+            "ties": ties,
+            "longest_gap_s": killed["longest_gap_s"],
+        },
+        passed=not problems,
+        cause="; ".join(problems[:5]),
+        notes=f"SmolLM2-135M-Instruct in fp32, greedy, {TOKENS} tokens each, base and sample adapters, kill -9 once every "
+        f"stream has {BEGUN_TOKENS} tokens; compared token by token with its log probability; longest_gap_s: the "
+        "longest that a client saw no token, the restart included",
+    )
+
+
+def _streams(*, kill: bool) -> dict[str, Any]:
+    adapters = sorted(file.parent.name for file in (ROOT / SAMPLES).glob("*/adapter_config.json"))
+    names = [default_model().name, *adapters]
+    flags = [flag for adapter in adapters for flag in ("--lora-modules", f"{adapter}={SAMPLES / adapter}")]
+    flags += ["--dtype", "float32", "--max-num-seqs", str(STREAMS)]
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-serve6-") as scratch,
+        running_server([*flags, "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log") as server,
+    ):
+        killer = _Killer(server, armed=kill)
+        bodies = [_body(names[index % len(names)], index) for index in range(STREAMS)]
+        streams = asyncio.run(
+            together(server.url, [partial(stream_chat, body=body, on_chunk=killer.saw) for body in bodies])
+        )
+        gauges, _ = wait_until_idle(server.url)
+    return {
+        "streams": [{"tokens": stream.tokens, "gaps": stream.gaps} for stream in streams],
+        "problems": [_problem(stream) for stream in streams],
+        "in_flight": killer.in_flight,
+        "tokens_before": killer.tokens_before,
+        "tokens": sum(len(stream.tokens) for stream in streams),
+        "longest_gap_s": killer.longest_gap_s,
+        "restarts": gauges.restarts,
+        "idle": gauges.idle,
+    }
+
+
+def _body(model: str, index: int) -> dict[str, Any]:
+    topic = f"Tell me about {_TOPICS[index % len(_TOPICS)]}, number {index}."
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": topic}],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+
+
+class _Killer:
+    """Watches all streams and kills the engine as soon as each of them has begun."""
+
+    def __init__(self, server: RunningServer, *, armed: bool) -> None:
+        self._server = server
+        self._armed = armed
+        self._seen: dict[int, Stream] = {}
+        self._last_s: dict[int, float] = {}
+        self.in_flight = 0
+        self.tokens_before = 0
+        self.longest_gap_s = 0.0
+
+    def saw(self, stream: Stream) -> None:
+        now_s = time.monotonic()
+        self.longest_gap_s = max(self.longest_gap_s, now_s - self._last_s.get(id(stream), now_s))
+        self._last_s[id(stream)] = now_s
+        self._seen[id(stream)] = stream
+        begun = len(self._seen) == STREAMS and all(len(s.tokens) >= BEGUN_TOKENS for s in self._seen.values())
+        if self._armed and begun:
+            self._armed = False
+            _engine(self._server.process.pid).kill()
+            self.in_flight = sum(s.finish_reason is None for s in self._seen.values())
+            self.tokens_before = sum(len(s.tokens) for s in self._seen.values())
+
+
+def _engine(server_pid: int) -> psutil.Process:
+    children = psutil.Process(server_pid).children()
+    return next(child for child in children if "lorikeet.engine.process" in child.cmdline())
+
+
+def _problem(stream: Stream) -> str:
+    """Return what is wrong with a stream, empty for nothing; every token must have been shown exactly once."""
+    shown = "" if len(stream.tokens) == TOKENS else f"{len(stream.tokens)} tokens shown of {TOKENS}"
+    return stream.problem(TOKENS) or shown
+
+
+def _compare(calm: list[dict[str, Any]], killed: list[dict[str, Any]]) -> tuple[int, int]:
+    """Return how many streams differ, and how many part ways at a tie (what follows a tie cannot be compared)."""
+    differing = ties = 0
+    for before, after in zip(calm, killed, strict=True):
+        pairs = zip(before["tokens"], after["tokens"], before["gaps"], strict=False)
+        for (text, logprob), (other_text, other_logprob), gap in pairs:
+            if text != other_text or abs(logprob - other_logprob) > _SAME_LOGPROB:
+                ties += gap < TIE
+                differing += gap >= TIE
+                break
+        else:
+            differing += len(before["tokens"]) != len(after["tokens"])
+    return differing, ties
