@@ -1,0 +1,102 @@
+"""Write ``docs/configuration.md`` from the settings' own docstrings, defaults and flags.
+
+.venv/bin/python docs/make_configuration.py
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorikeet.commands.serve_flags import FLAGS
+from lorikeet.config import AUTO_ROW, ROWS, Row, Settings
+
+PAGE = Path(__file__).with_name("configuration.md")
+
+_HEAD = """\
+# Settings
+
+Made by `docs/make_configuration.py` from [config.py](../src/lorikeet/config.py) and
+[serve_flags.py](../src/lorikeet/commands/serve_flags.py); do not edit.
+
+A setting comes from, in this order: a flag of `lorikeet serve`; the environment, as `LORIKEET_<SECTION>__<KEY>`
+(lists separated by commas); the TOML file given with `--config`; the default. Unknown keys and wrong values are errors
+that name their source.
+
+```toml
+[model]
+model = "/models/Llama-3.1-8B-Instruct"
+
+[engine]
+max_running = 128
+
+[adapters]
+adapter_dir = "/srv/adapters"
+allowed_sources = ["s3://bucket/team/", "hf://my-org/"]
+
+[server]
+port = 8000
+admin_keys = ["change-me"]
+```
+
+The same port by environment: `LORIKEET_SERVER__PORT=8000`. Flags take sizes with units (`--memory 4GiB`), keys of the
+file and the environment take bytes. Flags of vLLM and SGLang with the same meaning are accepted under their names;
+`lorikeet serve --help` lists them all.
+"""
+
+
+def page() -> str:
+    """Return the page as it should be."""
+    return _HEAD + "".join(_section(field.name, field.type) for field in msgspec.structs.fields(Settings)) + _rows()
+
+
+def _section(name: str, struct: type[msgspec.Struct]) -> str:
+    summary, meanings = _read_docstring(struct)
+    flags = {flag.setting: flag.names.split()[0].split("/")[0] for flag in FLAGS} | {"model.model": "MODEL"}
+    lines = [f"\n## `[{name}]`\n\n{summary}\n\n| key | default | flag | meaning |\n|---|---|---|---|\n"]
+    for field in msgspec.structs.fields(struct):
+        flag = flags.get(f"{name}.{field.name}")
+        cells = (f"`{field.name}`", f"`{_toml(field.default)}`", f"`{flag}`" if flag else "", meanings[field.name])
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def _rows() -> str:
+    """Return the table of rows: the default one in full, of the others what differs."""
+    lines = [
+        f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today.\n\n"
+        "| row | choices |\n|---|---|\n"
+    ]
+    for name, row in ROWS.items():
+        axes = [axis for axis in Row.__struct_fields__ if getattr(row, axis) != getattr(Row(), axis)]
+        choices = ", ".join(f"{axis} `{getattr(row, axis)}`" for axis in axes or Row.__struct_fields__)
+        lines.append(f"| `{name}` | {choices} |\n")
+    return "".join(lines)
+
+
+def _read_docstring(struct: type[msgspec.Struct]) -> tuple[str, dict[str, str]]:
+    """Return the first line and, for each attribute, what is said of it (two may share a line)."""
+    text = inspect.getdoc(struct) or ""
+    summary, _, attributes = text.partition("\n\nAttributes:\n")
+    meanings: dict[str, str] = {}
+    for names, meaning in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n     +.*)*)", attributes, re.MULTILINE):
+        sentence = re.sub(r"\s+", " ", meaning).replace("``", "`")
+        meanings |= dict.fromkeys(names.split(", "), sentence)
+    return summary, meanings
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case tuple():
+            return str(list(value))
+    return str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
