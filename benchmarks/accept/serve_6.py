@@ -56,8 +56,8 @@ def run(runs: StoredRuns) -> Result:
         },
         passed=not problems,
         cause="; ".join(problems[:5]),
-        notes=f"SmolLM2-135M-Instruct in fp32, greedy, {TOKENS} tokens each, base and sample adapters, kill -9 once every "
-        f"stream has {BEGUN_TOKENS} tokens; compared token by token with its log probability; longest_gap_s: the "
+        notes=f"SmolLM2-135M-Instruct in fp32, greedy, {TOKENS} tokens each, base and sample adapters, kill -9 once "
+        f"every stream has {BEGUN_TOKENS} tokens; compared token by token with its log probability; longest_gap_s: the "
         "longest that a client saw no token, the restart included",
     )
 
@@ -115,6 +115,7 @@ class _Killer:
         self.longest_gap_s = 0.0
 
     def saw(self, stream: Stream) -> None:
+        """A chunk came."""
         now_s = time.monotonic()
         self.longest_gap_s = max(self.longest_gap_s, now_s - self._last_s.get(id(stream), now_s))
         self._last_s[id(stream)] = now_s

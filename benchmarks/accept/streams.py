@@ -56,6 +56,7 @@ async def stream_chat(
     body: dict[str, Any],
     *,
     hang_up_after: int | None = None,
+    hang_up_after_s: float | None = None,
     on_chunk: Callable[[Stream], None] = lambda stream: None,
 ) -> Stream:
     """Stream one answer.
@@ -64,28 +65,39 @@ async def stream_chat(
         http: with the server's address.
         body: of the request, ``stream`` and usage are added.
         hang_up_after: close the connection after so many chunks; 0 before the first.
+        hang_up_after_s: close it after this time, whether or not an answer has begun.
         on_chunk: called after every chunk.
     """
-    stream, chunks = Stream(), 0
+    stream = Stream()
     whole = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with http.stream("POST", "/v1/chat/completions", json=whole) as response:
+        async with (
+            asyncio.timeout(hang_up_after_s),
+            http.stream("POST", "/v1/chat/completions", json=whole) as response,
+        ):
             stream.status = response.status_code
-            if hang_up_after == 0:
-                stream.hung_up = True
-                return stream
-            async for row in response.aiter_lines():
-                if not row.startswith("data: "):
-                    continue
-                _take(stream, row.removeprefix("data: "))
-                on_chunk(stream)
-                chunks += 1
-                if hang_up_after is not None and chunks >= hang_up_after and not stream.done:
-                    stream.hung_up = True
-                    return stream
+            await _read(stream, response, hang_up_after, on_chunk)
+    except TimeoutError:
+        stream.hung_up = True
     except httpx.HTTPError as error:
         stream.error = f"{type(error).__name__}: {error}"
     return stream
+
+
+async def _read(
+    stream: Stream, response: httpx.Response, hang_up_after: int | None, on_chunk: Callable[[Stream], None]
+) -> None:
+    chunks = 0
+    rows = response.aiter_lines()
+    while not stream.done and chunks != hang_up_after:
+        row = await anext(rows, None)
+        if row is None:
+            return
+        if row.startswith("data: "):
+            _take(stream, row.removeprefix("data: "))
+            on_chunk(stream)
+            chunks += 1
+    stream.hung_up = not stream.done
 
 
 def _take(stream: Stream, data: str) -> None:
