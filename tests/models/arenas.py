@@ -31,7 +31,9 @@ class Arena:
 
     def batch(self, steps: list[tuple[str, list[int]]], lora: tuple[LoraSegment, ...] = ()) -> Batch:
         """Return the batch that appends these tokens to these sequences; logits of every row are wanted."""
-        rows, positions, blocks = [], [], []
+        rows: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
         decode_rows, decode_tables, decode_contexts, prefills = [], [], [], []
         for name, token_ids in steps:
             start = self.lengths.get(name, 0)
