@@ -38,7 +38,7 @@ def run(runs: StoredRuns) -> Result:
         passed=not problems,
         cause="; ".join(problems[:5]),
         notes=f"SmolLM2-135M-Instruct, chats of {TOKENS} tokens each; clients hang up after up to 19 "
-        "chunks, a fifth of them within 3 s, queued or not; idle_after_s: from the end of the last stream until the gauges show it",
+        "chunks, a fifth of them within 3 s, queued or not; idle_after_s: from the last stream's end to idle gauges",
     )
 
 

@@ -1,0 +1,155 @@
+"""The engine process's side of the channel, over the scripted executor, in threads."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Finished, FinishReason
+from lorikeet.core.messages import (
+    Abort,
+    DropAdapter,
+    EngineStats,
+    FromEngine,
+    Progress,
+    Shutdown,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from lorikeet.engine.process import Channel, serve
+from lorikeet.scheduling.scheduler import Limits
+from tests.support.scripted import Bench, adapter, request
+
+BLOCKS = 10_000
+
+
+class Peer:
+    """The API process's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"ipc://{folder}/engine"
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.address)
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+
+    def send(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self._socket.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> FromEngine:
+        message: FromEngine = self._decoder.decode(self._socket.recv())
+        return message
+
+    def outputs(self) -> StepOutputs:
+        message = self.receive()
+        assert isinstance(message, StepOutputs)
+        return message
+
+    def finished(self, name: str) -> Finished:
+        """Read until the request has ended."""
+        while True:
+            for event in self.outputs().events:
+                if isinstance(event, Finished) and event.request_id == name:
+                    return event
+
+    def idle_stats(self) -> EngineStats:
+        """Read until nothing runs."""
+        while True:
+            stats = self.outputs().stats
+            if stats is not None and not stats.running and not stats.waiting:
+                return stats
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    made = Peer(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def channel(peer: Peer) -> Iterator[Channel]:
+    made = Channel(peer.address)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def bench(peer: Peer, channel: Channel) -> Iterator[Bench]:
+    """An engine that is served on a thread until the test's end."""
+    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=40_000)
+    made = Bench(blocks=BLOCKS, limits=limits)
+    serving = threading.Thread(target=serve, args=(channel, made.engine))
+    serving.start()
+    yield made
+    peer.send(Shutdown())
+    serving.join(60)
+    assert not serving.is_alive()
+
+
+def test_messages_arrive_in_the_order_in_which_they_were_sent(peer: Peer, channel: Channel) -> None:
+    assert channel.receive(block=False) == []
+    sent: list[ToEngine] = [Submit(request("r", [1, 2])), Abort(request("r", [1]).request_id), Shutdown()]
+    peer.send(*sent)
+    received: list[ToEngine] = []
+    while len(received) < 3:
+        received += channel.receive(block=True)
+    assert received == sent
+    channel.send(Progress("weights", 1, 2))
+    assert peer.receive() == Progress("weights", 1, 2)
+
+
+def test_a_wake_from_another_thread_ends_a_wait(channel: Channel) -> None:
+    woken: list[list[ToEngine]] = []
+    waiting = threading.Thread(target=lambda: woken.append(channel.receive(block=True)))
+    waiting.start()
+    channel.wake()
+    waiting.join(60)
+    assert woken == [[]]
+
+
+def test_an_idle_engine_tells_its_last_gauges(peer: Peer, bench: Bench) -> None:
+    peer.send(Submit(request("r", [1, 2, 3, 4, 5], max_tokens=3)))
+    assert peer.finished("r").reason is FinishReason.LENGTH
+    stats = peer.idle_stats()
+    assert (stats.kv_blocks, stats.adapter_blocks, stats.inflight_blocks) == (0, 0, 0)
+    assert stats.free_blocks + stats.cached_blocks == stats.total_blocks == BLOCKS
+    assert stats.cached_blocks == 1, "one whole block of KV stays"
+
+
+def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench) -> None:
+    long = request("r", [1, 2, 3, 4, 5], max_tokens=30_000)
+    peer.send(Submit(long))
+    assert peer.outputs().tokens
+    peer.send(Abort(long.request_id), Abort(request("unknown", [1]).request_id))
+    assert peer.finished("r").reason is FinishReason.ABORT
+    assert peer.idle_stats().kv_blocks == 0
+
+
+def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes(
+    peer: Peer, channel: Channel, bench: Bench
+) -> None:
+    ref = adapter("a", 3)
+    peer.send(Submit(request("r", [1, 2, 3], adapter=ref)), DropAdapter(ref.digest))
+    while True:  # the engine waits for the transfer, on a clock that stands still
+        stats = peer.outputs().stats
+        if stats is not None and stats.inflight_blocks == 3:
+            break
+    bench.clock.advance(1.0)
+    channel.wake()
+    events: list[AdapterEvent] = []
+    while not any(isinstance(event, AdapterEvicted) for event in events):
+        events += peer.outputs().adapter_events
+    assert [type(event) for event in events] == [AdapterLoaded, AdapterEvicted]
+    assert isinstance(events[-1], AdapterEvicted)
+    assert events[-1].freed_bytes == 4 * 1024, "three blocks of weights and one of KV"
+    assert peer.idle_stats().resident_adapters == {}
