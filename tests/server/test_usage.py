@@ -22,18 +22,22 @@ def requests(counts: dict[str, Counts]) -> dict[str, int]:
     return {name: count.requests for name, count in counts.items()}
 
 
+def test_while_labels_are_free_every_adapter_is_counted_from_its_first_request() -> None:
+    adapters, _ = usage(2)
+    for name in "aab":
+        adapters.of(name).add(Counts(requests=1))
+    assert requests(adapters.labelled()) == {"a": 2, "b": 1, OTHER: 0}
+
+
 def test_the_busiest_adapters_are_labelled_and_the_rest_share_other() -> None:
     adapters, _ = usage(2)
-    adapters.labelled()
-    for name, count in (("a", 1), ("b", 5), ("c", 3), ("d", 1)):
-        for _ in range(count):
-            adapters.of(name).add(Counts(requests=1))
-    labelled = requests(adapters.labelled())
-    # A label counts from when it was given.
-    assert labelled == {"b": 0, "c": 0, OTHER: 10}
-    adapters.of("b").add(Counts(requests=1))
+    for name in "abcccccdddd":
+        adapters.of(name).add(Counts(requests=1))
+    # A label that changes hands counts from then on; what it counted before moves to other.
+    assert requests(adapters.labelled()) == {"c": 0, "d": 0, OTHER: 11}
+    adapters.of("c").add(Counts(requests=1))
     adapters.of("a").add(Counts(requests=1))
-    assert requests(adapters.labelled()) == {"b": 1, "c": 0, OTHER: 11}
+    assert requests(adapters.labelled()) == {"c": 1, "d": 0, OTHER: 12}
 
 
 def test_an_adapter_keeps_its_label_until_another_is_clearly_busier() -> None:

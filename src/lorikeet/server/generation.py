@@ -166,11 +166,6 @@ class Generation:
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
         self._closed = False
 
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens of all choices that were found in KV."""
-        return sum(choice.handle.timings.cached_tokens for choice in self.choices)
-
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces of all choices as they come, until every choice has finished.
 

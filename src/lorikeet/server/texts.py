@@ -27,7 +27,6 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.vocabulary = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def read(cls, folder: Path, chat_template: str = "") -> "Texts":

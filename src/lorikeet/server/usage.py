@@ -2,8 +2,9 @@
 
 A server may know ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled,
 the rest share ``other``. Which those are changes with the traffic, so a label counts from the moment its
-adapter was given it, and ``other`` holds everything that is not labelled. When an adapter gives its label up,
-its counts move to ``other``. So the sum over all labels is exact, and ``other`` never falls.
+adapter was given it (its first request, while labels are free), and ``other`` holds everything that is not
+labelled. When an adapter gives its label up, its counts move to ``other``. So the sum over all labels is
+exact, and ``other`` never falls.
 """
 
 import heapq
@@ -94,12 +95,20 @@ class AdapterUsage:
         self._base = Usage(clock, Counts())
         self._adapters: dict[str, Usage] = {}
         self._everyone = Counts()
+        self._given = 0
 
     def of(self, adapter: str | None) -> Usage:
         """Return the usage of an adapter, or of the base model for None."""
         if adapter is None:
             return self._base
-        return self._adapters.setdefault(adapter, Usage(self._clock, self._everyone))
+        usage = self._adapters.get(adapter)
+        if usage is None:
+            usage = self._adapters[adapter] = Usage(self._clock, self._everyone)
+            if self._given < self._labels:
+                # A label is free: it counts from the first request on.
+                usage.baseline = Counts()
+                self._given += 1
+        return usage
 
     def labelled(self) -> dict[str, Counts]:
         """Choose who is labelled now; return the counts under each label, ``other`` included."""
@@ -115,6 +124,7 @@ class AdapterUsage:
                 usage.baseline = None
             elif usage.baseline is None:
                 usage.baseline = usage.total.plus(Counts())
+        self._given = len(chosen)
         counts = {name: usage.total.plus(usage.baseline or Counts(), -1) for name, usage in chosen.items()}
         other = self._everyone
         for labelled in counts.values():
@@ -123,4 +133,6 @@ class AdapterUsage:
 
     def forget(self, adapter: str) -> None:
         """Give up the record of an adapter that was removed; its counts stay in ``other``."""
-        self._adapters.pop(adapter, None)
+        usage = self._adapters.pop(adapter, None)
+        if usage is not None and usage.baseline is not None:
+            self._given -= 1

@@ -1,0 +1,40 @@
+"""What a model may be called, and what clients then call it."""
+
+from pathlib import Path
+
+import pytest
+
+from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.models import default
+from lorikeet.server.model_folder import prepare_model
+
+
+def stages(settings: ModelSettings) -> tuple[list[str], object]:
+    told: list[str] = []
+    return told, prepare_model(settings, told.append)
+
+
+def test_a_folder_is_served_under_its_name_and_understood_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    told, model = stages(ModelSettings(model=f"{tmp_path}/llama/"))
+    folder = tmp_path.resolve() / "llama"
+    assert model == (folder, "llama", ("llama",), (f"{tmp_path}/llama/", str(folder)))
+    assert told == []
+
+
+def test_served_names_replace_the_folders_name(tmp_path: Path) -> None:
+    _, model = stages(ModelSettings(model=str(tmp_path), served_names=("one", "two")))
+    assert model[2] == ("one", "two")  # type: ignore[index]
+
+
+def test_the_default_model_is_taken_from_the_cache_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / default.NAME).mkdir()
+    told, model = stages(ModelSettings(cache_dir=str(tmp_path)))
+    assert model[:3] == (tmp_path / default.NAME, default.NAME, (default.NAME,))  # type: ignore[index]
+    assert told == []
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "~nobody/x", "nowhere", "a/b/c"])
+def test_what_is_neither_a_folder_nor_a_hub_id_is_refused_without_asking_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder, and not a hub id"):
+        stages(ModelSettings(model=name))
