@@ -144,7 +144,7 @@ def _hello(replica: Replica) -> Hello:
 
 def _end_with_parent() -> None:
     """End at once when the API process is gone: nobody is left to answer to."""
-    while sys.stdin.buffer.read(4096):
+    while os.read(sys.stdin.fileno(), 4096):  # not the buffered reader: its lock would be held at exit
         pass
     os._exit(0)
 
