@@ -10,7 +10,7 @@ from pathlib import Path
 UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 FETCHED = re.compile(r"^\s*Downloading (?:\S+/)?(\S+) \(([\d.]+) (bytes|kB|MB|GB)\)")
 CACHED = re.compile(r"^\s*Using cached (?:\S+/)?(\S+) \(([\d.]+) (bytes|kB|MB|GB)\)")
-LOCAL = re.compile(r"^\s*Processing (/\S+\.(?:whl|tar\.gz))$")
+LOCAL = re.compile(r"^\s*Processing (/\S+\.(?:whl|tar\.gz))(?: |$)")
 
 
 def sizes_bytes(log: str) -> dict[str, dict[str, int]]:

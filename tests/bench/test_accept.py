@@ -101,7 +101,7 @@ def test_pips_log_is_added_up_by_where_files_came_from(tmp_path: Path) -> None:
     wheel = tmp_path / "a-1-py3-none-any.whl"
     wheel.write_bytes(b"x" * 7)
     log = (
-        f"Processing {wheel}\n  Downloading b-1-py3-none-any.whl.metadata (1.5 kB)\n"
+        f"Processing {wheel} (from b==1)\n  Downloading b-1-py3-none-any.whl.metadata (1.5 kB)\n"
         "Downloading b-1-py3-none-any.whl (2.0 MB)\n  Using cached c-1.whl (30 kB)\nProcessing ./.\n"
     )
     sizes = sizes_bytes(log)
