@@ -37,6 +37,8 @@ CHAT_LINES = (QUESTION, *(line for name in SAMPLES for line in ("/new", f"/adapt
 _COLUMNS = 104
 _READY = "curl "
 _PROMPT = b"> "
+_TYPED = r"(?m)^\S+> .*$"
+"""What was typed at a prompt of ``lorikeet chat``: in another colour, so that it can be told from the answers."""
 _SILENCE_S = 120.0
 
 
@@ -69,7 +71,9 @@ def main() -> None:
 
 def _show(screen: Console, command: str, output: str) -> None:
     screen.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
-    screen.print(Text.from_ansi(output.rstrip()))
+    shown = Text.from_ansi(output.rstrip())
+    shown.highlight_regex(_TYPED, "bold cyan")
+    screen.print(shown)
     screen.print()
 
 

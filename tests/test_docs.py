@@ -4,6 +4,7 @@ import html
 import importlib.util
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +129,13 @@ def test_every_decision_has_its_three_parts_and_is_in_the_index() -> None:
     for name, text in decisions.items():
         assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == ["Context", "Decision", "Consequence"], name
         assert f"[{text.splitlines()[0].removeprefix('# ')}]({name})" in index
+
+
+def test_every_library_that_the_package_needs_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in project["dependencies"]}  # type: ignore[index]
+    rows = re.findall(r"^\| ([^|]+) \|", (DECISIONS / "libraries.md").read_text(), re.MULTILINE)
+    assert needed <= {name.lower() for row in rows for name in row.split(", ")}
 
 
 def test_the_recorded_session_shows_the_commands_of_its_script() -> None:
