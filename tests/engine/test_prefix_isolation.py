@@ -8,13 +8,11 @@ import pytest
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.loop import Engine
 from lorikeet.memory import device
 from lorikeet.memory.tree import AdapterNode, KvNode
-from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt
+from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt, run
 from tests.support.scripted import Bench, adapter, request
 
 PROMPT = prompt(40)
@@ -32,19 +30,6 @@ def versions(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Adap
     folder = tmp_path_factory.mktemp("adapters")
     a, b, new = (make_adapter(folder / name, model, seed) for seed, name in enumerate(("a", "b", "new")))
     return [None, a, b, msgspec.structs.replace(new, name=b.name)]
-
-
-def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    """Run requests at once to their ends and return their tokens."""
-    for each in requests:
-        engine.submit(each)
-    tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
-    while engine.has_requests:
-        for output in engine.step().tokens:
-            tokens[output.request_id].append(output.token.token_id)
-        if not engine.is_busy:
-            engine.wait_for_load()
-    return list(tokens.values())
 
 
 def ask(model: Path, versions: list[AdapterRef | None], *, together: bool) -> list[list[int]]:

@@ -15,7 +15,9 @@ from lorikeet.core.events import Finished
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import build_replica
 from lorikeet.engine.client import EngineClient, RequestHandle
+from lorikeet.engine.loop import Engine
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 
@@ -94,3 +96,25 @@ def is_idle(stats: EngineStats | None) -> bool:
         return False
     used = stats.kv_blocks + stats.adapter_blocks + stats.inflight_blocks
     return used == 0 and stats.free_blocks + stats.cached_blocks == stats.total_blocks
+
+
+def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    """Run requests at once to their ends and return their tokens."""
+    for each in requests:
+        engine.submit(each)
+    tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    while engine.has_requests:
+        for output in engine.step().tokens:
+            tokens[output.request_id].append(output.token.token_id)
+        if not engine.is_busy:
+            engine.wait_for_load()
+    return list(tokens.values())
+
+
+def answer_alone(model: Path, request: Request) -> list[int]:
+    """What an engine with nothing else to do says."""
+    engine = build_replica(live_settings(model)).engine
+    try:
+        return run(engine, [request])[0]
+    finally:
+        engine.close()
