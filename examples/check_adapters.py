@@ -10,6 +10,7 @@ judged by the same rules, on too many.
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,7 +26,7 @@ ADAPTERS = Path(__file__).parent / "adapters"
 MAX_TOKENS = 64
 MIN_ADAPTER_SHARE = 0.8
 MAX_BASE_SHARE = 0.2
-DIRECT_BATCH_PROMPTS = 20
+CONCURRENT_REQUESTS = 10
 
 Answerer = Callable[[str | None, Sequence[str]], list[str]]
 """From an adapter's name (None: the base) and prompts to one answer each."""
@@ -73,13 +74,14 @@ def http_answerer(url: str, api_key: str) -> Answerer:
     base = call("GET", "models")["data"][0]["id"]
 
     def answer(adapter: str | None, prompts: Sequence[str]) -> list[str]:
-        body = {"model": adapter or base, "temperature": 0, "max_tokens": MAX_TOKENS}
-        return [
-            call("POST", "chat/completions", {**body, "messages": [{"role": "user", "content": prompt}]})["choices"][0][
-                "message"
-            ]["content"]
-            for prompt in prompts
-        ]
+        def ask(prompt: str) -> str:
+            messages = [{"role": "user", "content": prompt}]
+            body = {"model": adapter or base, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+            text: str = call("POST", "chat/completions", body)["choices"][0]["message"]["content"]
+            return text
+
+        with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
+            return list(pool.map(ask, prompts))
 
     return answer
 

@@ -99,12 +99,13 @@ def test_over_http_the_base_is_the_first_model_and_adapters_go_by_name(server: S
     assert answer(None, ["one?"]) == [PLAIN]
     assert answer("json", ["one?", "two?"]) == [IN_STYLE["json"]] * 2
     assert [body["model"] for body in server.bodies] == ["base-model", "json", "json"]
-    assert server.bodies[2] == {
-        "model": "json",
+    assert server.bodies[0] == {
+        "model": "base-model",
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
-        "messages": [{"role": "user", "content": "two?"}],
+        "messages": [{"role": "user", "content": "one?"}],
     }
+    assert {body["messages"][0]["content"] for body in server.bodies[1:]} == {"one?", "two?"}
 
 
 def test_a_server_without_the_adapter_is_an_error_with_its_message(server: Server) -> None:
