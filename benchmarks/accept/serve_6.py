@@ -31,35 +31,42 @@ _TOPICS = ("birds", "the sea", "old trains", "bread", "mountains", "music", "a l
 )
 def run(runs: StoredRuns) -> Result:
     """The same streams twice, each time on a fresh server; the second time its engine is killed."""
-    calm = runs.get("undisturbed", lambda: _streams(kill=False))
-    killed = runs.get("killed", lambda: _streams(kill=True))
-    differing, ties = _compare(calm["streams"], killed["streams"])
-    complete = sum(not problem for problem in killed["problems"])
-    problems = [
-        *(problem for problem in (*calm["problems"], *killed["problems"]) if problem),
-        *([f"{differing} streams differ"] if differing else []),
-        *([f"{ties} ties"] if ties > TIES else []),
-        *(["the engine was not restarted exactly once"] if killed["restarts"] != 1 else []),
-        *(["a stream had ended before the engine was killed"] if killed["in_flight"] < STREAMS else []),
-        *(["blocks are still referenced afterwards"] if not killed["idle"] else []),
+    measured = runs.get("kill", _measure)
+    figure, problems = measured["figure"], measured["problems"]
+    problems += [
+        *([f"{figure['differing']} streams differ"] if figure["differing"] else []),
+        *([f"{figure['ties']} ties"] if figure["ties"] > TIES else []),
+        *(["the engine was not restarted exactly once"] if figure["restarts"] != 1 else []),
+        *(["a stream had ended before the engine was killed"] if figure["in_flight_when_killed"] < STREAMS else []),
+        *(["blocks are still referenced afterwards"] if not measured["idle"] else []),
     ]
     return Result(
-        figure={
-            "complete": complete,
-            "in_flight_when_killed": killed["in_flight"],
-            "tokens_before": killed["tokens_before"],
-            "tokens": killed["tokens"],
-            "restarts": killed["restarts"],
-            "differing": differing,
-            "ties": ties,
-            "longest_gap_s": killed["longest_gap_s"],
-        },
+        figure=figure,
         passed=not problems,
         cause="; ".join(problems[:5]),
         notes=f"SmolLM2-135M-Instruct in fp32, greedy, {TOKENS} tokens each, base and sample adapters, kill -9 once "
         f"every stream has {BEGUN_TOKENS} tokens; compared token by token with its log probability; longest_gap_s: the "
         "longest that a client saw no token, the restart included",
     )
+
+
+def _measure() -> dict[str, Any]:
+    calm, killed = _streams(kill=False), _streams(kill=True)
+    differing, ties = _compare(calm["streams"], killed["streams"])
+    return {
+        "figure": {
+            "complete": sum(not problem for problem in killed["problems"]),
+            "in_flight_when_killed": killed["in_flight"],
+            "tokens_before": killed["tokens_before"],
+            "tokens": sum(len(stream.tokens) for stream in killed["streams"]),
+            "restarts": killed["restarts"],
+            "differing": differing,
+            "ties": ties,
+            "longest_gap_s": killed["longest_gap_s"],
+        },
+        "problems": [problem for problem in (*calm["problems"], *killed["problems"]) if problem],
+        "idle": killed["idle"],
+    }
 
 
 def _streams(*, kill: bool) -> dict[str, Any]:
@@ -78,11 +85,10 @@ def _streams(*, kill: bool) -> dict[str, Any]:
         )
         gauges, _ = wait_until_idle(server.url)
     return {
-        "streams": [{"tokens": stream.tokens, "gaps": stream.gaps} for stream in streams],
+        "streams": streams,
         "problems": [_problem(stream) for stream in streams],
         "in_flight": killer.in_flight,
         "tokens_before": killer.tokens_before,
-        "tokens": sum(len(stream.tokens) for stream in streams),
         "longest_gap_s": killer.longest_gap_s,
         "restarts": gauges.restarts,
         "idle": gauges.idle,
@@ -139,16 +145,16 @@ def _problem(stream: Stream) -> str:
     return stream.problem(TOKENS) or shown
 
 
-def _compare(calm: list[dict[str, Any]], killed: list[dict[str, Any]]) -> tuple[int, int]:
+def _compare(calm: list[Stream], killed: list[Stream]) -> tuple[int, int]:
     """Return how many streams differ, and how many part ways at a tie (what follows a tie cannot be compared)."""
     differing = ties = 0
     for before, after in zip(calm, killed, strict=True):
-        pairs = zip(before["tokens"], after["tokens"], before["gaps"], strict=False)
+        pairs = zip(before.tokens, after.tokens, before.gaps, strict=False)
         for (text, logprob), (other_text, other_logprob), gap in pairs:
             if text != other_text or abs(logprob - other_logprob) > _SAME_LOGPROB:
                 ties += gap < TIE
                 differing += gap >= TIE
                 break
         else:
-            differing += len(before["tokens"]) != len(after["tokens"])
+            differing += len(before.tokens) != len(after.tokens)
     return differing, ties

@@ -127,10 +127,11 @@ async def together(url: str, calls: Sequence[Callable[[httpx.AsyncClient], Await
 
 @dataclass(frozen=True)
 class Gauges:
-    """What ``/metrics`` says of the engine: its requests, its blocks by use, its restarts."""
+    """What ``/metrics`` says of the engine: its requests, its reuse of KV, its blocks by use, its restarts."""
 
     running: int
     waiting: int
+    prefix_hits_tokens: int
     blocks: dict[str, int]
     total: int
     restarts: int
@@ -157,6 +158,8 @@ def read_gauges(url: str) -> Gauges:
                     found["running"] = int(sample.value)
                 case "vllm:num_requests_waiting":
                     found["waiting"] = int(sample.value)
+                case "vllm:prefix_cache_hits_total":
+                    found["prefix_hits_tokens"] = int(sample.value)
                 case "lorikeet:engine_restarts_total":
                     found["restarts"] = int(sample.value)
                 case "lorikeet:blocks":
