@@ -20,6 +20,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica
 
 REQUESTS, TOKENS, MAX_TIES, BF16_AGREEMENT = 32, 64, 2, 0.98
+BASE_TOKENS = 16  # enough of the base's answer to see whether an adapter changes it
 ATTENTION = ("q", "k", "v", "o")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qv-8": {"rank": 8, "modules": ("q", "v")},
@@ -107,10 +108,8 @@ def _peer_answers(model: Path, folders: Mapping[str, Path]) -> dict[str, Any]:
     peer = Peer(model, torch.float32, dict(folders))
     prompts = _prompts(model)
     answers = [peer.answer(prompt, _adapter_of(i), TOKENS) for i, prompt in enumerate(prompts)]
-    bases = [
-        answer if _adapter_of(i) is None else peer.answer(prompts[i], None, TOKENS) for i, answer in enumerate(answers)
-    ]
-    return {"answers": [answer._asdict() for answer in answers], "base": [answer.token_ids for answer in bases]}
+    bases = [peer.answer(prompt, None, BASE_TOKENS).token_ids for prompt in prompts]
+    return {"answers": [answer._asdict() for answer in answers], "base": bases}
 
 
 def _requests(
@@ -138,7 +137,7 @@ def _fp32(model: Path, folders: Mapping[str, Path], peer: dict[str, Any]) -> dic
         tokens = run_all(built, requests, note)
     ours = [[token.token_id for token in tokens[request.request_id]] for request in requests]
     found = [compare(mine, PeerAnswer(**answer)) for mine, answer in zip(ours, peer["answers"], strict=True)]
-    changed = {_adapter_of(i) for i, mine in enumerate(ours) if mine != peer["base"][i]}
+    changed = {_adapter_of(i) for i, mine in enumerate(ours) if mine[:BASE_TOKENS] != peer["base"][i]}
     return {
         "different": [i for i, comparison in enumerate(found) if comparison.differs],
         "ties": sum(comparison.is_tie for comparison in found),
