@@ -23,10 +23,10 @@ RANKS = {"c0": 8, "c1": 16, "c2": 32, "c3": 64}
 """Contents of adapters: random ones, each with a rank of its own."""
 
 TOKENS = 16
-LONG_TOKENS = 48
-TURNS = 6
-WORKERS, REQUESTS = 4, 12
-_PROMPT = "Here are my notes. " + " ".join(f"Item {i}: the lorikeet {i * 37 % 101} flew home." for i in range(20))
+LONG_TOKENS = 32
+TURNS = 4
+WORKERS, REQUESTS = 4, 10
+_PROMPT = "Here are my notes. " + " ".join(f"Item {i}: the lorikeet {i * 37 % 101} flew home." for i in range(12))
 
 _BLIND = """\
 from functools import partial
@@ -90,8 +90,9 @@ def _server(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
         for seed, (content, rank) in enumerate(RANKS.items()):
             write_random_adapter(scratch / "sources" / content, geometry, rank, seed=seed, b_std=0.05)
         paths = ["--adapter-dir", f"{scratch}/sources", "--store-dir", f"{scratch}/store"]
+        # One thread: what is measured here is no speed, and one does not suffer from others on the machine.
         with running_server(
-            [*flags, *paths, "--dtype", "float32"], scratch / "serve.log", environment=environment
+            [*flags, *paths, "--dtype", "float32", "--threads", "1"], scratch / "serve.log", environment=environment
         ) as server:
             yield server, scratch / "sources"
 
