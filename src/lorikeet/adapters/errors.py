@@ -5,6 +5,10 @@ class AdapterError(ValueError):
     """An adapter cannot be taken or used; the message names the file, tensor or key and the reason."""
 
 
+class AdapterNotFound(AdapterError):
+    """The source, or one of its two files, does not exist."""
+
+
 class AdapterExists(AdapterError):
     """The name is taken, and replacing was not asked for."""
 

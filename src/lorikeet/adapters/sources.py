@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 
 from lorikeet.adapters.checkpoint import WEIGHTS_FILE
-from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError, AdapterNotFound
 from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lorikeet.config import AdapterSettings
 
@@ -33,7 +33,8 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
         trusted: the source comes from the command line; only the size limit applies.
 
     Raises:
-        AdapterError: the source is not allowed, missing, too large or cannot be read.
+        AdapterNotFound: the source or one of its files does not exist.
+        AdapterError: the source is not allowed, too large or cannot be read.
     """
     limits = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: settings.max_bytes}
     scheme, separator, rest = source.partition("://")
@@ -76,8 +77,8 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         if not folder.is_dir():
-            raise AdapterError(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
-        raise AdapterError(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
+            raise AdapterNotFound(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
+        raise AdapterNotFound(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -115,7 +116,7 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
             path = f"{root.rstrip('/')}/{name}"
             if not files.exists(path):
                 listing = [Path(str(found)).name for found in files.ls(root, detail=False)]
-                raise AdapterError(f"{source}: {name} is not there{_other_formats(listing)}")
+                raise AdapterNotFound(f"{source}: {name} is not there{_other_formats(listing)}")
             size = cast("int | None", files.info(path).get("size"))
             if size is not None and size > limit:
                 raise AdapterError(f"{source}: {name} has {size} bytes, allowed are {limit}")
@@ -123,6 +124,8 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
                 _copy(stream, into / name, limit, source)
     except AdapterError:
         raise
+    except FileNotFoundError as error:
+        raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
     except Exception as error:  # each fsspec file system has errors of its own, some not even OSError
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
