@@ -30,9 +30,11 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ValueError(f"log level {level!r} is not one of {', '.join(logging.getLevelNamesMapping()).lower()}")
-    renderer: Any = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    # Plain tracebacks: those of rich show local variables, among them keys and prompts.
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else console
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
