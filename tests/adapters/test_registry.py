@@ -104,6 +104,50 @@ def test_of_many_threads_that_add_one_name_one_wins(url: str) -> None:
     registry.close()
 
 
+def test_servers_that_start_at_once_on_an_empty_database_share_it(url: str) -> None:
+    together = threading.Barrier(6)
+    failures: list[Exception] = []
+
+    def start(number: int) -> None:
+        together.wait(60)
+        try:
+            registry = Registry(url, "base")
+            registry.add(row(str(number)), replace=False)
+            registry.close()
+        except AdapterError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    registry = Registry(url, "base")
+    assert len(registry.load()) == 6
+    registry.close()
+
+
+def test_adapters_of_more_than_two_gigabytes_are_kept(url: str) -> None:
+    registry = Registry(url, "base")
+    large = row("large")._replace(weight_bytes=2**40)
+    registry.add(large, replace=False)
+    assert registry.load() == [large]
+    registry.close()
+
+
+def test_a_write_that_the_database_refuses_is_an_adapter_error(url: str) -> None:
+    registry = Registry(url, "base")
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE adapters"))
+    engine.dispose()
+    for change in (lambda: registry.add(row("a"), replace=False), lambda: registry.remove("a")):
+        with pytest.raises(AdapterError, match="the adapter registry cannot be written"):
+            change()
+    registry.close()
+
+
 def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "french")
     settings = AdapterSettings(adapter_dir=str(tmp_path), store_dir=str(tmp_path / "store"), registry_url=url)

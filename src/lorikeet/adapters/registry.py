@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import ForeignKey, create_engine, delete, event, select
+from sqlalchemy import BigInteger, ForeignKey, create_engine, delete, event, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, make_url
-from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -16,6 +16,8 @@ from lorikeet.adapters.errors import AdapterError, AdapterExists
 
 _INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 """Both know ``ON CONFLICT``; other databases are not supported."""
+_CREATING_LOCK = 0x6C6F72696B656574
+"""Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
 
 
 class _Base(DeclarativeBase):
@@ -29,7 +31,7 @@ class VersionRow(_Base):
     digest: Mapped[str] = mapped_column(primary_key=True)
     ranks: Mapped[str]
     max_rank: Mapped[int]
-    weight_bytes: Mapped[int]
+    weight_bytes: Mapped[int] = mapped_column(BigInteger)
     source: Mapped[str]
     created_at: Mapped[float]
 
@@ -112,13 +114,14 @@ class Registry:
 
         Raises:
             AdapterExists: the name is taken, by another process since this one looked.
+            AdapterError: the database does not take the row.
         """
         insert_name = self._insert(AdapterNameRow).values(self._name(row))
         if replace:
             new = {key: insert_name.excluded[key] for key in ("digest", "source", "created_at")}
             insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
         insert_version = self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing()
-        with self._adding(row.name) as connection:
+        with self._writing(row.name) as connection:
             connection.execute(insert_version)
             connection.execute(insert_name)
 
@@ -127,22 +130,31 @@ class Registry:
 
         Raises:
             AdapterExists: one of the names is taken; nothing is inserted.
+            AdapterError: the database does not take the rows; nothing is inserted.
         """
         if not rows:
             return
-        with self._adding(f"{rows[0].name} to {rows[-1].name}") as connection:
+        with self._writing(f"{rows[0].name} to {rows[-1].name}") as connection:
             connection.execute(self._insert(VersionRow).on_conflict_do_nothing(), [_version(row) for row in rows])
             connection.execute(self._insert(AdapterNameRow), [self._name(row) for row in rows])
 
     def remove(self, name: str) -> None:
-        """Delete a name; one that is not there is no error."""
-        with self._engine.begin() as connection:
+        """Delete a name; one that is not there is no error.
+
+        Raises:
+            AdapterError: the database cannot be written.
+        """
+        with self._writing() as connection:
             where = (AdapterNameRow.base == self._base, AdapterNameRow.name == name)
             connection.execute(delete(AdapterNameRow).where(*where))
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
-        """Delete a version to which no name of any base points; False if one does."""
-        with self._engine.begin() as connection:
+        """Delete a version to which no name of any base points; False if one does.
+
+        Raises:
+            AdapterError: the database cannot be written.
+        """
+        with self._writing() as connection:
             named = select(AdapterNameRow.name).where(AdapterNameRow.digest == digest).limit(1)
             if connection.scalar(named) is not None:
                 return False
@@ -159,16 +171,26 @@ class Registry:
         self._engine.dispose()
 
     @contextmanager
-    def _adding(self, what: str) -> Iterator[Connection]:
+    def _writing(self, adding: str = "") -> Iterator[Connection]:
+        """A transaction that adds the rows called ``adding``, or none."""
         try:
             with self._engine.begin() as connection:
                 yield connection
-        except IntegrityError as error:
-            raise AdapterExists(f"adapter {what!r} is registered already") from error
+        except SQLAlchemyError as error:
+            if adding and isinstance(error, IntegrityError):
+                raise AdapterExists(f"adapter {adding!r} is registered already") from error
+            reason = error.orig if isinstance(error, DBAPIError) else error
+            raise AdapterError(f"the adapter registry cannot be written: {reason}") from error
 
     def _create_tables(self) -> None:
-        """Create what is missing; two servers may start at once."""
+        """Create what is missing; two servers may start at once.
+
+        PostgreSQL's IF NOT EXISTS looks and creates in two steps, between which another server can create the
+        table; a lock until the end of the transaction keeps others out. SQLite has one writer anyway.
+        """
         with self._engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(_CREATING_LOCK)))
             for table in _Base.metadata.sorted_tables:
                 connection.execute(CreateTable(table, if_not_exists=True))
                 for index in table.indexes:
