@@ -1,5 +1,6 @@
 """Adapters come from where the settings allow, and from nowhere else."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,48 @@ def test_a_link_out_of_the_allowed_folder_is_refused(allowed: Path, into: Path) 
     assert not list(into.iterdir())
 
 
+def test_a_folder_that_becomes_a_link_while_it_is_opened_is_refused(
+    allowed: Path, into: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, really_open = write_adapter(allowed.parent / "secret"), os.open
+
+    def swap_and_open(path: Path, flags: int) -> int:
+        (allowed / "team").rename(allowed / "moved")
+        (secret.parent / "french").symlink_to(secret)
+        (allowed / "team").symlink_to(secret.parent)
+        return really_open(path, flags)
+
+    monkeypatch.setattr("lorikeet.adapters.sources.os.open", swap_and_open)
+    assert "leads outside" in refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    assert not list(into.iterdir())
+
+
+def test_the_allowed_folder_may_be_named_by_the_home_folder(
+    allowed: Path, into: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(allowed.parent))
+    fetch("team/french", AdapterSettings(adapter_dir="~/allowed"), into)
+    assert "no-such-user" in refusal("team/french", AdapterSettings(adapter_dir="~no-such-user/x"), into)
+
+
+@pytest.mark.parametrize("source", ["team/french", "memory://bucket/team/french"])
+def test_a_full_disk_is_an_adapter_error(
+    allowed: Path, into: Path, bucket: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lorikeet.adapters.sources.os.fsync", fail)
+    settings = AdapterSettings(adapter_dir=str(allowed), allowed_sources=(bucket,))
+    assert "No space left" in refusal(source, settings, into)
+
+
+def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.adapters.sources._URL_LIMIT_S", -1.0)
+    settings = AdapterSettings(allowed_sources=(bucket,))
+    assert "not read within" in refusal(f"{bucket}/team/french", settings, into)
+
+
 def test_links_within_the_allowed_folder_are_followed(allowed: Path, into: Path) -> None:
     (allowed / "link").symlink_to(allowed / "team" / "french")
     fetch("link", AdapterSettings(adapter_dir=str(allowed)), into)
@@ -159,7 +202,7 @@ def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
 
 
 def test_without_allowed_sources_no_url_is_read(into: Path, bucket: str) -> None:
-    assert "allowed: none" in refusal(f"{bucket}/team/french", AdapterSettings(), into)
+    assert "(--allow-source; allowed: none)" in refusal(f"{bucket}/team/french", AdapterSettings(), into)
 
 
 def test_a_url_that_cannot_be_read_says_why(into: Path, bucket: str) -> None:

@@ -4,8 +4,10 @@ At run time anybody with an admin key may name a source, so it must lie in the a
 URL. Sources of the command line are trusted: who starts the server may read what the server may.
 """
 
+import math
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lorikeet.config import AdapterSettings
 
 _CHUNK_BYTES = 4 * 2**20
+_URL_LIMIT_S = 600.0
+"""For both files of one URL; a server that trickles would keep a thread and the adapter's name busy for ever."""
 _LOCAL_SCHEMES = ("file", "local")
 
 
@@ -41,7 +45,7 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
     if not separator or scheme.lower() in _LOCAL_SCHEMES:
         folder = _local_folder(rest if separator else source, settings, trusted)
         for name, limit in limits.items():
-            with _open_local(folder, name, None if trusted else Path(settings.adapter_dir)) as stream:
+            with _open_local(folder, name, None if trusted else _allowed_folder(settings)) as stream:
                 _copy(stream, into / name, limit, source)
         return
     if not trusted:
@@ -51,12 +55,15 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
 
 def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     if trusted:
-        return Path(path).expanduser()
+        try:
+            return Path(path).expanduser()
+        except RuntimeError as error:  # the home of a user who does not exist
+            raise AdapterError(f"{path}: {error}") from error
     if not settings.adapter_dir:
         raise AdapterError(f"{path}: local folders are not allowed; start the server with --adapter-dir")
     if ".." in Path(path).parts or "\0" in path:
         raise AdapterError(f"{path}: '..' is not allowed in a path")
-    allowed = Path(settings.adapter_dir).resolve()
+    allowed = _allowed_folder(settings)
     try:
         folder = (allowed / path).resolve()
     except (OSError, RuntimeError) as error:
@@ -66,12 +73,19 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     return folder
 
 
+def _allowed_folder(settings: AdapterSettings) -> Path:
+    try:
+        return Path(settings.adapter_dir).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise AdapterError(f"--adapter-dir {settings.adapter_dir}: {error}") from error
+
+
 @contextmanager
 def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[BinaryIO]:
-    """Open a regular file; one that is a link may not lead out of ``allowed``."""
+    """Open a regular file; one that is a link may not lead out of ``allowed``, a resolved folder."""
     try:
         file = (folder / name).resolve(strict=True)
-        if allowed is not None and not file.is_relative_to(allowed.resolve()):
+        if allowed is not None and not file.is_relative_to(allowed):
             raise AdapterError(f"{folder / name}: a link that leads outside the folder adapters may be loaded from")
         # O_NONBLOCK: a pipe under this name must not hang us before fstat has seen it
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -81,11 +95,16 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         raise AdapterNotFound(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise AdapterError(f"{folder / name}: not a regular file")
+        # a folder on the way may have become a link since it was resolved: ask the kernel what was opened
+        if allowed is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(allowed):
+            raise AdapterError(f"{folder / name}: changed into a link that leads outside while it was opened")
+        with open(descriptor, "rb", closefd=False) as stream:
+            yield stream
+    finally:
         os.close(descriptor)
-        raise AdapterError(f"{folder / name}: not a regular file")
-    with open(descriptor, "rb") as stream:
-        yield stream
 
 
 def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
@@ -100,7 +119,7 @@ def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
         if len(allowed) > 1 and segments[: len(allowed)] == allowed:
             return
     allowed_text = ", ".join(allowed_sources) or "none"
-    raise AdapterError(f"{source}: not below an allowed source (--allowed-sources; allowed: {allowed_text})")
+    raise AdapterError(f"{source}: not below an allowed source (--allow-source; allowed: {allowed_text})")
 
 
 def _segments(url: str) -> list[str]:
@@ -109,6 +128,7 @@ def _segments(url: str) -> list[str]:
 
 
 def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
+    until_s = time.monotonic() + _URL_LIMIT_S
     try:
         # without the instance cache: a listing kept from an earlier call could hide a new upload
         files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
@@ -121,7 +141,7 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
             if size is not None and size > limit:
                 raise AdapterError(f"{source}: {name} has {size} bytes, allowed are {limit}")
             with files.open(path, "rb") as stream:
-                _copy(stream, into / name, limit, source)
+                _copy(stream, into / name, limit, source, until_s)
     except AdapterError:
         raise
     except FileNotFoundError as error:
@@ -130,16 +150,21 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _copy(stream: Any, to: Path, limit_bytes: int, source: str) -> None:
+def _copy(stream: Any, to: Path, limit_bytes: int, source: str, until_s: float = math.inf) -> None:
     copied = 0
-    with to.open("wb") as target:
-        while chunk := stream.read(_CHUNK_BYTES):
-            copied += len(chunk)
-            if copied > limit_bytes:
-                raise AdapterError(f"{source}: {to.name} is larger than the {limit_bytes} bytes allowed")
-            target.write(chunk)
-        target.flush()
-        os.fsync(target.fileno())
+    try:
+        with to.open("wb") as target:
+            while chunk := stream.read(_CHUNK_BYTES):
+                copied += len(chunk)
+                if copied > limit_bytes:
+                    raise AdapterError(f"{source}: {to.name} is larger than the {limit_bytes} bytes allowed")
+                if time.monotonic() > until_s:
+                    raise AdapterError(f"{source}: not read within {_URL_LIMIT_S:.0f} s")
+                target.write(chunk)
+            target.flush()
+            os.fsync(target.fileno())
+    except OSError as error:  # of either side: the source fails, or the store's disk is full
+        raise AdapterError(f"{source}: {to.name} cannot be copied to the adapter store: {error}") from error
 
 
 def _other_formats(names: list[str]) -> str:

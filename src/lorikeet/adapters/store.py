@@ -161,7 +161,11 @@ class AdapterStore:
             yield StagedVersion(folder, compute_digest(checkpoint), ranks, checkpoint.weight_bytes)
 
     def publish(self, staged: StagedVersion) -> Path:
-        """Move a staged version to its place; one that is there already and unchanged is kept."""
+        """Move a staged version to its place; one that is there already and unchanged is kept.
+
+        Raises:
+            AdapterError: the store cannot be written, for example because the disk is full.
+        """
         place = self.folder(staged.digest)
         if place.exists():
             try:
@@ -172,10 +176,13 @@ class AdapterStore:
                 self.remove(staged.digest)  # damaged since; what was just checked takes its place
             else:
                 return place
-        weights = (staged.folder / WEIGHTS_FILE).stat()
-        manifest = Manifest(weights.st_size, weights.st_mtime_ns)
-        (staged.folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
-        os.rename(staged.folder, place)
+        try:
+            weights = (staged.folder / WEIGHTS_FILE).stat()
+            manifest = Manifest(weights.st_size, weights.st_mtime_ns)
+            (staged.folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+            os.rename(staged.folder, place)
+        except OSError as error:
+            raise AdapterError(f"the adapter store cannot be written: {error}") from error
         return place
 
     def add(self, source: str, trusted: bool = False) -> tuple[AdapterDigest, Path]:
