@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 
 from lorikeet.adapters.checkpoint import inspect_adapter, validate
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.tensors import check_finite, read_entries
 from tests.adapters.builders import LAYERS, geometry, key, lora_tensors, write_adapter, write_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -116,6 +118,15 @@ def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path, monkeypat
     slow = r"(?:(?=(.))|.|..)*(?<=!)"
     assert "takes too long" in refusal(write_adapter(tmp_path, target_modules=slow))
     assert "takes too long" in refusal(write_adapter(tmp_path, rank_pattern={slow: 4}))
+    assert "takes too long" in refusal(write_adapter(tmp_path, layers_to_transform=1, layers_pattern=slow))
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    weights = write_adapter(tmp_path) / WEIGHTS
+    entries = read_entries(weights)
+    os.truncate(weights, weights.stat().st_size - 3)
+    with pytest.raises(AdapterError, match="became shorter"):
+        check_finite(weights, entries.values())
 
 
 @pytest.mark.parametrize(

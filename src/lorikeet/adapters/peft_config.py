@@ -88,7 +88,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
             return True
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         for pattern in patterns or [r"[^.]*"]:
-            match = _compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.").match(name, timeout=_MATCH_TIMEOUT_S)
+            match = _match(_compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."), pattern, name)
             if match is not None:
                 return int(match["idx"]) in ([wanted] if isinstance(wanted, int) else wanted)
         return False
@@ -175,7 +175,7 @@ def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
 def _first_match(patterns: tuple[str, ...], name: str) -> str:
     """Return the first pattern that matches the end of ``name``, else ``name``."""
     for pattern in patterns:
-        if _matches(_compile(_ending(pattern)), pattern, name):
+        if _match(_compile(_ending(pattern)), pattern, name) is not None:
             return pattern
     return name
 
@@ -191,12 +191,12 @@ def _ending(pattern: str) -> str:
 
 
 def _fullmatch(pattern: str, name: str) -> bool:
-    return _matches(_compile(f"(?:{pattern})\\Z"), pattern, name)
+    return _match(_compile(f"(?:{pattern})\\Z"), pattern, name) is not None
 
 
-def _matches(compiled: "regex.Pattern[str]", pattern: str, name: str) -> bool:
+def _match(compiled: "regex.Pattern[str]", pattern: str, name: str) -> "regex.Match[str] | None":
     try:
-        return compiled.match(name, timeout=_MATCH_TIMEOUT_S, concurrent=True) is not None
+        return compiled.match(name, timeout=_MATCH_TIMEOUT_S, concurrent=True)
     except TimeoutError as error:
         raise AdapterError(f"the pattern {pattern!r} takes too long to match {name!r}") from error
 

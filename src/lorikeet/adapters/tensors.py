@@ -84,7 +84,7 @@ def check_finite(file: Path, entries: Iterable[TensorEntry]) -> None:
     """Check that no weight is infinite or not a number. Reads in chunks of a few MiB.
 
     Raises:
-        AdapterError: one is; the message names the tensor.
+        AdapterError: one is, or the file ends before its tensors do; the message names the tensor.
     """
     with file.open("rb") as stream:
         for entry in sorted(entries, key=lambda entry: entry.start):
@@ -97,7 +97,10 @@ def _is_finite(stream: BinaryIO, entry: TensorEntry) -> bool:
     stream.seek(entry.start)
     left = entry.stop - entry.start
     while left:
-        chunk = stream.read(min(left, _CHUNK_BYTES))
+        wanted = min(left, _CHUNK_BYTES)
+        chunk = stream.read(wanted)
+        if len(chunk) < wanted:
+            raise AdapterError(f"{Path(stream.name).name}: became shorter while tensor {entry.name} was read")
         bits = np.frombuffer(chunk, dtype=integer) & integer(exponent)
         if bool((bits == exponent).any()):
             return False
