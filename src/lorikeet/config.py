@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -83,6 +83,11 @@ def resolve_row(name: str) -> tuple[str, Row]:
     return full, ROWS[full]
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which base model, and how it is loaded.
 
@@ -100,7 +105,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_names: tuple[str, ...] = ()
     dtype: str = "auto"
     load_format: str = "auto"
-    max_model_tokens: int = 0
+    max_model_tokens: Count = 0
     chat_template: str = ""
     cache_dir: str = ""
 
@@ -123,16 +128,16 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     row: str = "auto"
-    memory_bytes: int = 0
-    block_tokens: int = 16
-    max_running: int = 64
-    max_step_tokens: int = 512
-    max_repeat: int = 8
-    repeat_limit_s: float = 0.05
-    tensor_parallel: int = 1
+    memory_bytes: Count = 0
+    block_tokens: Positive = 16
+    max_running: Positive = 64
+    max_step_tokens: Positive = 512
+    max_repeat: Positive = 8
+    repeat_limit_s: Seconds = 0.05
+    tensor_parallel: Positive = 1
     device: str = "cpu"
-    threads: int = 0
-    load_threads: int = 1
+    threads: Count = 0
+    load_threads: Positive = 1
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,8 +160,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_sources: tuple[str, ...] = ()
     store_dir: str = ""
     registry_url: str = ""
-    max_rank: int = 0
-    max_bytes: int = 4 * 2**30
+    max_rank: Count = 0
+    max_bytes: Positive = 4 * 2**30
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,18 +185,18 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
-    max_queued: int = 1024
-    max_body_bytes: int = 8 * 2**20
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 120.0
-    metrics_adapters: int = 20
+    max_queued: Positive = 1024
+    max_body_bytes: Positive = 8 * 2**20
+    request_timeout_s: Seconds = 600.0
+    drain_timeout_s: Seconds = 120.0
+    metrics_adapters: Count = 20
     request_log: str = ""
     request_log_text: bool = False
-    request_log_max_bytes: int = 100 * 2**20
-    request_log_keep: int = 3
+    request_log_max_bytes: Positive = 100 * 2**20
+    request_log_keep: Count = 3
     log_level: str = "info"
     log_json: bool = False
 
@@ -226,8 +231,8 @@ def load_settings(
     merged: dict[str, dict[str, Any]] = {}
     if file is not None:
         try:
-            tables = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # not readable, not UTF-8, not TOML
             raise ConfigError(f"{file}: {error}") from error
         _merge(merged, tables, str(file))
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
@@ -256,7 +261,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         struct = {field.name: field.type for field in msgspec.structs.fields(Settings)}.get(section)
         types = {f.name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
         is_list = types.get(key) == tuple[str, ...]
-        tables.setdefault(section, {})[key] = tuple(filter(None, text.split(","))) if is_list else text
+        tables.setdefault(section, {})[key] = tuple(filter(None, map(str.strip, text.split(",")))) if is_list else text
     return tables
 
 

@@ -97,6 +97,23 @@ def test_when_blocks_run_out_the_newest_request_gives_way_and_loses_nothing() ->
     assert counts.free + counts.cached == bench.blocks
 
 
+def test_a_sequence_alone_with_copies_of_cached_blocks_gives_way_to_itself_once() -> None:
+    bench = Bench(blocks=10, limits=Limits(max_running=8, max_step_tokens=64, max_model_tokens=64))
+    bench.engine.submit(request("short", list(range(17)), max_tokens=2))
+    bench.engine.submit(request("long", list(range(17)), max_tokens=20))
+    bench.run()
+    assert bench.tokens[RequestId("long")] == expected_tokens(17, 20)
+    assert [event.request_id for event in bench.events if isinstance(event, Preempted)] == ["long"]
+
+
+def test_requests_that_never_need_an_eviction_leave_no_trace_in_memory() -> None:
+    bench = Bench(blocks=8)
+    for count in range(200):
+        bench.engine.submit(request(f"r{count}", [1, 2], adapter=adapter("a"), max_tokens=1))
+        bench.run()
+    assert len(bench.memory._leaves) <= 2 * bench.blocks + 64
+
+
 def test_a_stop_token_ends_a_request_but_not_before_min_tokens() -> None:
     bench = Bench(script=lambda start, position: 7)
     bench.engine.submit(request("soon", [1, 2], stop_token_ids=(7,)))
@@ -179,7 +196,7 @@ def test_a_dropped_adapter_is_freed_after_its_last_request_with_its_kv() -> None
     assert bench.memory.counts().free == bench.blocks
     bench.engine.drop_adapter(AdapterDigest("digest-a"))
     bench.step()
-    assert bench.adapter_events[-1] == AdapterEvicted(AdapterDigest("digest-a"), bench.clock.now(), 0)
+    assert bench.adapter_events[-1] == AdapterEvicted(AdapterDigest("digest-a"), bench.clock.now(), 0, dropped=True)
 
 
 def test_requests_accepted_before_a_drop_are_served_first() -> None:

@@ -20,7 +20,7 @@ class Traffic(RuleBasedStateMachine):
     """Submits, aborts, moves, drops and steps in any order."""
 
     @initialize(
-        blocks=st.integers(20, 40),
+        blocks=st.integers(14, 40),
         cold_start=st.sampled_from(ColdStart),
         keep=st.sampled_from(KvAfterFinish),
         repeat=st.integers(1, 6),
@@ -39,24 +39,27 @@ class Traffic(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from((*NAMES, None)),
         size=st.integers(1, 6),
-        prompt=st.integers(1, 30),
+        prompt=st.integers(1, 36),
         output=st.integers(1, 16),
         stop=st.integers(0, 999),
+        twins=st.integers(1, 2),
     )
-    def submit(self, name: str | None, size: int, prompt: int, output: int, stop: int) -> None:
-        ref = None if name is None else adapter(name, 1 + len(name))
-        count = len(self.requests)
-        new = request(
-            f"r{count}",
-            PREFIX[:prompt] + [count] * (size - 1),
-            self.bench.clock.now(),
-            ref,
-            max_tokens=output,
-            seed=count,
-            stop_token_ids=(stop,),
-        )
-        self.requests[new.request_id] = new
-        self.bench.engine.submit(new)
+    def submit(self, name: str | None, size: int, prompt: int, output: int, stop: int, twins: int) -> None:
+        """Twins compute the same tokens at once, so each has copies of the other's blocks."""
+        ref = None if name is None else adapter(name, 1 + len(name) // 2)
+        first = len(self.requests)
+        for count in range(first, first + twins):
+            new = request(
+                f"r{count}",
+                PREFIX[:prompt] + [first] * (size - 1),
+                self.bench.clock.now(),
+                ref,
+                max_tokens=output + 16 * (count - first),
+                seed=first,
+                stop_token_ids=(stop,),
+            )
+            self.requests[new.request_id] = new
+            self.bench.engine.submit(new)
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:

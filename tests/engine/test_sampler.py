@@ -207,3 +207,16 @@ def test_logits_that_are_not_finite_are_reported_by_row(bad: float) -> None:
     logits[1, 4] = bad
     tokens = sample(logits, [row(), row(), row(temperature=1.0)])
     assert [token is None for token in tokens] == [False, True, False]
+
+
+def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
+    logits = random_logits(5)
+    for top_p in (0.9, 1.0):
+        (token,) = sample(logits, [row(temperature=1e-46, top_p=top_p)])
+        assert token == Token(int(logits.argmax()))
+
+
+def test_a_row_that_its_own_penalty_leaves_without_finite_logits_fails_alone() -> None:
+    logits = random_logits(5, rows=2).abs() + 1
+    tokens = sample(logits, [row(repetition_penalty=1e-39, top_p=0.9, temperature=1.0), row()])
+    assert tokens == [None, Token(int(logits[1].argmax()))]

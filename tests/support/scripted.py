@@ -77,10 +77,10 @@ class Bench:
             self.engine.wait_for_load()
 
     def run(self, steps: int = 1_000) -> None:
-        """Step until every request has ended."""
+        """Step until every request and every transfer has ended."""
         for _ in range(steps):
             self.step()
-            if not self.engine.has_requests and not self.engine.is_busy:
+            if not (self.engine.has_requests or self.engine.is_busy or self.memory.loads_in_flight):
                 return
         raise AssertionError(f"still {self.scheduler.running} running, {self.scheduler.waiting} waiting")
 

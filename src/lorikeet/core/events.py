@@ -24,7 +24,7 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterWait(msgspec.Struct, frozen=True, tag=True):
-    """The request began (``loaded`` False) or ended (True) waiting for its adapter's transfer."""
+    """The request began (``loaded`` False) or ended (True) waiting for its adapter's transfer, or for its turn."""
 
     request_id: RequestId
     at_s: float
@@ -76,11 +76,19 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterEvicted(msgspec.Struct, frozen=True, tag=True):
-    """An adapter's blocks were given up; ``freed_bytes`` counts the blocks freed with it."""
+    """An adapter's blocks were given up.
+
+    Attributes:
+        digest: the version.
+        at_s: when.
+        freed_bytes: of its blocks and those of its KV.
+        dropped: because it was asked for, not to make room.
+    """
 
     digest: AdapterDigest
     at_s: float
     freed_bytes: int
+    dropped: bool = False
 
 
 AdapterEvent = AdapterLoaded | AdapterEvicted

@@ -88,7 +88,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         steps: steps run so far.
         running: sequences that hold blocks.
         waiting: requests in the admission queue.
-        waiting_for_adapter: those of them whose adapter is being transferred.
+        waiting_for_adapter: those of them whose adapter is being transferred, or waits for its turn.
         free_blocks, cached_blocks, kv_blocks, adapter_blocks, inflight_blocks: blocks by use; with
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
             blocks that running sequences hold and ``cached`` KV blocks that nobody holds.
@@ -130,7 +130,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on, and starting it again would not help; ``message`` is for the user."""
+    """The engine cannot start; ``message`` is for the user."""
 
     message: str
 

@@ -19,7 +19,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         max_tokens: most tokens to generate, at least 1.
         seed: with the position it determines the sampling noise, whoever computes it.
         min_tokens: no stop token may be chosen before this many tokens are generated.
-        temperature: 0 chooses the most likely token.
+        temperature: 0, or next to it, chooses the most likely token.
         top_p: smallest set of tokens with at least this probability mass.
         top_k: the k most likely tokens; 0 for all.
         min_p: drop tokens less likely than ``min_p`` times the most likely one.

@@ -92,6 +92,9 @@ class AdapterLoader:
             expected = isinstance(problem, AdapterError)
             _LOG.warning("adapter %s was not loaded: %s", ref.name, problem, exc_info=not expected)
             error = str(problem) or type(problem).__name__
+            with self._lock:
+                if self._generations.get(ref.digest) == load.generation:
+                    del self._generations[ref.digest]
         self._on_done(AdapterLoadDone(ref.digest, load.generation, error))
 
     def _transfer(self, load: AdapterLoad) -> LoraPieces:

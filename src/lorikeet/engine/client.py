@@ -74,6 +74,7 @@ class RequestHandle:
         self.timings = RequestTimings(request.arrival_s)
         self.token_ids = list(request.output_token_ids)
         self.deaths = 0
+        self.attempt = request.attempt
         self._abort = abort
         self._outputs: asyncio.Queue[Output | EngineError] = asyncio.Queue()
 
@@ -100,10 +101,9 @@ class RequestHandle:
         self._outputs.put_nowait(output)
 
     def resumed(self) -> Request:
-        """Return the request as it goes on after what has arrived."""
-        return msgspec.structs.replace(
-            self.request, attempt=self.request.attempt + self.deaths, output_token_ids=list(self.token_ids)
-        )
+        """Return the request as it goes on after what has arrived, as an attempt of its own."""
+        self.attempt += 1
+        return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
 
 
 @dataclass
@@ -238,17 +238,18 @@ class EngineClient:
         socket = self._context.socket(zmq.PAIR)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address)
-        # A session of its own: a Ctrl-C at the terminal is for the API process, which drains.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lorikeet.engine.process", address),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        link = _Link(process, socket)
-        messages = link.messages()
+        process = None
         try:
+            socket.bind(address)
+            # A session of its own: a Ctrl-C at the terminal is for the API process, which drains.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "lorikeet.engine.process", address),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert process.stdin is not None
+            link = _Link(process, socket)
+            messages = link.messages()
             process.stdin.write(self._settings + b"\n")
             async for message in messages:
                 if isinstance(message, Progress):
@@ -259,11 +260,13 @@ class EngineClient:
                     self.hello, self._link, self.alive = message, link, True
                     return link, messages
             raise EngineError(f"the engine process ended with code {process.returncode} before it was ready")
-        except BaseException:
-            if process.returncode is None:
+        except BaseException as error:
+            if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
             socket.close()
+            if isinstance(error, (OSError, zmq.ZMQError)):
+                raise EngineError(f"the engine process at {address} cannot be started: {error}") from error
             raise
 
     async def _supervise(self, link: _Link, messages: AsyncIterator[FromEngine]) -> None:
@@ -345,6 +348,7 @@ class EngineClient:
             if handle is None or sampled.index < len(handle.token_ids):
                 continue  # aborted here, or already received from an earlier attempt
             assert sampled.index == len(handle.token_ids), f"token {sampled.index} of {sampled.request_id} came early"
+            handle.attempt = max(handle.attempt, sampled.attempt)
             handle.token_ids.append(sampled.token.token_id)
             fresh.setdefault(sampled.request_id, []).append(sampled.token)
         ended: dict[RequestId, Finished] = {}
@@ -362,7 +366,7 @@ class EngineClient:
             else:
                 self._end(handle, output)
         for adapter_event in outputs.adapter_events:
-            if isinstance(adapter_event, AdapterEvicted):
+            if isinstance(adapter_event, AdapterEvicted) and adapter_event.dropped:
                 self._finish_drops(adapter_event.digest, adapter_event.freed_bytes)
             for callback in self._callbacks:
                 callback(adapter_event)

@@ -76,7 +76,7 @@ class Engine:
         if not plan.is_empty:
             result = self._executor.execute(plan)
             self._scheduler.commit(plan, result, self._clock.now())
-            self._steps += result.steps_run
+            self._steps += result.steps_run if plan.sequences else 0
             if self._on_plan is not None:
                 self._on_plan(plan)
         self._last_plan = plan

@@ -107,7 +107,9 @@ def serve(channel: Channel, engine: Engine) -> None:
 
 def main() -> None:
     """Build the replica, say hello, serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process decides when to stop
+    # The API process decides when to stop; service managers signal every process of a service.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(sys.argv[1])
@@ -120,6 +122,7 @@ def main() -> None:
         channel.close()
         sys.exit(1)
     channel.send(_hello(replica))
+    channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # gauges exist before the first request
     try:
         serve(channel, replica.engine)
     finally:

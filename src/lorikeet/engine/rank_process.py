@@ -92,6 +92,7 @@ def _serve(
     if not isinstance(message, ArenaSize):
         return
     arena = allocate_arena(model, message.blocks, engine.block_tokens)
+    report(Ready())
     loader = AdapterLoader(
         arena, model.geometry, rank, group.size, engine.load_threads, lambda done: report(Loaded(done))
     )

@@ -24,6 +24,9 @@ from lorikeet.engine.sequences import Ints
 CANDIDATES = (128, 2048)
 """Top-p looks at so many of the most likely tokens first; sorting a whole vocabulary is slow and rarely needed."""
 
+GREEDY_BELOW = 1e-5
+"""Lower temperatures choose the most likely token: in fp32 nothing would be left of the others."""
+
 
 class SampleRow(NamedTuple):
     """What the sampler must know of a sequence.
@@ -40,7 +43,7 @@ class SampleRow(NamedTuple):
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token | None]:
-    """Choose one token per row; None for a row whose largest logit is not finite (NaN, infinity).
+    """Choose one token per row; None for a row whose largest logit, as it is or as edited, is not finite.
 
     Args:
         logits: fp32 ``[S, vocab]``; not changed.
@@ -57,8 +60,10 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Token | None]:
     ]
 
 
-def _token(logits: Tensor, row: SampleRow, most_likely: int) -> Token:
+def _token(logits: Tensor, row: SampleRow, most_likely: int) -> Token | None:
     chosen = most_likely if _is_plain_greedy(row) else _choose(logits.clone(), row)
+    if chosen is None:
+        return None
     if row.params.logprobs is None:
         return Token(chosen)
     return _with_logprobs(logits, chosen, row.params.logprobs)
@@ -131,14 +136,16 @@ def lowest_kept(logits: Tensor, params: SamplingParams) -> Tensor:
     return lowest
 
 
-def _choose(logits: Tensor, row: SampleRow) -> int:
-    """Choose for a row that edits or samples; changes ``logits [vocab]``."""
+def _choose(logits: Tensor, row: SampleRow) -> int | None:
+    """Choose for a row that edits or samples, None if the edits leave nothing finite; changes ``logits [vocab]``."""
     edit_logits(logits, row)
     params = row.params
-    if params.temperature == 0:
+    largest = logits.max()
+    if not bool(torch.isfinite(largest)):
+        return None
+    if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
-    # The largest becomes 0, so that a tiny temperature cannot overflow it.
-    logits.sub_(logits.max()).div_(params.temperature)
+    logits.sub_(largest).div_(params.temperature)
     kept = torch.nonzero(logits >= lowest_kept(logits, params)).flatten()
     noise = gumbel_noise(params.seed, len(row.token_ids), kept.cpu().numpy())
     return int(kept[(logits[kept] + torch.from_numpy(noise).to(logits)).argmax()])
@@ -148,7 +155,7 @@ def _is_plain_greedy(row: SampleRow) -> bool:
     """True if the row's token is the most likely one, whatever came before."""
     params = row.params
     return (
-        params.temperature == 0
+        params.temperature < GREEDY_BELOW
         and not params.logit_bias
         and params.repetition_penalty == 1.0
         and params.presence_penalty == 0.0

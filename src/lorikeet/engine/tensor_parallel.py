@@ -102,8 +102,13 @@ class RankProcesses:
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
     def start(self, blocks: int) -> None:
-        """Let the ranks allocate their arenas and begin to serve, and watch them from now on."""
+        """Let the ranks allocate their arenas and begin to serve, and watch them from now on.
+
+        Raises:
+            ExecutorError: one could not.
+        """
         self._send(ArenaSize(blocks))
+        self.wait_until_ready()
         self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
         self._listener.start()
 

@@ -167,7 +167,7 @@ class DeviceMemory:
         """
         node = self._adapters.get(digest)
         if node is None:
-            self._events.append(AdapterEvicted(digest, now, 0))
+            self._events.append(AdapterEvicted(digest, now, 0, dropped=True))
             return
         if node.pins or node.residency is not Residency.LOADED:
             raise BlockError(f"adapter {digest[:12]} is in use ({node.pins} sequences, {node.residency.name})")
@@ -178,7 +178,7 @@ class DeviceMemory:
             del kv.parent.children[kv.tokens]  # also from parents that go too: candidates may still name it
             freed_blocks += 1
         self._cached -= freed_blocks
-        self._evict_adapter(node, now, freed_blocks)
+        self._evict_adapter(node, now, freed_blocks, dropped=True)
 
     def take_evictions(self) -> tuple[AdapterDigest, ...]:
         """Return the versions whose blocks were given up since the last call, for the executor to forget."""
@@ -295,8 +295,13 @@ class DeviceMemory:
 
     def _offer(self, node: Node) -> None:
         """Note an unused leaf as a candidate for eviction. Entries that no longer hold are skipped later."""
-        if not node.children and not node.pins and node is not self._base:
-            heapq.heappush(self._leaves, (self._eviction(node), next(self._tick), node))
+        if node.children or node.pins or node is self._base:
+            return
+        heapq.heappush(self._leaves, (self._eviction(node), next(self._tick), node))
+        if len(self._leaves) > 2 * self._pool.total + 64:  # while nothing is evicted, entries only grow stale
+            valid = {id(entry[2]): entry for entry in self._leaves if self._is_candidate(entry[2], entry[0])}
+            self._leaves = list(valid.values())
+            heapq.heapify(self._leaves)
 
     def _is_candidate(self, node: Node, key: float) -> bool:
         if node.children or node.pins or key != self._eviction(node):
@@ -321,13 +326,14 @@ class DeviceMemory:
             return
         raise BlockError(f"{self._cached} cached blocks, but no leaf to evict")
 
-    def _evict_adapter(self, node: AdapterNode, now: float, kv_blocks: int = 0) -> None:
+    def _evict_adapter(self, node: AdapterNode, now: float, kv_blocks: int = 0, *, dropped: bool = False) -> None:
         assert node.digest is not None, "the base has no weights to evict"
         del self._adapters[node.digest]
         self._pool.release(node.held)
         self._cached -= node.blocks
         self._evicted.append(node.digest)
-        self._events.append(AdapterEvicted(node.digest, now, (node.blocks + kv_blocks) * self.block_bytes))
+        freed_bytes = (node.blocks + kv_blocks) * self.block_bytes
+        self._events.append(AdapterEvicted(node.digest, now, freed_bytes, dropped))
 
     def check_integrity(self) -> None:
         """Count everything anew from the tree and the leases and compare; for tests and idle moments.

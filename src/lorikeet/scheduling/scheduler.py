@@ -3,8 +3,9 @@
 Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
 waiting requests in the order of the admission queue. A request that waits for its adapter's transfer is
 passed over; one that finds no room ends admission, so that no later one can starve it. When blocks run
-out, the newest sequence is exported and queued again; the oldest can always go on, so no load can
-deadlock the pool.
+out, the newest sequence is exported and queued again. A request is accepted only if it fits the pool
+alone, so the oldest can always go on, if need be after giving way once to itself: no load can deadlock
+the pool.
 """
 
 from bisect import insort
@@ -191,8 +192,10 @@ class Scheduler:
         """Lease the block that the next token needs, at the expense of the newest if need be."""
         assert sequence.lease is not None
         while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
-            if len(self._running) == 1:  # only transfers are in its way: it is left out until one has ended
-                return False
+            if len(self._running) == 1 and self._memory.loads_in_flight:
+                return False  # left out until a transfer has ended
+            # The newest may be the sequence itself: alone, it can only lack room because it holds copies of
+            # blocks that the tree has too (two sequences computed them at once); readmitted, it shares them.
             newest = self._running[-1]
             self._preempt(newest, draft, now)
             if newest is sequence:
@@ -236,9 +239,8 @@ class Scheduler:
         ref = sequence.request.adapter
         if ref is None or self._memory.residency(ref.digest) is Residency.LOADED:
             return _Adapter.READY
-        if self._memory.residency(ref.digest) is Residency.ABSENT:
-            if self._memory.loads_in_flight >= self._limits.max_loads:
-                return _Adapter.IN_TRANSFER
+        absent = self._memory.residency(ref.digest) is Residency.ABSENT
+        if absent and self._memory.loads_in_flight < self._limits.max_loads:
             load = self._memory.try_start_load(ref, now)
             if load is None:
                 return _Adapter.NO_ROOM
