@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 
-from tests.server.conftest import Running, Start
+from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
 
 ADMIN_CALLS = [
@@ -168,6 +169,30 @@ async def test_a_body_that_is_no_request_is_a_400(server: Running, content: byte
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_half_a_character_is_a_400_wherever_it_stands(server: Running) -> None:
+    halves = (rb"\ud800", rb"\uDC00x", rb"\ud83e\ud83e\udd9c", b"\xed\xa0\x80")
+    for path, content in (
+        (CHAT, b'{"messages": [{"role": "user", "content": "%s"}]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "model": "%s"}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "stop": ["%s"]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"%s": 1}}'),
+        ("/v1/completions", b'{"prompt": "%s"}'),
+        ("/tokenize", b'{"prompt": "%s"}'),
+        ("/v1/adapters", b'{"name": "%s", "source": "french"}'),
+    ):
+        for half in halves:
+            headers = {"Content-Type": "application/json"}
+            reply = await server.http.post(path, content=content % half, headers=headers)
+            assert reply.status_code == 400
+            assert "surrogate" in reply.json()["error"]["message"]
+
+
+async def test_escaped_whole_characters_and_escaped_backslashes_are_text(server: Running) -> None:
+    content = rb'{"prompt": "\ud83e\udd9c \\ud800"}'
+    reply = await server.http.post("/tokenize", content=content, headers={"Content-Type": "application/json"})
+    assert TOKENIZER.decode(reply.json()["tokens"]) == "🦜 \\ud800"
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/load_lora_adapter", "/v1/adapters", "/tokenize"])
 async def test_only_json_is_read(server: Running, path: str) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -190,8 +215,15 @@ async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
         raise RuntimeError("secret")
 
     monkeypatch.setattr(server.service.models, "cards", broken)
-    reply = await server.http.get("/v1/models")
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logged:
+        reply = await server.http.get("/v1/models", headers={"X-Request-Id": "abc-3"})
     assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == 500
+    assert reply.headers["x-request-id"] == "abc-3"
+    failure, access = logged
+    assert (failure["event"], failure["request_id"]) == ("unexpected error", "abc-3")
+    assert isinstance(failure["exc_info"], RuntimeError)
+    assert (access["event"], access["request_id"], access["status"]) == ("request", "abc-3", 500)
     assert "secret" not in reply.text
     assert (await server.http.get("/health")).status_code == 200
 

@@ -1,11 +1,21 @@
 """What routes ask FastAPI for."""
 
-from typing import Annotated
+import json
+import re
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from lorikeet.server.errors import ApiError
+from lorikeet.server.errors import ApiError, bad_request
 from lorikeet.server.service import Service
+
+_MAYBE_SURROGATE = re.compile(
+    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"|\xed[\xa0-\xbf]"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone."""
 
 
 def _parts(request: Request) -> Service:
@@ -13,10 +23,20 @@ def _parts(request: Request) -> Service:
     return service
 
 
-def _is_json(request: Request) -> None:
+async def _is_json(request: Request) -> None:
+    """Check the content type, and that all text can be written as UTF-8, which no lone surrogate can."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")
+    if _MAYBE_SURROGATE.search(await request.body()):
+        body: Any = await request.json()
+        for field, value in body.items() if isinstance(body, dict) else ():
+            try:
+                json.dumps({field: value}, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                name = field.encode(errors="backslashreplace").decode()
+                code = ord(error.object[error.start])
+                raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
 
 
 Parts = Annotated[Service, Depends(_parts)]
