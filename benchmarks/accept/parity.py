@@ -62,11 +62,20 @@ class Peer:
         best = torch.stack(output.logits).squeeze(1).float().topk(2).values
         return PeerAnswer(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
-    def argmax(self, token_ids: Sequence[int], adapter: str | None, last: int) -> list[int]:
-        """Return the most likely next token after each of the last ``last`` prefixes of ``token_ids``."""
+    def best(self, token_ids: Sequence[int], adapter: str | None, last: int) -> list[list[int]]:
+        """Return the most likely next tokens after each of the last ``last`` prefixes of ``token_ids``.
+
+        In bf16 several tokens often have the very same largest logit; the one that argmax names comes first.
+        """
         with torch.inference_mode(), self._under(adapter):
-            logits = self._model(input_ids=torch.tensor([token_ids])).logits[0]
-        return [int(token) for token in logits[-last:].argmax(-1)]
+            logits = self._model(input_ids=torch.tensor([token_ids])).logits[0, -last:].float()
+        first = logits.argmax(-1).tolist()
+        tied = [torch.nonzero(row == row.max()).flatten().tolist() for row in logits]
+        return [[token, *(other for other in row if other != token)] for token, row in zip(first, tied, strict=True)]
+
+    def use_attention(self, implementation: str) -> None:
+        """Compute attention by another of transformers' implementations (``eager``, ``sdpa``)."""
+        self._model.base_model.model.set_attn_implementation(implementation)
 
     def _under(self, adapter: str | None):  # type: ignore[no-untyped-def]  # PEFT's own context manager
         from contextlib import nullcontext

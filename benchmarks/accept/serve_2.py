@@ -1,7 +1,7 @@
 """serve.2: a mixed batch says what transformers and PEFT say one at a time."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all-8": {"rank": 8, "modules": LORA_MODULES},
     "all-24": {"rank": 24, "modules": LORA_MODULES},
     "all-128": {"rank": 128, "modules": LORA_MODULES},
-    "rslora-16": {"rank": 16, "rslora": True, "b_std": 0.005},
-    "rslora-48": {"rank": 48, "modules": ("q", "v"), "rslora": True, "b_std": 0.005},
+    "rslora-16": {"rank": 16, "rslora": True, "b_std": 0.01},
+    "rslora-48": {"rank": 48, "modules": ("q", "v"), "rslora": True, "b_std": 0.01},
     "pattern-40": {"rank": 40, "modules": LORA_MODULES, "rank_pattern": {"q": 8, "down": 128, "v": 100}},
 }
 QUESTIONS = (
@@ -51,7 +51,7 @@ QUESTIONS = (
 @line(
     "serve.2",
     title="Parity of a mixed batch with transformers and PEFT",
-    bound=f"fp32: no difference beyond ties, ties ≤ {MAX_TIES}; bf16: argmax agrees on ≥ {BF16_AGREEMENT:.0%}",
+    bound=f"fp32: no difference beyond ties, ties ≤ {MAX_TIES}; bf16: argmax agrees on ≥ {BF16_AGREEMENT:.0%} of positions",
 )
 def run(runs: StoredRuns) -> Result:
     """32 requests over 12 adapters and the base in one batch, fp32; then bf16 with the text given."""
@@ -68,7 +68,9 @@ def run(runs: StoredRuns) -> Result:
         figure={"fp32": fp32, "bf16": bf16},
         passed=passed,
         cause="" if passed else f"different: {fp32['different']}, ties {fp32['ties']}, bf16 {bf16['agreement']:.4f}",
-        notes="SmolLM2-135M-Instruct; the peer runs one request at a time",
+        notes="SmolLM2-135M-Instruct; the peer runs one request at a time. bf16: where several tokens share the peer's "
+        "largest logit, each of them is its argmax; agreement_with_first counts only the first of them. "
+        "peer_with_itself is the peer with eager instead of SDPA attention, counted as agreement is",
     )
 
 
@@ -152,7 +154,9 @@ def _bf16(model: Path, folders: Mapping[str, Path], answers: dict[str, Any]) -> 
     prompts = _prompts(model)
     texts = [prompt + answer["token_ids"] for prompt, answer in zip(prompts, answers["answers"], strict=True)]
     peer = Peer(model, torch.bfloat16, dict(folders))
-    expected = [peer.argmax(text[:-1], _adapter_of(i), TOKENS) for i, text in enumerate(texts)]
+    expected = [peer.best(text[:-1], _adapter_of(i), TOKENS) for i, text in enumerate(texts)]
+    peer.use_attention("eager")
+    otherwise = [peer.best(text[:-1], _adapter_of(i), TOKENS) for i, text in enumerate(texts)]
     ours: list[list[int]] = [[] for _ in texts]
     with replica(model, "bfloat16", max_step_tokens=4096) as built:
         for position in range(TOKENS):
@@ -161,11 +165,21 @@ def _bf16(model: Path, folders: Mapping[str, Path], answers: dict[str, Any]) -> 
             tokens = run_all(built, requests)
             for i, request in enumerate(requests):
                 ours[i].append(tokens[request.request_id][0].token_id)
-    pairs = [(a, b) for mine, theirs in zip(ours, expected, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    best = [position for text in expected for position in text]
+    chosen = [token for text in ours for token in text]
+    itself = [position[0] for text in otherwise for position in text]
     fp32 = [token for answer in answers["answers"] for token in answer["token_ids"]]
     return {
-        "agreement": sum(a == b for a, b in pairs) / len(pairs),
-        "positions": len(pairs),
-        "ours_with_fp32": sum(a == c for (a, _), c in zip(pairs, fp32, strict=True)) / len(pairs),
-        "peer_with_fp32": sum(b == c for (_, b), c in zip(pairs, fp32, strict=True)) / len(pairs),
+        "agreement": _share(token in position for token, position in zip(chosen, best, strict=True)),
+        "agreement_with_first": _share(token == position[0] for token, position in zip(chosen, best, strict=True)),
+        "peer_with_itself": _share(token in position for token, position in zip(itself, best, strict=True)),
+        "positions": len(best),
+        "positions_with_several_best": sum(len(position) > 1 for position in best),
+        "ours_with_fp32": _share(token == other for token, other in zip(chosen, fp32, strict=True)),
+        "peer_with_fp32": _share(position[0] == other for position, other in zip(best, fp32, strict=True)),
     }
+
+
+def _share(found: Iterable[bool]) -> float:
+    values = list(found)
+    return sum(values) / len(values)
