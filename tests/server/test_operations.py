@@ -253,3 +253,13 @@ async def test_half_a_request_and_no_more_leaves_the_server_unharmed(server: Run
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert (await server.http.post(CHAT, json=body())).status_code == 200
     assert server.service.gate.active == 0
+
+
+async def test_polls_are_logged_quietly_and_changes_of_adapters_are_not(server: Running) -> None:
+    with structlog.testing.capture_logs() as logged:
+        for path in ("/health", "/health/ready", "/load", "/metrics"):
+            await server.http.get(path)
+        await server.http.post("/load_lora_adapter", json={})
+    levels = {line["path"]: line["log_level"] for line in logged if line["event"] == "request"}
+    assert levels.pop("/load_lora_adapter") == "info"
+    assert set(levels.values()) == {"debug"}

@@ -8,8 +8,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from lorikeet.server.logs import log
-
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -77,8 +75,13 @@ def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model `{name}` does not exist.", param="model")
 
 
+def unexpected_failure() -> ApiError:
+    """Return the 500 that tells nothing but where to look."""
+    return ApiError(500, "The server failed to answer this request; its log says why.")
+
+
 def install_handlers(app: FastAPI) -> None:
-    """Make every error of the application OpenAI-shaped."""
+    """Make errors that routes raise OpenAI-shaped; for those that nobody expects see ``RequestIds``."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -93,14 +96,9 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _from_validation(error).response()
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("unexpected error", path=request.url.path, exc_info=error)
-        return ApiError(500, "The server failed to answer this request; its log says why.").response()
-
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:

@@ -8,7 +8,7 @@ from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 from lorikeet.engine.client import EngineClient, EngineError, Output, RequestHandle
-from lorikeet.server.errors import ApiError
+from lorikeet.server.errors import ApiError, unexpected_failure
 from lorikeet.server.logs import log
 from lorikeet.server.observer import Observer, RequestWatch
 from lorikeet.server.text import StopScanner, TextStream
@@ -217,7 +217,7 @@ class Generation:
             self._fail(choice, ApiError(503, f"The engine is not available: {error}"))
         except Exception as error:
             log.error("a choice failed", engine_request=choice.handle.request.request_id, exc_info=error)
-            self._fail(choice, ApiError(500, "The server failed to answer this request; its log says why."))
+            self._fail(choice, unexpected_failure())
 
     def _fail(self, choice: Choice, error: ApiError) -> None:
         choice.finish_reason = FinishReason.ERROR.value

@@ -11,10 +11,12 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.server.errors import unexpected_failure
+
 log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.server")
 
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_QUIET_PATHS = ("/health", "/metrics", "/ping", "/load")
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
 
 def configure_logs(level: str, *, as_json: bool) -> None:
@@ -50,7 +52,10 @@ def configure_logs(level: str, *, as_json: bool) -> None:
 
 
 class RequestIds:
-    """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends."""
+    """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends.
+
+    What nobody expected to fail becomes a 500 here, so that it too has the id in its answer and its log lines.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -75,8 +80,13 @@ class RequestIds:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
+            except Exception as error:
+                log.error("unexpected error", path=scope["path"], exc_info=error)
+                if status:
+                    raise  # an answer has begun: all that is left is to end the connection
+                await unexpected_failure().response()(scope, receive, send_with_id)
             finally:
-                level = logging.DEBUG if scope["path"].startswith(_QUIET_PATHS) else logging.INFO
+                level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
                 log.log(
                     level,
                     "request",
