@@ -155,6 +155,44 @@ def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
     assert compat.translate(arguments) == ([], [])
 
 
+def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None:
+    arguments = ["--enable-mixed-moe-lora-format", "--enable-moe-shared-loras", "--max-lora-cls-labels", "3", "m"]
+    kept, notes = compat.translate(arguments)
+    assert kept == ["m"]
+    assert len(notes) == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [("--model", "/no/such/folder", "no such folder"), ("--row", "x", "no row is called"), ("--dtype", "int4", "int4")],
+)
+def test_a_bench_of_what_does_not_exist_ends_with_one_line(flag: str, value: str, reason: str) -> None:
+    result = runner.invoke(app, ["bench", "offline", flag, value])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code != 0
+    assert reason in result.output
+    assert "Traceback" not in result.output
+
+
+def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = runner.invoke(app, ["generate", "x", "--model", str(tmp_path)])
+    assert isinstance(result.exception, SystemExit)
+    assert "needs a model folder with a tokenizer.json" in result.output
+
+
 def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
     with pytest.raises(compat.CompatError, match="--quantization: only bfloat16"):
         compat.translate(["--quantization", "awq"])

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lorikeet.commands.console import fail
-from lorikeet.config import ModelSettings
+from lorikeet.config import ConfigError, ModelSettings, resolve_row
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 
@@ -36,26 +36,37 @@ def offline(
 ) -> None:
     """Measure throughput with all requests given at once, alone or beside a peer in the same process."""
     from lorikeet.bench.offline import OfflineOptions, run_offline
+    from lorikeet.kernels.base import torch_dtype
+    from lorikeet.models.checkpoint import ModelConfigError
+    from lorikeet.models.loading import WeightError
     from lorikeet.server.announce import Announcer
     from lorikeet.server.model_folder import prepare_model
 
     if peer not in ("", "peft"):
         fail(f"peer {peer!r} is not one of: peft", code=2)
-    with Announcer() as announcer:
-        options = OfflineOptions(
-            model=str(prepare_model(ModelSettings(model=model), announcer.stage).path),
-            requests=requests,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            adapters=adapters,
-            peer=peer,
-            pairs=pairs,
-            dtype=dtype,
-            threads=threads or len(os.sched_getaffinity(0)),
-            row=row,
-            seed=seed,
-        )
-        report = run_offline(options, announcer.show)
+    try:
+        resolve_row(row)
+        torch_dtype(dtype)
+    except ValueError as error:
+        fail(str(error), code=2)
+    try:
+        with Announcer() as announcer:
+            options = OfflineOptions(
+                model=str(prepare_model(ModelSettings(model=model), announcer.stage).path),
+                requests=requests,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                adapters=adapters,
+                peer=peer,
+                pairs=pairs,
+                dtype=dtype,
+                threads=threads or len(os.sched_getaffinity(0)),
+                row=row,
+                seed=seed,
+            )
+            report = run_offline(options, announcer.show)
+    except (ConfigError, ModelConfigError, WeightError) as error:
+        fail(str(error))
     if as_json:
         print(json.dumps(report))
         return

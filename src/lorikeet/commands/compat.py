@@ -35,6 +35,7 @@ _POOL = "adapters of any rank and KV share one pool, so there are no adapter slo
 _HOST = "weights are read from the adapter store when needed; there is no second cache in host memory to size"
 _SHARE = "use --memory SIZE (the default takes a share of what is free)"
 _ALWAYS = "Lorikeet always does this"
+_DENSE = "models with experts are not served"
 _TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
 
 FOREIGN: dict[str, Foreign] = {
@@ -51,6 +52,9 @@ FOREIGN: dict[str, Foreign] = {
     "--enable-lora-overlap-loading": Foreign(_ALWAYS, value=False, same=("",)),
     "--lora-strict-loading": Foreign(_ALWAYS, value=False, same=("",)),
     "--lora-drain-wait-threshold": Foreign("requests are admitted in order of arrival", same=("0", "0.0")),
+    "--enable-mixed-moe-lora-format": Foreign(_DENSE, value=False),
+    "--enable-moe-shared-loras": Foreign(_DENSE, value=False),
+    "--max-lora-cls-labels": Foreign("only models that generate text are served, no classifiers"),
     "--max-lora-chunk-size": Foreign("the kernels choose their own chunks"),
     "--gpu-memory-utilization": Foreign(_SHARE),
     "--mem-fraction-static": Foreign(_SHARE),

@@ -93,7 +93,12 @@ FLAGS = (
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
     Flag("--host", "server.host", str, "Address to listen on; 127.0.0.1."),
     Flag("--port", "server.port", int, "Port; 8000, and 0 picks a free one."),
-    Flag("--api-key", "server.api_keys", list[str], "Key for all routes below /v1; repeatable."),
+    Flag(
+        "--api-key",
+        "server.api_keys",
+        list[str],
+        "Key for all routes but health, ping, version, load and metrics; repeatable.",
+    ),
     Flag("--admin-key --admin-api-key", "server.admin_keys", list[str], "Key for changing adapters; repeatable."),
     Flag("--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished requests before 429 is answered."),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),

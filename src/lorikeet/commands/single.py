@@ -45,12 +45,12 @@ def stream_answer(
         try:
             folder = prepare_model(settings.model, announcer.stage).path
             config = read_model_config(folder)
+            texts = Texts.read(folder)
             located = msgspec.structs.replace(settings.model, model=str(folder))
             engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=located), announcer.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except (AdapterError, ConfigError, OSError, ValueError) as error:
             raise GenerationError(str(error)) from error
-    texts = Texts.read(folder)
     if raw or texts.template is None:
         token_ids = texts.tokenizer.encode(prompt).ids
     else:
