@@ -1,8 +1,12 @@
 """The request log: one line for each request, in the workload format."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
@@ -67,6 +71,55 @@ def test_files_are_rotated_by_size_and_only_so_many_are_kept(tmp_path: Path) -> 
     kept = [lines(tmp_path / name)[0] for name in files]
     assert [line["request_id"] for line in kept] == ["r4", "r3", "r2"]
     assert all(line["arrival_s"] == 0 for line in kept)
+
+
+def test_a_rotation_that_fails_loses_no_line_and_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path, max_bytes=1, keep=1)
+    obstacle = tmp_path / "requests.jsonl.1"
+    obstacle.mkdir()
+    for number in range(3):
+        write(log, float(number), f"r{number}")
+    while not path.exists() or len(path.read_text().splitlines()) < 3:
+        time.sleep(0.001)  # the writer flushes when it has caught up
+    obstacle.rmdir()
+    write(log, 3.0, "r3")
+    log.close()
+    assert [line["request_id"] for line in lines(obstacle)] == ["r0", "r1", "r2"]
+    assert [line["request_id"] for line in lines(path)] == ["r3"]
+
+
+def test_a_line_that_cannot_be_written_does_not_end_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    log = RequestLog(path, max_bytes=10**6, keep=1)
+    write(log, 1.0, "half a character: \ud800")
+    write(log, 2.0, "r1")
+    log.close()
+    assert [line["request_id"] for line in lines(path)] == ["r1"]
+
+
+def test_lines_that_the_disk_cannot_take_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.server.request_log._MAX_QUEUED", 2)
+    writing, go_on = threading.Event(), threading.Event()
+    written = RequestLog._write
+
+    def slow(log: RequestLog, line: dict[str, Any]) -> None:
+        writing.set()
+        go_on.wait()
+        written(log, line)
+
+    monkeypatch.setattr(RequestLog, "_write", slow)
+    log = RequestLog(tmp_path / "requests.jsonl", max_bytes=10**6, keep=1)
+    write(log, 0.0, "r0")
+    writing.wait()
+    for number in range(1, 6):
+        write(log, float(number), f"r{number}")
+    assert log.dropped == 3
+    go_on.set()
+    log.close()
+    assert [line["request_id"] for line in lines(tmp_path / "requests.jsonl")] == ["r0", "r1", "r2"]
 
 
 def test_arrivals_go_on_counting_after_a_restart(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Each line has ``arrival_s, adapter, input_tokens, output_tokens`` and what became of the request. ``arrival_s``
 counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines are in the
-order in which requests ended. A thread writes, so a slow disk delays no stream.
+order in which requests ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in
+time, some are dropped and counted.
 """
 
 import os
@@ -18,6 +19,9 @@ from lorikeet.core.request import Request
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.logs import log
 
+_MAX_QUEUED = 10_000
+"""Lines that wait for the disk; with ``text`` one may take megabytes."""
+
 
 class RequestLog:
     """Writes and rotates one log file.
@@ -28,19 +32,23 @@ class RequestLog:
         keep: rotated files kept.
         text: also write the prompt's token ids and the answer's text.
 
+    Attributes:
+        dropped: lines lost because too many were waiting for the disk.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, keep: int, text: bool = False) -> None:
         self.wants_text = text
+        self.dropped = 0
         self._path = path
-        self._max_bytes = max_bytes
+        self._max_bytes = self._full_at_bytes = max_bytes
         self._keep = keep
         self._wall_minus_monotonic_s = time.time() - time.monotonic()
         self._zero_s = _first_arrival_unix_s(path)
         self._file = path.open("ab")
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
@@ -69,7 +77,12 @@ class RequestLog:
         }
         if self.wants_text:
             line |= {"prompt_token_ids": request.prompt_token_ids, "text": text or ""}
-        self._queue.put(line)
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped.bit_count() == 1:  # 1, 2, 4, 8, …: told at once, and ever more rarely
+                log.error("the request log's disk is too slow", file=str(self._path), lines_dropped=self.dropped)
 
     def close(self) -> None:
         """Write what is queued and close the file."""
@@ -83,25 +96,32 @@ class RequestLog:
                 self._write(line)
                 if self._queue.empty():
                     self._file.flush()
-            except OSError as error:
+            except Exception as error:  # the next line may do better, and without this thread none would
                 log.error("the request log cannot be written", file=str(self._path), error=str(error))
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file.tell() >= self._max_bytes:
-            self._rotate()
+        if self._file.tell() >= self._full_at_bytes:
+            self._try_to_rotate()
         if self._zero_s is None:
             self._zero_s = line["unix_s"]
         arrival_s = round(line["unix_s"] - self._zero_s, 6)
         self._file.write(msgspec.json.encode({"arrival_s": arrival_s, **line}) + b"\n")
 
-    def _rotate(self) -> None:
-        self._file.close()
-        for number in range(self._keep, 0, -1):
-            source = self._numbered(number - 1)
-            if source.exists():
-                os.replace(source, self._numbered(number))
-        self._file = self._path.open("wb")
-        self._zero_s = None
+    def _try_to_rotate(self) -> None:
+        """Begin a new file; if that fails, go on with the old one until it has grown as much again."""
+        try:
+            for number in range(self._keep, 0, -1):
+                source = self._numbered(number - 1)
+                if source.exists():
+                    os.replace(source, self._numbered(number))
+            new = self._path.open("wb")
+        except OSError as error:
+            self._full_at_bytes = self._file.tell() + self._max_bytes
+            log.error("the request log cannot be rotated", file=str(self._path), error=str(error))
+            return
+        old, self._file = self._file, new
+        self._full_at_bytes, self._zero_s = self._max_bytes, None
+        old.close()
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
