@@ -412,3 +412,19 @@ def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     assert len(statements) < 20
     assert not [record for record in catalog.list() if "ref" in vars(record)], "ranks are decoded when asked for"
     assert not catalog.notes
+
+
+def test_a_version_that_cannot_be_deleted_in_the_background_is_logged(
+    open_catalog: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_digest: AdapterDigest) -> None:
+        raise RuntimeError("the engine is gone")
+
+    catalog = open_catalog(on_drop=fail)
+    record = catalog.register("x", "french")
+    catalog.acquire(record.digest)
+    catalog.remove("x")
+    catalog.release(record.digest)
+    catalog.close()
+    assert record.digest in caplog.text
+    assert "the engine is gone" in caplog.text

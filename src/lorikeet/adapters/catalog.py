@@ -1,5 +1,6 @@
 """The adapters that a server offers: names in memory, their rows in the registry, their content in the store."""
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["AdapterCatalog", "AdapterRecord"]
 
@@ -246,8 +249,11 @@ class AdapterCatalog:
         return record
 
     def _clean(self, digest: AdapterDigest) -> None:
-        with self._changes:
-            self._drop_if_unused(digest)
+        try:
+            with self._changes:
+                self._drop_if_unused(digest)
+        except Exception:  # nobody asks for the result; the next start deletes what stays behind
+            _LOG.exception("adapter %s: its last use has ended, but it cannot be deleted", digest)
 
     def _drop_if_unused(self, digest: AdapterDigest) -> None:
         """Delete a version that no name, no request and no row of another base needs. Under ``_changes``."""
