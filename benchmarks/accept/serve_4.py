@@ -1,6 +1,7 @@
 """serve.4: prefix reuse stays within one adapter version, whatever is replaced, unloaded or loaded meanwhile."""
 
 import asyncio
+import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -83,7 +84,10 @@ def run(runs: StoredRuns) -> Result:
 
 @contextmanager
 def _server(*flags: str, environment: dict[str, str] | None = None) -> Iterator[tuple[RunningServer, Path]]:
-    """A server that knows no adapters yet, and the folder that it may load them from."""
+    """A server that knows no adapters yet, and the folder that it may load them from.
+
+    ``environment`` is added to this process's.
+    """
     with tempfile.TemporaryDirectory(prefix="lorikeet-serve4-") as text:
         scratch = Path(text)
         geometry = read_model_config(default_model()).geometry(4)
@@ -92,7 +96,9 @@ def _server(*flags: str, environment: dict[str, str] | None = None) -> Iterator[
         paths = ["--adapter-dir", f"{scratch}/sources", "--store-dir", f"{scratch}/store"]
         # One thread: what is measured here is no speed, and one does not suffer from others on the machine.
         with running_server(
-            [*flags, *paths, "--dtype", "float32", "--threads", "1"], scratch / "serve.log", environment=environment
+            [*flags, *paths, "--dtype", "float32", "--threads", "1"],
+            scratch / "serve.log",
+            environment={**os.environ, **(environment or {})},
         ) as server:
             yield server, scratch / "sources"
 

@@ -22,7 +22,8 @@ _TOPICS = ("birds", "the sea", "old trains", "bread", "mountains", "music", "a l
 @line(
     "serve.5",
     title=f"{CLIENTS} concurrent streams over base and adapters, a third hangs up midway",
-    bound="every stream complete or cleanly ended; then no block referenced and free + cached = total",
+    bound="every stream complete or cleanly ended, no engine restarted; "
+    "then no block referenced and free + cached = total",
 )
 def run(runs: StoredRuns) -> Result:
     """One burst on the default model with the sample adapters, then the gauges of ``/metrics``."""
@@ -30,6 +31,7 @@ def run(runs: StoredRuns) -> Result:
     problems = [
         *figure.pop("problems"),
         *(["blocks are still referenced, or free + cached is not total"] if not figure["idle"] else []),
+        *(["an engine was restarted"] if figure["engine_restarts"] else []),
         *(["fewer clients hung up than planned"] if figure["hung_up"] < CLIENTS // 3 else []),
     ]
     blocks = figure.pop("blocks")

@@ -90,7 +90,7 @@ def running_server(
         log: file for all that it prints.
         command: what starts it, for servers that are started otherwise.
         cwd: folder that it runs in.
-        environment: added to this process's.
+        environment: all of its environment variables; this process's if left out.
         port: where it listens; a free one is passed as ``--port`` if left out.
         ready_within_s: limit for coming up.
 
@@ -104,7 +104,7 @@ def running_server(
         process = subprocess.Popen(
             arguments,
             cwd=cwd,
-            env={**os.environ, **(environment or {})},
+            env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

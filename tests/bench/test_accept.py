@@ -1,5 +1,6 @@
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import revision
 from benchmarks.accept.runs import StoredRuns, code_digest
+from benchmarks.accept.serve_1 import newcomer_environment
+from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
 from benchmarks.pip_bytes import sizes_bytes
 
@@ -108,3 +111,33 @@ def test_pips_log_is_added_up_by_where_files_came_from(tmp_path: Path) -> None:
     assert sum(sizes["downloaded"].values()) == 2_001_500
     assert sum(sizes["cached"].values()) == 30_000
     assert sum(sizes["local"].values()) == 7
+
+
+def test_a_fresh_clone_sees_an_empty_home_and_nothing_of_this_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configuration = tmp_path / "user" / ".config" / "pip" / "pip.conf"
+    configuration.parent.mkdir(parents=True)
+    configuration.write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    for name in ("PIP_CONFIG_FILE", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    dropped = {"VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS", "LINE", "HF_HOME", "XDG_RUNTIME_DIR"}
+    for name in dropped:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("PATH", f"{Path(sys.prefix) / 'bin'}:/usr/bin")
+    found = newcomer_environment(tmp_path)
+    assert not dropped & found.keys()
+    assert found["PATH"] == "/usr/bin"
+    assert found["PIP_CONFIG_FILE"] == str(configuration)
+    folders = ["HOME", "PIP_CACHE_DIR", *(name for name in found if name.startswith("XDG_"))]
+    assert all(found[name].startswith(f"{tmp_path}/home") for name in folders)
+
+
+def test_the_environment_of_a_server_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THIS_PROCESS", "x")
+    log = tmp_path / "log"
+    command = ("/usr/bin/env",)
+    with pytest.raises(ServerError), running_server([], log, command=command, environment={"A": "b"}, port=free_port()):
+        pass
+    assert log.read_text() == "A=b\n"
