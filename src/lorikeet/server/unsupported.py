@@ -8,6 +8,7 @@ from lorikeet.server.protocol import Body
 _TOOLS = "Tool calls are not supported yet."
 _GRAMMAR = "Structured output is not supported yet; ask for the format in the prompt."
 _BEAM = "Beam search is not supported."
+_ADAPTER = "is not supported; name the adapter in model."
 
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
@@ -41,6 +42,11 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),
     "return_tokens_as_token_ids": ((False,), "return_tokens_as_token_ids is not supported yet."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
+    # Without these three the base would answer in the place of the adapter that was asked for.
+    "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
+    "adapter_id": (("",), f"LoRAX's adapter_id {_ADAPTER}"),
+    "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
+    "add_special_tokens": ((False,), "The chat template writes the special tokens; adding more is not supported."),
     "session_params": ((), "Sessions are not supported."),
 }
 """Field → values that change nothing (null never does), and what a client is told otherwise."""
