@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -49,11 +50,13 @@ class Generation(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
 
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> "Generation":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options can only be given with stream=true")
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        # A stream field that is wrong itself is not in the data, and is a fault of its own.
+        if value is not None and "stream" in info.data and not info.data["stream"]:
+            raise PydanticCustomError("stream_options", "only allowed with stream: true")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
