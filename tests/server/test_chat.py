@@ -77,8 +77,9 @@ async def test_usage_comes_last_or_in_every_chunk_as_asked(server: Running) -> N
     assert last[-1]["choices"] == []
     options = {"include_usage": True, "continuous_usage_stats": True}
     always = await events(server.http, CHAT, body(stream_options=options))
-    counts = [chunk["usage"]["completion_tokens"] for chunk in always if chunk["choices"][0:1] and "usage" in chunk]
-    assert counts == list(range(1, always[-1]["usage"]["completion_tokens"] + 1))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in always]
+    generated = counts[-1]
+    assert counts == [*range(generated + 1), generated]
 
 
 async def test_several_choices_have_seeds_of_their_own(server: Running) -> None:
@@ -217,6 +218,10 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"cache_salt": "x"}, "cache_salt"),
+        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
+        ({"adapter_id": "someone/adapter"}, "adapter_id"),
+        ({"adapter_source": "hub"}, "adapter_source"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ],
 )
@@ -228,6 +233,7 @@ async def test_what_is_not_implemented_is_refused_by_name(server: Running, field
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
     fields = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "user": "me"}
+    fields |= {"lora": [], "adapter_id": "", "adapter_source": None, "add_special_tokens": False}
     assert (await server.http.post(CHAT, json=body(**fields))).status_code == 200
 
 
@@ -267,9 +273,13 @@ async def test_a_wrong_field_is_a_400_that_names_it(server: Running, fields: dic
 
 
 async def test_stream_options_without_a_stream_are_refused(server: Running) -> None:
-    reply = await server.http.post(CHAT, json=body(stream_options={"include_usage": True}))
-    assert reply.status_code == 400
-    assert "stream" in reply.json()["error"]["message"]
+    for fields in ({}, {"stream": False}, {"stream": None}):
+        reply = await server.http.post(CHAT, json=body(stream_options={"include_usage": True}, **fields))
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["param"] == "stream_options"
+        assert error["message"] == "stream_options: only allowed with stream: true."
+    assert (await server.http.post(CHAT, json=body(stream_options=None))).status_code == 200
 
 
 async def test_a_prompt_past_the_context_is_told_with_its_length(server: Running) -> None:

@@ -97,19 +97,23 @@ async def _events(
     generation: Generation, answer: Format, body: GenerationBody, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     begun: set[int] = set()
+
+    def chunk(choice: dict[str, Any], completion_tokens: int) -> bytes:
+        value = head | {"choices": [choice]}
+        if body.wants_continuous_usage:
+            prompt_tokens = len(generation.choices[choice["index"]].handle.request.prompt_token_ids)
+            value["usage"] = _counts(prompt_tokens, completion_tokens)
+        return _event(value)
+
     try:
         async for piece in generation.pieces():
             event = b""
             if piece.index not in begun:
                 begun.add(piece.index)
                 opening = answer.first(piece.index)
-                event = _event(head | {"choices": [opening]}) if opening is not None else b""
+                event = b"" if opening is None else chunk(opening, 0)
             if piece.text or piece.finish_reason or answer.needs_every_token or body.wants_continuous_usage:
-                chunk = head | {"choices": [answer.chunk(piece)]}
-                if body.wants_continuous_usage:
-                    prompt_tokens = len(generation.choices[piece.index].handle.request.prompt_token_ids)
-                    chunk["usage"] = _counts(prompt_tokens, piece.completion_tokens)
-                event += _event(chunk)
+                event += chunk(answer.chunk(piece), piece.completion_tokens)
             if event:
                 yield event
     except ApiError as error:
