@@ -67,6 +67,14 @@ def test_a_forgotten_adapter_stays_in_the_sum() -> None:
     assert requests(adapters.labelled()) == {OTHER: 2}
 
 
+def test_looking_at_an_adapter_without_traffic_takes_no_label() -> None:
+    adapters, _ = usage(1)
+    assert adapters.peek("a").total == Counts()
+    adapters.of("b").add(Counts(requests=1))
+    assert requests(adapters.labelled()) == {"b": 1, OTHER: 0}
+    assert adapters.peek("b").total.requests == 1
+
+
 @given(st.lists(st.one_of(st.sampled_from("abcdefgh"), st.integers(1, 900)), max_size=60))
 def test_the_sum_is_exact_and_other_never_falls(script: list[str | int]) -> None:
     adapters, clock = usage(3)

@@ -43,7 +43,7 @@ async def add_adapter(body: NewAdapter, parts: Parts) -> dict[str, Any]:
 async def adapter_stats(name: str, parts: Parts) -> dict[str, Any]:
     """Traffic of one adapter since the server started."""
     record = _record(parts, name)
-    usage = parts.observer.usage.of(name)
+    usage = parts.observer.usage.peek(name)
     total = usage.total
     return {
         "name": name,

@@ -110,6 +110,10 @@ class AdapterUsage:
                 self._given += 1
         return usage
 
+    def peek(self, adapter: str) -> Usage:
+        """Return the usage of an adapter to look at; one without traffic gets neither a record nor a label."""
+        return self._adapters.get(adapter) or Usage(self._clock, self._everyone)
+
     def labelled(self) -> dict[str, Counts]:
         """Choose who is labelled now; return the counts under each label, ``other`` included."""
         now_s = self._clock()
