@@ -1,9 +1,11 @@
 """Completions over HTTP."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from lorikeet.server.texts import Texts
 from tests.server.conftest import TOKENIZER, Running
 from tests.server.test_chat import events
 
@@ -61,6 +63,62 @@ async def test_the_prompt_is_echoed_on_request(server: Running) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the hello world"
     refused = await server.http.post(URL, json=body(echo=True, logprobs=1))
     assert refused.status_code == 501
+
+
+async def test_an_echo_is_decoded_once_a_prompt_and_only_for_accepted_requests(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[list[int]] = []
+    decode = Texts.decode
+
+    def counting(texts: Texts, token_ids: list[int], **options: bool) -> str:
+        decoded.append(token_ids)
+        return decode(texts, token_ids, **options)
+
+    monkeypatch.setattr(Texts, "decode", counting)
+    prompts = [TOKENIZER.encode(text).ids for text in ("the ", "a ")]
+    for outside in ([5] * 300, [100_000]):
+        assert (await server.http.post(URL, json=body(prompt=outside, echo=True, n=3))).status_code == 400
+    server.service.gate.draining = True
+    assert (await server.http.post(URL, json=body(prompt=prompts, echo=True))).status_code == 503
+    assert decoded == []
+    server.service.gate.draining = False
+    answer = (await server.http.post(URL, json=body(prompt=prompts, echo=True, n=2))).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["the hello world"] * 2 + ["a hello world"] * 2
+    assert decoded == prompts
+
+
+async def test_an_echo_that_fails_frees_the_requests_place(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> str:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Texts, "decode", broken)
+    assert (await server.http.post(URL, json=body(prompt=[5], echo=True))).status_code == 500
+    assert server.service.gate.active == 0
+
+
+async def test_prompts_that_are_long_together_are_encoded_in_one_go_off_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    async def run_sync(work: Callable[[], object]) -> object:
+        calls.append(work)
+        return work()
+
+    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    assert (await server.http.post(URL, json=body(prompt=["hello"] * 3))).status_code == 200
+    assert not calls
+    assert (await server.http.post(URL, json=body(prompt=["hello " * 20] * 40))).status_code == 200
+    assert len(calls) == 1
+    long = [5] * 5000
+    assert (await server.http.post("/detokenize", json={"tokens": long})).json() == {"prompt": TOKENIZER.decode(long)}
+    assert len(calls) == 2
+    chat = {"messages": [{"role": "user", "content": "hello " * 50}] * 100, "return_token_strs": True}
+    reply = (await server.http.post("/tokenize", json=chat)).json()
+    assert reply["token_strs"] == [TOKENIZER.id_to_token(token) for token in reply["tokens"]]
+    assert len(calls) == 4
 
 
 async def test_logprobs_say_where_each_token_lies(server: Running) -> None:

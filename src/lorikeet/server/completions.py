@@ -1,5 +1,6 @@
 """``POST /v1/completions``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -27,22 +28,24 @@ class CompletionFormat:
     Args:
         texts: the model's.
         logprobs: whether to report them.
-        echoes: text that opens each choice; empty for none.
+        echoes: text that opens the choices of each prompt; empty for none.
+        choices: how many each prompt has.
     """
 
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, texts: Texts, *, logprobs: bool, echoes: list[str]) -> None:
+    def __init__(self, texts: Texts, *, logprobs: bool, echoes: list[str], choices: int) -> None:
         self._texts = texts
         self._echoes = echoes
+        self._choices = choices
         self._offsets: dict[int, int] = {}
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The prompt, if it is to be echoed."""
-        return _choice(index, self._echoes[index], None, None, None) if self._echoes else None
+        return _choice(index, self._echo(index), None, None, None) if self._echoes else None
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """Return the choice of one chunk."""
@@ -51,8 +54,11 @@ class CompletionFormat:
 
     def complete(self, index: int, text: str, tokens: list[Token], last: Piece) -> dict[str, Any]:
         """Return a whole choice."""
-        echo = self._echoes[index] if self._echoes else ""
-        return _choice(index, echo + text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
+        text = self._echo(index) + text
+        return _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._choices] if self._echoes else ""
 
     def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
         if not self.needs_every_token:
@@ -89,11 +95,7 @@ async def completions(http: Request, body: CompletionRequest, parts: Parts) -> R
     prompts = _prompts(body)
 
     async def encode() -> list[list[int]]:
-        special = body.add_special_tokens is not False
-        return [
-            await parts.texts.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
+        return await parts.texts.encode(prompts, add_special_tokens=body.add_special_tokens is not False)
 
     job = Job(
         prompts=len(prompts),
@@ -104,13 +106,17 @@ async def completions(http: Request, body: CompletionRequest, parts: Parts) -> R
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )
-    echoes = [_text(parts.texts, prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
     generation = await parts.start(body, target, job, http.state.request_id)
-    answer = CompletionFormat(parts.texts, logprobs=body.logprobs is not None, echoes=echoes)
+    try:
+        echoes = await parts.texts.decode_all(prompts) if body.echo else []
+    except BaseException:
+        generation.close()
+        raise
+    answer = CompletionFormat(parts.texts, logprobs=body.logprobs is not None, echoes=echoes, choices=body.n or 1)
     return await respond(http, body, generation, answer, target.name)
 
 
-def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
     """Bring the four forms of ``prompt`` into one."""
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -121,7 +127,3 @@ def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
         return [prompt]
     strings = [entry for entry in prompt if isinstance(entry, str)]
     return strings or [entry for entry in prompt if isinstance(entry, list)]
-
-
-def _text(texts: Texts, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else texts.decode(prompt)

@@ -18,7 +18,8 @@ _MAYBE_SURROGATE = re.compile(
 """What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone."""
 
 
-def _parts(request: Request) -> Service:
+async def _parts(request: Request) -> Service:
+    # Not async, FastAPI would run it in a thread, for every request.
     service: Service = request.app.state.service
     return service
 

@@ -96,7 +96,7 @@ async def tokenize(body: TokenizeRequest, parts: Parts) -> dict[str, Any]:
         )
     else:
         special = body.add_special_tokens is not False
-        tokens = await parts.texts.encode(body.prompt or "", add_special_tokens=special)
+        (tokens,) = await parts.texts.encode([body.prompt or ""], add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": parts.limits.max_model_tokens,
@@ -104,7 +104,7 @@ async def tokenize(body: TokenizeRequest, parts: Parts) -> dict[str, Any]:
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [parts.texts.tokenizer.id_to_token(token) for token in tokens]
+        answer["token_strs"] = await parts.texts.token_strings(tokens)
     return answer
 
 
@@ -114,7 +114,8 @@ async def detokenize(body: DetokenizeRequest, parts: Parts) -> dict[str, str]:
     parts.models.resolve(body.model)
     if outside := [token for token in body.tokens if token >= parts.limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
-    return {"prompt": parts.texts.decode(body.tokens)}
+    (text,) = await parts.texts.decode_all([body.tokens])
+    return {"prompt": text}
 
 
 async def _later(request: Request) -> Response:

@@ -1,9 +1,9 @@
 """The text side of one model: prompts to tokens, tokens to strings."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import to_thread
 from tokenizers import Tokenizer
@@ -12,8 +12,10 @@ from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.protocol import ChatMessage
 
-_THREAD_CHARACTERS = 4096
-"""Longer texts are tokenized off the event loop, so that one of them does not delay all streams."""
+_THREAD_LENGTH = 4096
+"""Characters or tokens from which on a request is worked on off the event loop, so that it delays no stream."""
+
+_T = TypeVar("_T")
 
 
 class Texts:
@@ -44,17 +46,34 @@ class Texts:
         tokenizer.no_padding()
         return cls(tokenizer, read_chat_template(folder, chat_template))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``."""
+    async def encode(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of every prompt; those that are token ids already stay as they are."""
 
-        def run() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        def run() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
 
-        return run() if len(text) < _THREAD_CHARACTERS else await to_thread.run_sync(run)
+        return await _off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ``token_ids``, all at once."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """Return the text of every prompt; those that are text already stay as they are."""
+
+        def run() -> list[str]:
+            return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
+
+        return await _off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the vocabulary's entry for every token."""
+        return await _off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
 
     async def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
@@ -64,10 +83,12 @@ class Texts:
         Raises:
             ApiError: 400 if the model has no template or it refuses the messages, 501 for content other than text.
         """
-        return await self.encode(
-            self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, extra=extra),
-            add_special_tokens=False,
-        )
+
+        def run() -> list[int]:
+            prompt = self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+            return self.tokenizer.encode(prompt, add_special_tokens=False).ids
+
+        return await _off_the_loop(run, sum(map(_length, messages)))
 
     def chat_prompt(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
@@ -80,6 +101,16 @@ class Texts:
             return self.template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra)
         except TemplateError as error:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+
+
+async def _off_the_loop(work: Callable[[], _T], length: int) -> _T:
+    """Run ``work`` on that many characters or tokens, in a thread if it may take long."""
+    return work() if length < _THREAD_LENGTH else await to_thread.run_sync(work)
+
+
+def _length(message: ChatMessage) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
