@@ -78,7 +78,7 @@ async def respond(http: Request, body: GenerationBody, generation: Generation, a
     except BaseException:
         generation.close()
         raise
-    return EventStream(_chain(first, events), generation.close)
+    return EventStream(_chain(first, events), generation.close, generation.sent_until_s)
 
 
 async def _collect(generation: Generation, answer: Format) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lorikeet.server.logs import log
+
 _T = TypeVar("_T")
 
 
@@ -44,19 +46,21 @@ class EventStream(Response):
     Args:
         events: complete events, blank line included.
         close: called once at the end, whatever ended it.
+        until_s: on the event loop's clock; a client that has not read all by then is given up. None for never.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], until_s: float | None = None) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
+        self._until_s = until_s
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end or the client is gone."""
+        """Send events until they end, the client is gone or its time is up."""
 
         async def stream() -> None:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -65,7 +69,10 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
-            await unless_gone(receive, stream())
+            async with asyncio.timeout_at(self._until_s):
+                await unless_gone(receive, stream())
+        except TimeoutError:
+            log.warning("gave up a client that does not read its stream")
         except (ClientGone, OSError):
             return
         finally:

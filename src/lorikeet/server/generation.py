@@ -14,6 +14,9 @@ from lorikeet.server.observer import Observer, RequestWatch
 from lorikeet.server.text import StopScanner, TextStream
 from lorikeet.server.texts import Texts
 
+_READ_S = 10.0
+"""How long after the time-out a client may take to read its answer; then its place is free."""
+
 
 @dataclass(frozen=True)
 class TextOptions:
@@ -140,6 +143,10 @@ class Generation:
         observer: hears of every output and end.
         on_close: called once when all is over.
         timeout_s: the choices end with an error after this time; 0 for never.
+
+    Attributes:
+        choices: the answers under way.
+        sent_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
     """
 
     def __init__(
@@ -164,6 +171,8 @@ class Generation:
         loop = asyncio.get_running_loop()
         too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
+        self.sent_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
+        self._end_reason = FinishReason.ABORT
         self._closed = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -192,11 +201,12 @@ class Generation:
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.handle.abort()
-                choice.watch.finished(choice.completion_tokens, FinishReason.ABORT.value)
+                choice.watch.finished(choice.completion_tokens, self._end_reason.value)
         self._on_close()
 
     def stop(self, error: ApiError) -> None:
-        """Let the reader see ``error`` next, which ends the request."""
+        """Let the reader see ``error`` next, which ends the request: it failed, nobody hung up."""
+        self._end_reason = FinishReason.ERROR
         self._pieces.put_nowait(error)
 
     async def _pump(self, choice: Choice) -> None:
