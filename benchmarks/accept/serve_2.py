@@ -51,7 +51,8 @@ QUESTIONS = (
 @line(
     "serve.2",
     title="Parity of a mixed batch with transformers and PEFT",
-    bound=f"fp32: no difference beyond ties, ties ≤ {MAX_TIES}; bf16: argmax agrees on ≥ {BF16_AGREEMENT:.0%} of positions",
+    bound=f"fp32: no difference beyond ties, ties ≤ {MAX_TIES}; bf16: argmax agrees on ≥ {BF16_AGREEMENT:.0%} of "
+    "positions",
 )
 def run(runs: StoredRuns) -> Result:
     """32 requests over 12 adapters and the base in one batch, fp32; then bf16 with the text given."""

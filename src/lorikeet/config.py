@@ -169,7 +169,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host, port: where to listen; port 0 picks a free one.
-        api_keys: bearer keys for all routes below /v1; empty for open access.
+        api_keys: bearer keys for all routes but health, ping, version, load and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; empty means the API keys do.
         max_queued: requests accepted and not finished, beyond which 429 is answered.
         max_body_bytes: larger bodies get 413.
