@@ -4,7 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from anyio import to_thread
 
+from lorikeet.core.ids import AdapterDigest
 from tests.server.conftest import Running, Start
 from tests.server.fakes import write_adapter
 from tests.server.test_chat import CHAT, body
@@ -33,7 +35,7 @@ async def test_vllm_loads_and_unloads(server: Running) -> None:
         ({"lora_path": "x"}, 400, "InvalidUserInput"),
         ({"lora_name": "french", "lora_path": "french"}, 400, "InvalidUserInput"),
         ({"lora_name": "base", "lora_path": "french"}, 400, "InvalidUserInput"),
-        ({"lora_name": "x", "lora_path": "missing"}, 400, "BadRequestError"),
+        ({"lora_name": "x", "lora_path": "missing"}, 404, "NotFoundError"),
         ({"lora_name": "x", "lora_path": "../../etc"}, 400, "BadRequestError"),
         ({"lora_name": "x", "lora_path": "s3://bucket/x"}, 400, "BadRequestError"),
         ({"lora_name": 7, "lora_path": "x"}, 400, "BadRequestError"),
@@ -159,3 +161,41 @@ async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> Non
     replies = await asyncio.gather(*(load(server, "new", source) for source in ("pirate", "json")))
     assert sorted(status for status, _ in replies) in ([200, 400], [200, 409])
     assert (await server.http.post(CHAT, json=body(model="new"))).status_code == 200
+
+
+async def test_traffic_since_a_name_was_loaded_again_survives_the_end_of_its_unload(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping, dropped = asyncio.Event(), asyncio.Event()
+
+    async def drop(digest: AdapterDigest) -> int:
+        dropping.set()
+        await dropped.wait()
+        return 0
+
+    monkeypatch.setattr(server.engine, "drop_adapter", drop)
+    unloading = asyncio.create_task(server.http.delete("/v1/adapters/french"))
+    await dropping.wait()
+    assert (await load(server, "french", "pirate"))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 200
+    dropped.set()
+    assert (await unloading).status_code == 200
+    assert (await server.http.get("/v1/adapters/french/stats")).json()["requests"] == 1
+
+
+async def test_an_adapter_whose_files_are_gone_can_be_replaced(server: Running) -> None:
+    record = server.service.catalog.get("french")
+    assert record is not None
+    server.service.catalog._missing.add(record.digest)
+    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 400
+    assert (await load(server, "french", "pirate", load_inplace=True))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 200
+
+
+async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> None:
+    everyones = to_thread.current_default_thread_limiter()
+    for _ in range(int(everyones.total_tokens)):
+        everyones.acquire_on_behalf_of_nowait(object())
+    assert (await load(server, "pirate", "pirate"))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+    assert (await server.http.delete("/v1/adapters/pirate")).status_code == 200

@@ -1,13 +1,20 @@
 """Loading and unloading adapters, as all the routes for it do."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import AdapterRecord
-from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, UnknownAdapter
+from lorikeet.adapters.errors import (
+    AdapterBusy,
+    AdapterError,
+    AdapterExists,
+    AdapterFilesMissing,
+    AdapterNotFound,
+    UnknownAdapter,
+)
 from lorikeet.engine.client import EngineError
 from lorikeet.server.errors import ApiError
 from lorikeet.server.logs import log
@@ -21,14 +28,18 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
     """Register an adapter.
 
     Raises:
-        ApiError: 400 for a name, source or adapter that will not do, 409 if another call changes the name.
+        ApiError: 400 for a name, source or adapter that will not do, 404 for a source that does not exist,
+            409 if another call changes the name.
     """
     _check_enabled(parts)
-    old = next((record for record in parts.catalog.list() if record.name == name), None)
+    try:
+        old = parts.catalog.get(name)
+    except AdapterFilesMissing:
+        old = None  # nothing ran under it; if the device still holds it, it is evicted when its place is needed
     if parts.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        record = await to_thread.run_sync(lambda: parts.catalog.register(name, source, replace=replace))
+        record = await _in_thread(parts, lambda: parts.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -36,6 +47,8 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
         ) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
+    except AdapterNotFound as error:
+        raise ApiError(404, str(error)) from error
     except AdapterError as error:
         raise ApiError(400, str(error)) from error
     log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
@@ -55,18 +68,28 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
     """
     _check_enabled(parts)
     try:
-        record = await to_thread.run_sync(lambda: parts.catalog.remove(name))
+        record = await _in_thread(parts, lambda: parts.catalog.remove(name))
     except UnknownAdapter:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
     freeing = _in_background(parts, _free(parts, record))
-    freeing.add_done_callback(lambda _: parts.observer.usage.forget(name))
+    freeing.add_done_callback(lambda _: _forget(parts, name))
     try:
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
         return None
+
+
+async def _in_thread(parts: Service, work: Callable[[], AdapterRecord]) -> AdapterRecord:
+    return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=parts.adapter_threads)
+
+
+def _forget(parts: Service, name: str) -> None:
+    """Drop the counts of an adapter that is gone, unless its name was loaded again in the meantime."""
+    if name not in parts.catalog.names():
+        parts.observer.usage.forget(name)
 
 
 async def _free(parts: Service, record: AdapterRecord) -> int:

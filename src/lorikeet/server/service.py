@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import structlog
+from anyio import CapacityLimiter
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
@@ -23,6 +24,9 @@ from lorikeet.server.observer import Observer
 from lorikeet.server.protocol import Generation as GenerationBody
 from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, sampling_params
 from lorikeet.server.texts import Texts
+
+_ADAPTER_THREADS = 4
+"""How many adapters are loaded or unloaded at once."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class Service:
     """Requests under way."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Adapters being dropped; kept here so that nobody collects the tasks."""
+    adapter_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_ADAPTER_THREADS))
+    """Apart from the threads that tokenize: slow downloads delay no request."""
 
     async def start(self, body: GenerationBody, target: Target, job: Job, request_id: str) -> Generation:
         """Accept a request and hand its sequences, ``n`` for each prompt, to the engine.
