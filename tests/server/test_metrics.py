@@ -121,6 +121,24 @@ async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> 
     assert value(samples, "vllm:lora_adapter_load_seconds_sum") == 0.2
 
 
+async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(server: Running) -> None:
+    await server.http.post(CHAT, json=body(model="french"))
+    twin = server.service.catalog.register("twin", str(server.sources / "french"))
+    unused = server.service.catalog.register("pirate", str(server.sources / "pirate"))
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        resident_adapters={twin.digest: 3, AdapterDigest("0123456789abcdef"): 1},
+        waiting_adapters=(unused.digest,),
+    )
+    samples = await page(server)
+    (info,) = samples["vllm:lora_requests_info"]
+    assert info.labels["running_lora_adapters"] == "0123456789ab,french,twin"
+    assert info.labels["waiting_lora_adapters"] == "pirate"
+    for name in ("french", "twin"):
+        assert value(samples, "vllm:lora_adapter_loaded", adapter_name=name, rank="4") == 1
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 2
+
+
 async def test_adapters_have_counts_of_their_own(server: Running) -> None:
     for _ in range(2):
         await server.http.post(CHAT, json=body(model="french"))

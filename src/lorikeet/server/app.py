@@ -56,7 +56,7 @@ def create_service(
         gate=Gate(settings.server.max_queued),
         observer=Observer(metrics, usage, request_log),
     )
-    metrics.add_collector(EngineCollector(client, metrics.labels, service.used_adapters.get))
+    metrics.add_collector(EngineCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
 
     def on_adapter_event(event: AdapterEvent) -> None:

@@ -1,7 +1,7 @@
 """Gauges read from the engine's latest statistics when somebody scrapes, and the counts per adapter."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,18 +22,18 @@ class EngineCollector(Collector):
     Args:
         client: holds the latest statistics.
         labels: of every metric.
-        adapter_of: the adapter version of a digest, None if it is no longer known.
+        adapters_by_digest: gives adapter versions under all their names.
     """
 
     def __init__(
         self,
         client: EngineClient,
         labels: dict[str, str],
-        adapter_of: Callable[[AdapterDigest], AdapterRef | None],
+        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
     ) -> None:
         self._client = client
         self._labels = labels
-        self._adapter_of = adapter_of
+        self._adapters_by_digest = adapters_by_digest
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -74,15 +74,15 @@ class EngineCollector(Collector):
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
         """Residency, for routers that prefer a replica that holds an adapter already."""
-        resident = sorted(stats.resident_adapters, key=self._name)[:_MAX_NAMES]
-        # A waiting adapter that is resident or runs counts as running: the two sets never overlap.
         serving = {*stats.running_adapters, *stats.resident_adapters}
-        running = sorted({self._name(digest) for digest in serving})[:_MAX_NAMES]
-        waiting = sorted({self._name(digest) for digest in stats.waiting_adapters if digest not in serving})
+        known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
+        running = {name for digest in serving for name in _names(known, digest)}
+        # A waiting adapter that is resident or runs counts as running: the two sets never overlap.
+        waiting = {name for digest in stats.waiting_adapters for name in _names(known, digest)} - running
         info = {
             "max_lora": str(stats.total_blocks),
-            "running_lora_adapters": ",".join(running),
-            "waiting_lora_adapters": ",".join(waiting[:_MAX_NAMES]),
+            "running_lora_adapters": ",".join(sorted(running)[:_MAX_NAMES]),
+            "waiting_lora_adapters": ",".join(sorted(waiting)[:_MAX_NAMES]),
         }
         yield self._gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
         loaded = GaugeMetricFamily(
@@ -90,18 +90,17 @@ class EngineCollector(Collector):
             "Adapters on the device.",
             labels=[*self._labels, "adapter_name", "level", "pinned", "rank"],
         )
-        for digest in resident:
-            adapter = self._adapter_of(digest)
-            rank = "" if adapter is None else str(adapter.max_rank)
-            loaded.add_metric([*self._labels.values(), self._name(digest), "gpu", "false", rank], 1.0)
+        ranks = {
+            name: str(known[digest][0].max_rank) if digest in known else ""
+            for digest in stats.resident_adapters
+            for name in _names(known, digest)
+        }
+        for name in sorted(ranks)[:_MAX_NAMES]:
+            loaded.add_metric([*self._labels.values(), name, "gpu", "false", ranks[name]], 1.0)
         yield loaded
         held = len(stats.resident_adapters)
         yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
         yield self._gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
-
-    def _name(self, digest: AdapterDigest) -> str:
-        adapter = self._adapter_of(digest)
-        return digest[:12] if adapter is None else adapter.name
 
     def _gauge(self, name: str, text: str, value: float, more: dict[str, str] | None = None) -> Metric:
         labels = {**self._labels, **(more or {})}
@@ -113,6 +112,11 @@ class EngineCollector(Collector):
         counter = CounterMetricFamily(name, text, labels=list(self._labels))
         counter.add_metric(list(self._labels.values()), value)
         return counter
+
+
+def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
+    """The names of a version; the start of its digest if it has none."""
+    return [adapter.name for adapter in known.get(digest, ())] or [digest[:12]]
 
 
 _PER_ADAPTER: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (

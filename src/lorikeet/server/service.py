@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
 
 import structlog
@@ -66,7 +66,7 @@ class Service:
     gate: Gate
     observer: Observer
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
-    """Versions that requests ran under, to name them in metrics."""
+    """Versions that requests ran under, to name those in metrics that have no name any more."""
     generations: set[Generation] = field(default_factory=set)
     """Requests under way."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
@@ -108,6 +108,15 @@ class Service:
             raise
         self.generations.add(generation)
         return generation
+
+    def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
+        """Return these versions under all their names; one that lost them under the name it was last used by."""
+        used = {digest: [self.used_adapters[digest]] for digest in digests & self.used_adapters.keys()}
+        named: dict[AdapterDigest, list[AdapterRef]] = {}
+        for record in self.catalog.list():
+            if record.digest in digests:
+                named.setdefault(record.digest, []).append(record.ref)
+        return used | named
 
     def stop_all(self) -> None:
         """End all requests under way with an error that their clients see."""
