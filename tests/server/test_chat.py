@@ -232,7 +232,13 @@ async def test_what_is_not_implemented_is_refused_by_name(server: Running, field
 
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
-    fields = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "best_of": 1, "user": "me"}
+    fields: dict[str, Any] = {
+        "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "best_of": 1,
+        "user": "me",
+    }
     fields |= {"lora": [], "adapter_id": "", "adapter_source": None, "add_special_tokens": False}
     assert (await server.http.post(CHAT, json=body(**fields))).status_code == 200
 
