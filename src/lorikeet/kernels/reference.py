@@ -1,12 +1,16 @@
 """The readable backend: plain torch, on any device. Other backends are checked against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan
+
+GROUP_RANKS = 512
+"""Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
 
 
 class ReferenceKernels:
@@ -21,11 +25,17 @@ class ReferenceKernels:
     def add_lora(
         self, out: Tensor, x: Tensor, segments: Sequence[LoraSegment], layer: int, module: str, column: int
     ) -> None:
-        """Two matrix products per piece; work is proportional to rows times rank."""
-        for segment in segments:
-            rows = slice(segment.start, segment.stop)
-            for a, b in segment.pieces.get((layer, module), ()):
-                out[rows, column : column + b.shape[1]].addmm_(x[rows] @ a.T, b)
+        """Two matrix products per group of segments: in eager torch a small product costs more than its arithmetic.
+
+        A group multiplies all its rows with all its ranks and keeps what belongs together.
+        """
+        for group in _groups(segments, layer, module):
+            first, last = group[0].segment.start, group[-1].segment.stop
+            a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
+            inner = x[first:last] @ a.T
+            if len(group) > 1:
+                inner = _own_blocks(inner, group)
+            out[first:last, column : column + b.shape[1]].addmm_(inner, b)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Cast back before the weight is applied, in Llama's order."""
@@ -56,6 +66,42 @@ class ReferenceKernels:
         """``silu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class _Member(NamedTuple):
+    """A segment in a group, with the pieces of the (layer, module) at hand and the sum of their ranks."""
+
+    segment: LoraSegment
+    pieces: tuple[tuple[Tensor, Tensor], ...]
+    rank: int
+
+
+def _groups(segments: Sequence[LoraSegment], layer: int, module: str) -> Iterator[list[_Member]]:
+    """Yield runs of segments that touch (layer, module), of at most ``GROUP_RANKS`` ranks together."""
+    group: list[_Member] = []
+    for segment in segments:
+        if pieces := segment.pieces.get((layer, module)):
+            member = _Member(segment, pieces, sum(len(a) for a, _ in pieces))
+            if group and sum(m.rank for m in group) + member.rank > GROUP_RANKS:
+                yield group
+                group = []
+            group.append(member)
+    if group:
+        yield group
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
+    """Keep each segment's rows under its own ranks, of ``[rows, ranks of the group]``; the rest becomes 0."""
+    own, first, rank = torch.zeros_like(inner), group[0].segment.start, 0
+    for member in group:
+        rows, ranks = slice(member.segment.start - first, member.segment.stop - first), slice(rank, rank + member.rank)
+        own[rows, ranks] = inner[rows, ranks]
+        rank += member.rank
+    return own
 
 
 def _decode(q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
