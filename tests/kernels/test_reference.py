@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan, kv_view
+from lorikeet.kernels import reference
 from lorikeet.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
@@ -26,11 +27,19 @@ def lora_batches(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, list[int]]]
     return row + draw(st.integers(0, 2)), segments
 
 
+@pytest.mark.parametrize("group_ranks", [1, 12, 512])
 @given(lora_batches(), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_add_lora_is_the_dense_product_of_each_adapter_on_its_rows_and_columns(
-    batch: tuple[int, list[tuple[int, int, list[int]]]], column: int, dtype: torch.dtype
+    group_ranks: int, batch: tuple[int, list[tuple[int, int, list[int]]]], column: int, dtype: torch.dtype
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "GROUP_RANKS", group_ranks)
+        check_add_lora(batch, column, dtype)
+
+
+def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: int, dtype: torch.dtype) -> None:
+    """Compare a call with the dense formula, and one for another module or layer with no change at all."""
     rows, plan = batch
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 12, generator=generator).to(dtype)
@@ -53,6 +62,16 @@ def test_add_lora_is_the_dense_product_of_each_adapter_on_its_rows_and_columns(
     KERNELS.add_lora(out, x, segments, 1, "v", column)
     bound = 1e-3 if dtype == torch.float32 else 1.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
+
+
+def test_a_row_that_overflows_under_its_adapter_leaves_the_rows_of_others_alone() -> None:
+    x = torch.ones(2, 4)
+    x[0] = torch.finfo(torch.float32).max
+    pieces: LoraPieces = {(0, "q"): ((torch.full((2, 4), 9.0), torch.ones(2, 3)),)}
+    out = torch.zeros(2, 3)
+    KERNELS.add_lora(out, x, [LoraSegment(0, 1, pieces), LoraSegment(1, 2, pieces)], 0, "q", 0)
+    assert torch.equal(out[1], torch.full((3,), 72.0))
+    assert not torch.isfinite(out[0]).any()
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
