@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan, kv_view
 from lorikeet.kernels import reference
+from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan, kv_view
 from lorikeet.kernels.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
