@@ -133,7 +133,7 @@ def _report(options: OfflineOptions, ranks: list[int], outcomes: dict[str, list[
     return report | {
         "runs_s": runs_s,
         "ranks": ranks,
-        "setup": msgspec.to_builtins(options),
+        "setup": msgspec.to_builtins(options) | {"model": Path(options.model).name},
         "versions": _versions(options.peer),
     }
 
