@@ -88,6 +88,7 @@ class DeviceMemory:
         self._leaves: list[tuple[float, int, Node]] = []
         self._tick = count()
         self._cached = self._kv = self._adapter = self._inflight = 0
+        self._loads = 0
         self._evicted: list[AdapterDigest] = []
         self._events: list[AdapterEvent] = []
 
@@ -116,7 +117,7 @@ class DeviceMemory:
     @property
     def loads_in_flight(self) -> int:
         """Number of adapters being transferred."""
-        return sum(node.residency is Residency.LOADING for node in self._adapters.values()) if self._inflight else 0
+        return self._loads
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that ``tokens`` tokens of KV take."""
@@ -134,6 +135,7 @@ class DeviceMemory:
             ref.digest, Residency.LOADING, tuple(blocks), generation, load_started_s=now, last_use_s=now
         )
         self._inflight += len(blocks)
+        self._loads += 1
         return AdapterLoad(ref, tuple(blocks), generation)
 
     def finish_load(self, done: AdapterLoadDone, now: float) -> float:
@@ -149,6 +151,7 @@ class DeviceMemory:
         if node is None or node.residency is not Residency.LOADING or node.load_generation != done.generation:
             raise BlockError(f"load {done.generation} of adapter {done.digest[:12]} was not in flight")
         self._inflight -= node.blocks
+        self._loads -= 1
         if done.error is None:
             node.residency, node.last_use_s = Residency.LOADED, now
             self._cached += node.blocks
@@ -343,11 +346,12 @@ class DeviceMemory:
         """
         owners: list[BlockId] = [block for lease in self._leases for block in lease.private]
         kv = len(owners)
-        cached = adapter = inflight = 0
+        cached = adapter = inflight = loads = 0
         for top in (self._base, *self._adapters.values()):
             owners += top.held
             if top.residency is Residency.LOADING:
                 inflight += top.blocks
+                loads += 1
             elif top.pins:
                 adapter += top.blocks
             else:
@@ -357,7 +361,7 @@ class DeviceMemory:
                 owners.append(node.block)
                 kv, cached = (kv + 1, cached) if node.pins else (kv, cached + 1)
         found = BlockCounts(self._pool.total - len(owners), cached, kv, adapter, inflight)
-        if found != self.counts() or len(set(owners)) != len(owners):
+        if found != self.counts() or loads != self._loads or len(set(owners)) != len(owners):
             raise BlockError(f"accounts say {self.counts()}, the blocks {found}, {len(set(owners))} distinct owners")
 
 
