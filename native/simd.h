@@ -1,0 +1,222 @@
+// One vector of floats, as wide as the instruction set of this build allows.
+//
+// Every kernel is written once against this header and compiled once per instruction set (see setup.py):
+// AVX2 with FMA, AVX-512 (F, BW, DQ, VL), AVX-512 with BF16. Each build is a library of its own, so no
+// inline function of one can end up in another.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace lorikeet {
+
+// bfloat16 as storage. Arithmetic is done on floats, or by dot().
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t wide = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &wide, 4);
+  return f;
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline bf16 to_bf16(float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  if ((wide & 0x7fffffff) > 0x7f800000) return {uint16_t((wide >> 16) | 0x40)};
+  return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};
+}
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) { *p = to_bf16(x); }
+
+#if defined(__AVX512F__)
+
+constexpr int kLanes = 16;
+using F32 = __m512;
+
+inline F32 zero() { return _mm512_setzero_ps(); }
+inline F32 splat(float x) { return _mm512_set1_ps(x); }
+inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
+inline F32 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
+inline F32 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store(float* p, F32 x) { _mm512_storeu_ps(p, x); }
+inline __m256i narrow(F32 x) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  __m512i wide = _mm512_castps_si512(x);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(wide, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(0x40));
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
+#endif
+}
+inline void store(bf16* p, F32 x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// The first n of a vector's lanes, 0 <= n <= kLanes; lanes beyond are read as 0 and not written.
+inline __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+inline F32 load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline F32 load_n(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline void store_n(float* p, F32 x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+inline void store_n(bf16* p, F32 x, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
+
+inline F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+inline F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
+inline F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+inline F32 div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
+inline F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+inline F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F32 round(F32 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline float sum(F32 x) { return _mm512_reduce_add_ps(x); }
+inline float largest(F32 x) { return _mm512_reduce_max_ps(x); }
+// x * 2^n for whole n.
+inline F32 scale_by_power(F32 x, F32 n) { return _mm512_scalef_ps(x, n); }
+
+// A register of k-groups: kLanes times (two bfloat16 | one float). dot(c, a, b) adds to every lane of c the
+// products of its group.
+struct Pairs {
+  __m512i bits;
+};
+inline Pairs load_group(const bf16* p) { return {_mm512_loadu_si512(p)}; }
+inline Pairs splat_group(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
+inline Pairs load_group_n(const bf16* p, int n) {  // n bfloat16, at most 2 * kLanes
+  return {_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << n) - 1), p)};
+}
+inline F32 even(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a.bits, 16)); }
+inline F32 odd(Pairs a) { return _mm512_castsi512_ps(_mm512_and_si512(a.bits, _mm512_set1_epi32(int(0xffff0000)))); }
+#if defined(__AVX512BF16__)
+inline F32 dot(F32 c, Pairs a, Pairs b) { return _mm512_dpbf16_ps(c, (__m512bh)a.bits, (__m512bh)b.bits); }
+#else
+inline F32 dot(F32 c, Pairs a, Pairs b) { return fma(even(a), even(b), fma(odd(a), odd(b), c)); }
+#endif
+
+#else  // AVX2 with FMA
+
+constexpr int kLanes = 8;
+using F32 = __m256;
+
+inline F32 zero() { return _mm256_setzero_ps(); }
+inline F32 splat(float x) { return _mm256_set1_ps(x); }
+inline F32 load(const float* p) { return _mm256_loadu_ps(p); }
+inline F32 widen(__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); }
+inline F32 load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+inline void store(float* p, F32 x) { _mm256_storeu_ps(p, x); }
+inline __m128i narrow(F32 x) {
+  __m256i wide = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(wide, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(wide, 16), _mm256_set1_epi32(0x40));
+  __m256i unordered = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  __m256i kept = _mm256_blendv_epi8(rounded, quiet, unordered);
+  return _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1));
+}
+inline void store(bf16* p, F32 x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+
+inline F32 load_n(const float* p, int n) {
+  alignas(32) float lanes[8] = {};
+  std::memcpy(lanes, p, size_t(n) * 4);
+  return _mm256_load_ps(lanes);
+}
+inline F32 load_n(const bf16* p, int n) {
+  alignas(16) uint16_t lanes[8] = {};
+  std::memcpy(lanes, p, size_t(n) * 2);
+  return widen(_mm_load_si128((const __m128i*)lanes));
+}
+inline void store_n(float* p, F32 x, int n) {
+  alignas(32) float lanes[8];
+  _mm256_store_ps(lanes, x);
+  std::memcpy(p, lanes, size_t(n) * 4);
+}
+inline void store_n(bf16* p, F32 x, int n) {
+  alignas(16) uint16_t lanes[8];
+  _mm_store_si128((__m128i*)lanes, narrow(x));
+  std::memcpy(p, lanes, size_t(n) * 2);
+}
+
+inline F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
+inline F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
+inline F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
+inline F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
+inline F32 max(F32 a, F32 b) { return _mm256_max_ps(a, b); }
+inline F32 min(F32 a, F32 b) { return _mm256_min_ps(a, b); }
+inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+inline F32 round(F32 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline float sum(F32 x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float largest(F32 x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline F32 scale_by_power(F32 x, F32 n) {
+  // In two halves, as 2^-140 is no normal float.
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
+  __m256i rest = _mm256_sub_epi32(whole, half), bias = _mm256_set1_epi32(127);
+  F32 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  F32 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+  return mul(mul(x, a), b);
+}
+
+struct Pairs {
+  __m256i bits;
+};
+inline Pairs load_group(const bf16* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
+inline Pairs splat_group(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm256_set1_epi32(pair)};
+}
+inline Pairs load_group_n(const bf16* p, int n) {
+  alignas(32) uint16_t lanes[16] = {};
+  std::memcpy(lanes, p, size_t(n) * 2);
+  return {_mm256_load_si256((const __m256i*)lanes)};
+}
+inline F32 even(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a.bits, 16)); }
+inline F32 odd(Pairs a) { return _mm256_castsi256_ps(_mm256_and_si256(a.bits, _mm256_set1_epi32(int(0xffff0000)))); }
+inline F32 dot(F32 c, Pairs a, Pairs b) { return fma(even(a), even(b), fma(odd(a), odd(b), c)); }
+
+#endif
+
+// The same names for float: a group is one element.
+inline F32 load_group(const float* p) { return load(p); }
+inline F32 load_group_n(const float* p, int n) { return load_n(p, n); }
+inline F32 splat_group(const float* p) { return splat(*p); }
+inline F32 dot(F32 c, F32 a, F32 b) { return fma(a, b, c); }
+
+// Elements of a group.
+template <class T>
+constexpr int kGroup = 4 / int(sizeof(T));
+
+// exp(x) to about 1 ulp of float; 0 below -104, inf above 88.7. (Cephes' reduction and a polynomial of degree 6.)
+inline F32 exp(F32 x) {
+  x = min(max(x, splat(-110.0f)), splat(90.0f));
+  F32 n = round(mul(x, splat(1.44269504088896341f)));
+  F32 r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  F32 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, splat(1.0f)));
+  return scale_by_power(p, n);
+}
+
+}  // namespace lorikeet
