@@ -117,6 +117,19 @@ def read_mooncake(path: Path) -> list[WorkloadRequest]:
     ]
 
 
+def read_any(path: Path) -> list[WorkloadRequest]:
+    """Read a workload or one of the two traces: ``.csv`` is Azure's, lines with ``hash_ids`` are Mooncake's.
+
+    Raises:
+        WorkloadError: it is none of them.
+    """
+    if path.suffix == ".csv":
+        return read_azure(path)
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    return read_mooncake(path) if b'"hash_ids"' in first else read_workload(path)
+
+
 def _decode_lines(path: Path, kind: type[T]) -> Iterator[T]:
     decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:

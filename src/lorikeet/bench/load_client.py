@@ -1,0 +1,203 @@
+"""Sends the requests of a workload to an OpenAI-compatible server when they are due, and times the answers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+
+from lorikeet.bench.answer_stream import AnswerStream, EventLines, error_text
+from lorikeet.bench.exchange import Exchange
+from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.workload import WorkloadRequest
+
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Which server, and how it is spoken to.
+
+    Attributes:
+        url: its address.
+        base: served name of the base model, for requests without an adapter.
+        endpoint: one of ``ENDPOINTS``.
+        api_key: sent as a bearer token; empty for none.
+        adapter_as: how ``model`` names an adapter, with ``{base}`` and ``{adapter}``.
+        text: whether prompts are words instead of token ids; chat always takes words.
+        ignore_eos: whether to ask for answers of exactly the asked length.
+        usage_per_event: whether to ask for the count of tokens in every event.
+        temperature: of the sampling.
+        timeout_s: after which a request counts as failed.
+    """
+
+    url: str
+    base: str
+    endpoint: str = "completions"
+    api_key: str = ""
+    adapter_as: str = "{adapter}"
+    text: bool = False
+    ignore_eos: bool = True
+    usage_per_event: bool = False
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+
+    def model(self, request: WorkloadRequest) -> str:
+        """Return the ``model`` of ``request``."""
+        if request.adapter is None:
+            return self.base
+        return self.adapter_as.format(base=self.base, adapter=request.adapter)
+
+    def body(self, index: int, request: WorkloadRequest, prompts: Prompts) -> dict[str, Any]:
+        """Return what is sent for ``request``, the ``index``-th of its workload."""
+        body: dict[str, Any] = {
+            "model": self.model(request),
+            "max_tokens": request.output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.usage_per_event:
+            body["stream_options"]["continuous_usage_stats"] = True
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if request.priority:
+            body["priority"] = request.priority
+        if self.endpoint == "chat":
+            body["messages"] = [{"role": "user", "content": prompts.words(index, request)}]
+        else:
+            body["prompt"] = (prompts.words if self.text else prompts.token_ids)(index, request)
+        return body
+
+
+class Drive(NamedTuple):
+    """One run of a workload.
+
+    Attributes:
+        exchanges: of all requests, in the order of their arrival.
+        cpu_share: processor time of this client per second of the run; near 1 the client was the limit.
+    """
+
+    exchanges: list[Exchange]
+    cpu_share: float
+
+
+def drive(
+    requests: Sequence[WorkloadRequest],
+    target: Target,
+    prompts: Prompts,
+    concurrency: int = 0,
+    on_end: Callable[[Exchange], None] = lambda exchange: None,
+) -> Drive:
+    """Send every request when it is due, whether or not earlier ones have been answered.
+
+    Args:
+        requests: the workload.
+        target: the server.
+        prompts: makes their prompts.
+        concurrency: most requests under way at once, 0 for no limit; a request that is due waits for its place.
+        on_end: called after each answer or failure.
+    """
+    in_order = sorted(requests, key=lambda request: request.arrival_s)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    exchanges = asyncio.run(_drive(in_order, target, prompts, concurrency, on_end))
+    return Drive(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
+
+
+async def _drive(
+    requests: Sequence[WorkloadRequest],
+    target: Target,
+    prompts: Prompts,
+    concurrency: int,
+    on_end: Callable[[Exchange], None],
+) -> list[Exchange]:
+    gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    tasks: list[asyncio.Task[Exchange]] = []
+    async with (
+        httpx.AsyncClient(base_url=target.url.rstrip("/"), headers=headers, timeout=None, limits=limits) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        sender = _Sender(http, target, gate, on_end)
+        for index, request in enumerate(requests):
+            # The body is made before the request is due, so that making it delays nothing.
+            body = msgspec.json.encode(target.body(index, request, prompts))
+            await asyncio.sleep(max(0.0, request.arrival_s - sender.now_s()))
+            tasks.append(group.create_task(sender.send(request, body)))
+    return [task.result() for task in tasks]
+
+
+class _Sender:
+    """Sends single requests; its clock begins with it."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        target: Target,
+        gate: AbstractAsyncContextManager[Any],
+        on_end: Callable[[Exchange], None],
+    ) -> None:
+        self._http = http
+        self._target = target
+        self._gate = gate
+        self._on_end = on_end
+        self._start_s = time.perf_counter()
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self._start_s
+
+    async def send(self, request: WorkloadRequest, body: bytes) -> Exchange:
+        """Send one request and read its answer to the end; failures are part of the exchange."""
+        woken_s = self.now_s()
+        async with self._gate:
+            sent_s = self.now_s()
+            answer = AnswerStream()
+            failure = await self._stream(body, answer)
+            kind, message = failure if failure is not None else (None, "")
+            exchange = Exchange(
+                adapter=request.adapter,
+                due_s=request.arrival_s,
+                sent_s=sent_s,
+                ended_s=self.now_s(),
+                held_s=sent_s - woken_s,
+                token_times_s=tuple(answer.token_times_s),
+                input_tokens=request.input_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
+                output_tokens=answer.output_tokens,
+                asked_tokens=request.output_tokens,
+                cached_tokens=answer.cached_tokens,
+                error=kind,
+                message=message,
+                slo=request.slo,
+            )
+        self._on_end(exchange)
+        return exchange
+
+    async def _stream(self, body: bytes, answer: AnswerStream) -> tuple[str, str] | None:
+        """Read one answer; return kind and message of what went wrong."""
+        headers = {"Content-Type": "application/json"}
+        path = ENDPOINTS[self._target.endpoint]
+        try:
+            async with (
+                asyncio.timeout(self._target.timeout_s),
+                self._http.stream("POST", path, content=body, headers=headers) as response,
+            ):
+                if response.status_code != 200:
+                    return f"HTTP {response.status_code}", error_text(await response.aread())
+                events = EventLines()
+                async for piece in response.aiter_raw():
+                    now_s = self.now_s()
+                    for data in events.feed(piece):
+                        answer.take(data, now_s)
+        except TimeoutError:
+            return "timeout", f"no whole answer within {self._target.timeout_s:g} s"
+        except httpx.HTTPError as error:
+            return type(error).__name__, str(error)
+        except msgspec.DecodeError as error:
+            return "unreadable event", str(error)
+        if answer.error is not None:
+            return "error in the stream", answer.error
+        return None if answer.finished else ("cut off", "the stream ended without an end mark")

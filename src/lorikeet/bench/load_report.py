@@ -1,0 +1,217 @@
+"""From exchanges to figures. Times are in seconds, rates per second."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from lorikeet.bench.exchange import Exchange
+from lorikeet.bench.workload import Slo
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Mean and percentiles (linear between values) of ``count`` values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """Summarise ``values`` without the missing ones; None if nothing is left."""
+    present = np.asarray([value for value in values if value is not None], dtype=np.float64)
+    if not present.size:
+        return None
+    return Distribution(len(present), float(present.mean()), *np.percentile(present, [50, 90, 95, 99]).tolist())
+
+
+def jain_index(values: Sequence[float]) -> float | None:
+    """Return Jain's fairness index, (Σx)² / (n Σx²): 1 if all are equal, 1/n if one has everything.
+
+    Source: R. Jain, D. Chiu, W. Hawe, "A Quantitative Measure of Fairness and Discrimination for Resource Allocation
+    in Shared Computer Systems", DEC-TR-301, 1984. None without values, or if all are zero.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    squares = float((x * x).sum())
+    return float(x.sum()) ** 2 / (len(x) * squares) if squares else None
+
+
+class AdapterFigures(msgspec.Struct, frozen=True):
+    """What the requests of one adapter got.
+
+    Attributes:
+        adapter: its name, None for the base model.
+        requests, failed: how many were sent, and how many of them failed.
+        ttft_s, tpot_s, e2e_s: of whole answers.
+        cold_ttft_s: TTFT of its first request of the run.
+        normalised_s: mean E2E per output token.
+        slo_attainment: share of its requests that met the SLO; None without limits.
+    """
+
+    adapter: str | None
+    requests: int
+    failed: int
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    e2e_s: Distribution | None
+    cold_ttft_s: float | None
+    normalised_s: float | None
+    slo_attainment: float | None
+
+
+class ErrorFigures(msgspec.Struct, frozen=True):
+    """How often one kind of error came, and what was said the first time."""
+
+    count: int
+    example: str
+
+
+class LoadFigures(msgspec.Struct, frozen=True):
+    """A run as a whole.
+
+    Attributes:
+        requests, completed: sent, and answered whole.
+        short_answers: whole answers with fewer tokens than asked for.
+        errors: by kind.
+        duration_s: from the first request to the end of the last.
+        offered_rate: requests per second between the first and the last sending.
+        request_rate, output_token_rate, token_rate: of whole answers, per second of the duration.
+        ttft_s, tpot_s, itl_s, e2e_s: of whole answers.
+        cold_ttft_s: TTFT of each adapter's first request in this run.
+        warm_ttft_s: TTFT of all other requests.
+        tokens_per_event: mean; above 1 a gap of ITL stands for several tokens.
+        slo_attainment: share of the requests sent that met the SLO; None without limits.
+        goodput: requests per second that met it; None without limits.
+        fairness: Jain's index over the adapters' mean E2E per output token.
+        most_under_way: requests under way at once.
+        lateness_s: by how much the client sent late.
+        held_s: how long the limit on requests under way held requests back.
+        cached_share: share of prompt tokens found in the server's prefix cache, None if it does not say.
+        adapters: by number of requests.
+    """
+
+    requests: int
+    completed: int
+    short_answers: int
+    errors: dict[str, ErrorFigures]
+    duration_s: float
+    offered_rate: float | None
+    request_rate: float
+    output_token_rate: float
+    token_rate: float
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    itl_s: Distribution | None
+    e2e_s: Distribution | None
+    cold_ttft_s: Distribution | None
+    warm_ttft_s: Distribution | None
+    tokens_per_event: float | None
+    slo_attainment: float | None
+    goodput: float | None
+    fairness: float | None
+    most_under_way: int
+    lateness_s: Distribution | None
+    held_s: Distribution | None
+    cached_share: float | None
+    adapters: list[AdapterFigures]
+
+
+def summarise(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
+    """Return the figures of a run.
+
+    Args:
+        exchanges: at least one.
+        slo: limits for requests that have none of their own.
+    """
+    whole = [exchange for exchange in exchanges if exchange.error is None]
+    sent_s = sorted(exchange.sent_s for exchange in exchanges)
+    # A run without any duration has no rates to speak of; the smallest time keeps them finite.
+    duration_s = max(max(exchange.ended_s for exchange in exchanges) - sent_s[0], 1e-9)
+    span_s = sent_s[-1] - sent_s[0]
+    output_tokens = sum(exchange.output_tokens for exchange in whole)
+    input_tokens = sum(exchange.input_tokens for exchange in whole)
+    events = sum(len(exchange.token_times_s) for exchange in whole)
+    attainment = slo_attainment(exchanges, slo)
+    adapters = [_adapter_figures(adapter, group, slo) for adapter, group in by_adapter(exchanges).items()]
+    cold = {id(group[0]) for adapter, group in by_adapter(exchanges).items() if adapter is not None}
+    return LoadFigures(
+        requests=len(exchanges),
+        completed=len(whole),
+        short_answers=sum(exchange.output_tokens < exchange.asked_tokens for exchange in whole),
+        errors=_error_figures(exchanges),
+        duration_s=duration_s,
+        offered_rate=(len(exchanges) - 1) / span_s if span_s else None,
+        request_rate=len(whole) / duration_s,
+        output_token_rate=output_tokens / duration_s,
+        token_rate=(input_tokens + output_tokens) / duration_s,
+        ttft_s=distribution(exchange.ttft_s for exchange in whole),
+        tpot_s=distribution(exchange.tpot_s for exchange in whole),
+        itl_s=distribution(gap_s for exchange in whole for gap_s in exchange.gaps_s),
+        e2e_s=distribution(exchange.e2e_s for exchange in whole),
+        cold_ttft_s=distribution(exchange.ttft_s for exchange in whole if id(exchange) in cold),
+        warm_ttft_s=distribution(exchange.ttft_s for exchange in whole if id(exchange) not in cold),
+        tokens_per_event=output_tokens / events if events else None,
+        slo_attainment=attainment,
+        goodput=None if attainment is None else attainment * len(exchanges) / duration_s,
+        fairness=jain_index([each.normalised_s for each in adapters if each.normalised_s is not None]),
+        most_under_way=most_under_way(exchanges),
+        lateness_s=distribution(exchange.lateness_s for exchange in exchanges),
+        held_s=distribution(exchange.held_s for exchange in exchanges),
+        cached_share=_cached_share(whole),
+        adapters=sorted(adapters, key=lambda each: (-each.requests, each.adapter or "")),
+    )
+
+
+def slo_attainment(exchanges: Sequence[Exchange], common: Slo) -> float | None:
+    """Return the share of ``exchanges`` that met their limits (see ``Exchange.meets``); None if there are no limits."""
+    if common == Slo() and not any(exchange.slo for exchange in exchanges):
+        return None
+    return sum(exchange.meets(common) for exchange in exchanges) / len(exchanges)
+
+
+def by_adapter(exchanges: Iterable[Exchange]) -> dict[str | None, list[Exchange]]:
+    """Return the exchanges of each adapter, in the order of sending."""
+    groups: dict[str | None, list[Exchange]] = {}
+    for exchange in sorted(exchanges, key=lambda exchange: exchange.sent_s):
+        groups.setdefault(exchange.adapter, []).append(exchange)
+    return groups
+
+
+def most_under_way(exchanges: Iterable[Exchange]) -> int:
+    """Return the largest number of requests that were under way at one time."""
+    # At the same moment ends (-1) come before beginnings (+1).
+    changes = sorted(change for each in exchanges for change in ((each.sent_s, 1), (each.ended_s, -1)))
+    return int(np.cumsum([step for _, step in changes]).max(initial=0))
+
+
+def _adapter_figures(adapter: str | None, group: Sequence[Exchange], slo: Slo) -> AdapterFigures:
+    whole = [exchange for exchange in group if exchange.error is None]
+    per_token_s = [exchange.e2e_s / exchange.output_tokens for exchange in whole if exchange.output_tokens]
+    return AdapterFigures(
+        adapter=adapter,
+        requests=len(group),
+        failed=len(group) - len(whole),
+        ttft_s=distribution(exchange.ttft_s for exchange in whole),
+        tpot_s=distribution(exchange.tpot_s for exchange in whole),
+        e2e_s=distribution(exchange.e2e_s for exchange in whole),
+        cold_ttft_s=None if adapter is None or group[0].error is not None else group[0].ttft_s,
+        normalised_s=float(np.mean(per_token_s)) if per_token_s else None,
+        slo_attainment=slo_attainment(group, slo),
+    )
+
+
+def _error_figures(exchanges: Iterable[Exchange]) -> dict[str, ErrorFigures]:
+    failed = [exchange for exchange in exchanges if exchange.error is not None]
+    examples = {exchange.error: exchange.message for exchange in reversed(failed)}
+    counts = Counter(exchange.error for exchange in failed)
+    return {str(kind): ErrorFigures(count, examples[kind]) for kind, count in counts.most_common()}
+
+
+def _cached_share(whole: Iterable[Exchange]) -> float | None:
+    told = [exchange for exchange in whole if exchange.cached_tokens is not None]
+    tokens = sum(exchange.input_tokens for exchange in told)
+    return sum(exchange.cached_tokens or 0 for exchange in told) / tokens if tokens else None

@@ -1,0 +1,125 @@
+"""Runs of a load generator: one, or a search for the peak load."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lorikeet.bench.arrivals import Range
+from lorikeet.bench.exchange import Exchange
+from lorikeet.bench.load_client import Target, drive
+from lorikeet.bench.load_plan import LoadPlan
+from lorikeet.bench.load_report import LoadFigures, summarise
+from lorikeet.bench.peak import Peak, find_peak
+from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.server_report import growth, read_counters
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, Slo, WorkloadRequest
+
+Show = Callable[[str, int, int], None]
+"""Called with a stage, and how much of it is done out of how much."""
+
+_LEAST_PROBE_REQUESTS = 10
+
+
+class Run(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        rate: requests per second that were planned, None for the workload's own times or all at once.
+        figures: the summary.
+        cpu_share: of the client, see ``Drive``.
+        server: what the server's counters say, by name.
+        exchanges: the requests one by one.
+    """
+
+    rate: float | None
+    figures: LoadFigures
+    cpu_share: float
+    server: dict[str, float]
+    exchanges: list[Exchange]
+
+
+class LoadRunner:
+    """Runs a plan against a server; every run sends new prompts.
+
+    Args:
+        target: the server.
+        plan: what to send.
+        slo: limits for requests without their own.
+        concurrency: most requests under way at once, 0 for no limit.
+        ids: token ids to make prompts of.
+        block_tokens: length of a prefix block.
+        show: told of progress.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        plan: LoadPlan,
+        slo: Slo,
+        *,
+        concurrency: int = 0,
+        ids: Range = DEFAULT_IDS,
+        block_tokens: int = MOONCAKE_BLOCK_TOKENS,
+        show: Show = lambda stage, done, total: None,
+    ) -> None:
+        self._target = target
+        self._plan = plan
+        self._slo = slo
+        self._concurrency = concurrency
+        self._ids = ids
+        self._block_tokens = block_tokens
+        self._show = show
+        self._runs = 0
+
+    def warm_up(self, count: int) -> Exchange | None:
+        """Send ``count`` requests to the base model, one after the other; return one that failed, if one did."""
+        if not count:
+            return None
+        lengths = self._plan.requests(1, None)[0]
+        requests = [WorkloadRequest(0.0, None, lengths.input_tokens, lengths.output_tokens)] * count
+        failed = [exchange for exchange in self._drive(requests, "warm-up", 1).exchanges if exchange.error is not None]
+        return failed[0] if failed else None
+
+    def run(self, count: int, rate: float | None, stage: str = "requests") -> Run:
+        """Measure ``count`` requests at ``rate`` (see ``LoadPlan.requests``).
+
+        Raises:
+            ChoiceError: a rule of the plan has no meaning for them.
+        """
+        requests = self._plan.requests(count, rate, self._runs)
+        before = read_counters(self._target.url, self._target.api_key)
+        run = self._drive(requests, stage, self._concurrency)
+        after = read_counters(self._target.url, self._target.api_key)
+        return run._replace(rate=rate, server=growth(before, after))
+
+    def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
+        """Search the highest rate at which the share ``attainment`` of requests meets the SLO, which must have limits.
+
+        Args:
+            attainment: share of the requests that must.
+            start: first rate.
+            probe_s: length of a probe; longer if fewer than ten requests would come.
+        """
+        runs: list[Run] = []
+
+        def probe(rate: float) -> float:
+            count = max(_LEAST_PROBE_REQUESTS, round(rate * probe_s))
+            runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
+            attained = runs[-1].figures.slo_attainment
+            assert attained is not None
+            return attained
+
+        return find_peak(probe, attainment, start, lowest=1 / probe_s), runs
+
+    def _drive(self, requests: list[WorkloadRequest], stage: str, concurrency: int) -> Run:
+        prompts = Prompts(self._plan.seed, self._runs, self._ids, self._block_tokens)
+        self._runs += 1
+        done = 0
+
+        def count(exchange: Exchange) -> None:
+            nonlocal done
+            done += 1
+            self._show(stage, done, len(requests))
+
+        self._show(stage, 0, len(requests))
+        exchanges, cpu_share = drive(requests, self._target, prompts, concurrency, count)
+        return Run(None, summarise(exchanges, self._slo), cpu_share, {}, exchanges)

@@ -1,0 +1,196 @@
+"""``lorikeet bench serve``: load on a running server, of any make, and what became of it."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from lorikeet import __version__
+from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
+from lorikeet.commands.console import fail, note
+
+if TYPE_CHECKING:
+    from lorikeet.bench.exchange import Exchange
+    from lorikeet.bench.load_run import Run
+    from lorikeet.bench.peak import Peak
+
+_REQUESTS = 100
+_FIRST_RATE = 1.0
+_LATE_SHARE = 0.1
+_BUSY_SHARE = 0.8
+"""Above these shares of the median TTFT and of a core, the client itself is worth a note."""
+
+
+def bench_serve(
+    context: typer.Context,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str, typer.Option(help="Base model.", show_default="the first one listed")] = "",
+    adapters: Annotated[str, typer.Option(help="Names, separated by commas, or 'all' that are listed.")] = "",
+    adapter_choice: Annotated[str, typer.Option(help="uniform, round-robin, zipf:A or distinct.")] = "uniform",
+    adapter_as: Annotated[str, typer.Option(help="How 'model' names an adapter.")] = "{adapter}",
+    requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="100 or the workload's")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second.", show_default="all at once")] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursty, uniform or now.", show_default="poisson")] = "",
+    burstiness: Annotated[float, typer.Option(help="Shape of bursty (gamma) gaps; below 1 bursts.")] = 0.25,
+    workload: Annotated[
+        Path | None, typer.Option(help="JSON Lines, Azure's CSV or Mooncake's JSONL.", exists=True, dir_okay=False)
+    ] = None,
+    length_scale: Annotated[float, typer.Option(help="Factor on a workload's lengths.")] = 1.0,
+    prefix_block_tokens: Annotated[int, typer.Option(min=1, help="Length of a workload's prefix block.")] = 512,
+    concurrency: Annotated[int, typer.Option(min=0, help="Most requests under way; 0: no limit.")] = 0,
+    prompt_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "128",
+    output_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "64",
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    text: Annotated[bool, typer.Option("--text", help="Send words, for servers that take no token ids.")] = False,
+    token_ids: Annotated[str, typer.Option(help="Range of the prompts' token ids.")] = "300-10000",
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly the length.")] = True,
+    usage_per_event: Annotated[bool, typer.Option("--usage-per-event", help="Count tokens in every event.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampling.")] = 0.0,
+    timeout_s: Annotated[float, typer.Option(help="After which a request has failed.")] = 600.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests to the base before the measured ones.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, adapters, lengths and prompts.")] = 0,
+    slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1,e2e=10.")] = "",
+    find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
+    slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
+    probe_s: Annotated[float, typer.Option(min=0.1, help="Length of each probe of the search.")] = 30.0,
+    top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Send requests to any OpenAI-compatible server, open loop, and print what they met."""
+    from lorikeet.bench.arrivals import ARRIVALS, ChoiceError, Range
+    from lorikeet.bench.load_client import ENDPOINTS, Target
+    from lorikeet.bench.load_plan import LoadPlan, parse_slo
+    from lorikeet.bench.load_run import LoadRunner
+    from lorikeet.bench.workload import WorkloadError, read_any
+    from lorikeet.server.announce import Announcer
+
+    for given, known in ((endpoint, tuple(ENDPOINTS)), (arrivals or "poisson", ARRIVALS)):
+        if given not in known:
+            fail(f"{given!r} is none of {', '.join(known)}", code=2)
+    has_rate = rate is not None or find_peak
+    if arrivals and (workload is not None or has_rate == (arrivals == "now")):
+        fail("--arrivals goes with a --rate (or now, without one), and not with a --workload", code=2)
+    if find_peak and not slo:
+        fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
+    try:
+        base, names = _models(ServerApi(url, api_key), model, adapters)
+        target = Target(
+            url=url,
+            base=base,
+            endpoint=endpoint,
+            api_key=api_key or "",
+            adapter_as=adapter_as,
+            text=text,
+            ignore_eos=ignore_eos,
+            usage_per_event=usage_per_event,
+            temperature=temperature,
+            timeout_s=timeout_s,
+        )
+        plan = LoadPlan(
+            workload=tuple(read_any(workload)) if workload else (),
+            adapters=names,
+            adapter_choice=adapter_choice,
+            arrivals=arrivals or "poisson",
+            burstiness=burstiness,
+            prompt_tokens=Range.parse(prompt_tokens),
+            output_tokens=Range.parse(output_tokens),
+            length_scale=length_scale,
+            seed=seed,
+        )
+        with Announcer() as announcer:
+            runner = LoadRunner(
+                target,
+                plan,
+                parse_slo(slo),
+                concurrency=concurrency,
+                ids=Range.parse(token_ids),
+                block_tokens=prefix_block_tokens,
+                show=announcer.show,
+            )
+            failed = runner.warm_up(warmup)
+            if failed is not None:
+                fail(f"a request before the measured ones failed, {failed.error}: {failed.message}")
+            if find_peak:
+                peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probe_s)
+            else:
+                peak = None
+                runs = [runner.run(requests or len(plan.workload) or _REQUESTS, rate)]
+    except (ChoiceError, WorkloadError) as error:
+        fail(str(error), code=2)
+
+    console = Console(highlight=False)
+    if peak is None:
+        _print_run(console, runs[0], top)
+    else:
+        _print_peak(console, peak, runs, slo_target)
+    if json_file is not None:
+        setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
+        setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
+        json_file.write_bytes(_report(setup, runs, peak))
+    if not any(run.figures.completed for run in runs):
+        fail("no request was answered whole")
+
+
+def _models(api: ServerApi, base: str, adapters: str) -> tuple[str, tuple[str | None, ...]]:
+    """Return the base's name and the adapters to choose from; None stands for the base."""
+    cards = api.get("/v1/models")["data"]
+    base = base or cards[0]["id"]
+    if adapters == "all":
+        names = [card["id"] for card in cards if card.get("parent") == base]
+        if not names:
+            fail(f"the server lists no adapters of {base!r}; name them: --adapters a,b", code=2)
+    else:
+        names = [name.strip() for name in adapters.split(",") if name.strip()]
+    return base, tuple(None if name == base else name for name in names)
+
+
+def _print_run(console: Console, run: "Run", top: int) -> None:
+    from lorikeet.commands.load_tables import adapters_table, errors_table, times_table, totals_table
+
+    figures = run.figures
+    console.print(times_table(figures))
+    console.print(totals_table(figures, run.cpu_share, run.server))
+    if top and any(each.adapter is not None for each in figures.adapters):
+        console.print(adapters_table(figures.adapters, top))
+    if figures.errors:
+        console.print(errors_table(figures.errors))
+    late_s, ttft_s = figures.lateness_s, figures.ttft_s
+    late = late_s is not None and ttft_s is not None and late_s.p99 > _LATE_SHARE * ttft_s.p50
+    if late or (ttft_s is not None and run.cpu_share > _BUSY_SHARE):
+        note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
+
+
+def _print_peak(console: Console, peak: "Peak", runs: "list[Run]", target: float) -> None:
+    from lorikeet.commands.load_tables import probes_table
+
+    console.print(
+        probes_table([(probe.rate, run.figures) for probe, run in zip(peak.probes, runs, strict=True)], target)
+    )
+    if peak.rate is None:
+        console.print(f"peak load: none; {peak.missed_rate:.3g} requests/s already miss the SLO")
+    elif peak.missed_rate is None:
+        console.print(f"peak load: above {peak.rate:.4g} requests/s, which still meet the SLO")
+    else:
+        console.print(f"peak load: {peak.rate:.4g} requests/s meet the SLO, {peak.missed_rate:.4g} miss it")
+
+
+def _report(setup: dict[str, Any], runs: "list[Run]", peak: "Peak | None") -> bytes:
+    """Everything as JSON; of a search without the single requests."""
+    if peak is None:
+        (run,) = runs
+        found = {**run._asdict(), "exchanges": [_described(exchange) for exchange in run.exchanges]}
+    else:
+        probes = [{**run._asdict(), "exchanges": None} for run in runs]
+        found = {"peak_rate": peak.rate, "missed_rate": peak.missed_rate, "probes": probes}
+    return msgspec.json.format(msgspec.json.encode({"setup": setup, **found}, enc_hook=str), indent=1) + b"\n"
+
+
+def _described(exchange: "Exchange") -> dict[str, Any]:
+    derived = {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s, "e2e_s": exchange.e2e_s}
+    return msgspec.structs.asdict(exchange) | derived
