@@ -123,6 +123,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         repeat_limit_s: a repeat ends after this time.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
+        kernels: ``native``, ``reference``, or ``auto``: native where it was built and fits dtype and device.
         threads: threads of one rank; 0 divides the machine's cores.
         load_threads: threads that read adapters.
     """
@@ -136,6 +137,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repeat_limit_s: Seconds = 0.05
     tensor_parallel: Positive = 1
     device: str = "cpu"
+    kernels: str = "auto"
     threads: Count = 0
     load_threads: Positive = 1
 

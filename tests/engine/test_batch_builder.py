@@ -13,10 +13,11 @@ from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.batch_builder import BatchRow, adapter_rows, build_batch
 from lorikeet.engine.sequences import GrowingInts, Sequence
-from lorikeet.kernels.base import LoraPieces
+from lorikeet.kernels.base import LoraWeights
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
+NO_WEIGHTS = {AdapterDigest(name): LoraWeights({}, layers=1) for name in "ab"}
 
 digests = st.sampled_from([None, AdapterDigest("a"), AdapterDigest("b")])
 shares = st.lists(st.tuples(digests, st.integers(1, 5)), max_size=12)
@@ -79,8 +80,7 @@ def batch_rows(draw: st.DrawFn) -> list[BatchRow]:
 
 @given(batch_rows())
 def test_a_batch_says_of_every_row_what_the_obvious_loop_says(rows: list[BatchRow]) -> None:
-    pieces: dict[AdapterDigest, LoraPieces] = {AdapterDigest("a"): {}, AdapterDigest("b"): {}}
-    batch = build_batch(rows, pieces, BLOCK_TOKENS, CPU)
+    batch = build_batch(rows, NO_WEIGHTS, BLOCK_TOKENS, CPU)
     expected = []
     sample_rows = []
     for row in rows:
@@ -93,31 +93,26 @@ def test_a_batch_says_of_every_row_what_the_obvious_loop_says(rows: list[BatchRo
     fields = (batch.token_ids, batch.positions, batch.slot_blocks, batch.slot_offsets)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
     assert batch.sample_rows.tolist() == sample_rows
-    assert all(tensor.dtype == torch.int64 for tensor in (*fields, batch.decode_tables, batch.sample_rows))
+    assert all(
+        tensor.dtype == torch.int64
+        for tensor in (*fields, batch.row_starts, batch.contexts, batch.block_tables, batch.sample_rows)
+    )
 
 
 @given(batch_rows())
-def test_every_sequence_is_either_a_decode_row_or_a_prefill_span(rows: list[BatchRow]) -> None:
-    batch = build_batch(rows, {AdapterDigest("a"): {}, AdapterDigest("b"): {}}, BLOCK_TOKENS, CPU)
-    stops = np.cumsum([row.tokens for row in rows]).tolist()
-    decodes = [(stop - 1, row) for stop, row in zip(stops, rows, strict=True) if row.tokens == 1]
-    prefills = [(stop, row) for stop, row in zip(stops, rows, strict=True) if row.tokens > 1]
-    assert batch.decode_rows.tolist() == [row_index for row_index, _ in decodes]
-    assert batch.decode_contexts.tolist() == [row.start + 1 for _, row in decodes]
-    for table, (_, row) in zip(batch.decode_tables, decodes, strict=True):
-        used = row.start // BLOCK_TOKENS + 1
+def test_every_sequence_has_its_rows_its_context_and_its_blocks(rows: list[BatchRow]) -> None:
+    batch = build_batch(rows, NO_WEIGHTS, BLOCK_TOKENS, CPU)
+    assert batch.row_starts.tolist() == [0, *np.cumsum([row.tokens for row in rows])]
+    assert batch.contexts.tolist() == [row.start + row.tokens for row in rows]
+    for table, row in zip(batch.block_tables, rows, strict=True):
+        used = -(-(row.start + row.tokens) // BLOCK_TOKENS)
         assert table[:used].tolist() == row.sequence.blocks.values[:used].tolist()
         assert not table[used:].any()
-    assert [(span.start, span.stop, span.context) for span in batch.prefills] == [
-        (stop - row.tokens, stop, row.start + row.tokens) for stop, row in prefills
-    ]
-    for span, (_, row) in zip(batch.prefills, prefills, strict=True):
-        assert span.block_table.tolist() == row.sequence.blocks.values[: -(-span.context // BLOCK_TOKENS)].tolist()
 
 
 def test_a_batch_without_adapters_has_no_segments() -> None:
     batch = build_batch([BatchRow(sequence(1, 5), 0, 5, samples=True)], {}, BLOCK_TOKENS, CPU)
-    assert batch.lora == ()
+    assert batch.lora is None
 
 
 def test_tokens_or_blocks_that_are_not_there_are_named() -> None:

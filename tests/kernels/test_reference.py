@@ -9,8 +9,17 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels import reference
-from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan, kv_view
-from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    LoraBatch,
+    LoraPieces,
+    LoraSegment,
+    LoraTarget,
+    LoraWeights,
+    kv_view,
+)
+from lorikeet.kernels.reference import ReferenceKernels, rms_norm, rotated
 
 KERNELS = ReferenceKernels()
 BLOCK_TOKENS, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
@@ -51,15 +60,16 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
             for r in pieces
         )
         held: LoraPieces = {(1, "v"): factors} if factors else {}
-        segments.append(LoraSegment(start, stop, held))
+        segments.append(LoraSegment(start, stop, LoraWeights(held, layers=2)))
         if factors:
             a, bt = (torch.cat(parts).double() for parts in zip(*factors, strict=True))
             expected[start:stop, column : column + 10] += x[start:stop].double() @ a.T @ bt
     untouched = out.clone()
-    KERNELS.add_lora(out, x, segments, 0, "v", column)
-    KERNELS.add_lora(out, x, segments, 1, "q", column)
+    lora, v = LoraBatch(segments), LoraTarget("v", column, 10)
+    KERNELS.add_lora(out, x, lora, 0, [v])
+    KERNELS.add_lora(out, x, lora, 1, [LoraTarget("q", column, 10)])
     assert torch.equal(out, untouched)
-    KERNELS.add_lora(out, x, segments, 1, "v", column)
+    KERNELS.add_lora(out, x, lora, 1, [v])
     bound = 1e-3 if dtype == torch.float32 else 1.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
 
@@ -69,7 +79,9 @@ def test_a_row_that_overflows_under_its_adapter_leaves_the_rows_of_others_alone(
     x[0] = torch.finfo(torch.float32).max
     pieces: LoraPieces = {(0, "q"): ((torch.full((2, 4), 9.0), torch.ones(2, 3)),)}
     out = torch.zeros(2, 3)
-    KERNELS.add_lora(out, x, [LoraSegment(0, 1, pieces), LoraSegment(1, 2, pieces)], 0, "q", 0)
+    weights = LoraWeights(pieces, layers=1)
+    lora = LoraBatch([LoraSegment(0, 1, weights), LoraSegment(1, 2, weights)])
+    KERNELS.add_lora(out, x, lora, 0, [LoraTarget("q", 0, 3)])
     assert torch.equal(out[1], torch.full((3,), 72.0))
     assert not torch.isfinite(out[0]).any()
 
@@ -103,19 +115,19 @@ def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | N
     # Rows: prefill of sequence 2, decode of 0, prefill of 3, decode of 1.
     order = [2, 0, 3, 1]
     q = torch.randn(10, HEADS, HEAD_DIM)
+    qkv = torch.cat((q.flatten(1), torch.full((10, 2 * KV_HEADS * HEAD_DIM), float("nan"))), dim=1)
     none = torch.zeros(0, dtype=torch.int64)
     batch = Batch(
         token_ids=none,
         positions=none,
         slot_blocks=none,
         slot_offsets=none,
-        decode_rows=torch.tensor([5, 9]),
-        decode_tables=torch.tensor([[7, 2, 0, 0], [3, 9, 1, 6]]),
-        decode_contexts=torch.tensor([6, 13]),
-        prefills=(PrefillSpan(0, 5, 5, torch.tensor([8, 4])), PrefillSpan(6, 9, 11, torch.tensor([11, 5, 12]))),
+        row_starts=torch.tensor([0, 5, 6, 9, 10]),
+        contexts=torch.tensor([contexts[s] for s in order]),
+        block_tables=torch.tensor([tables[s] + [0] * (4 - len(tables[s])) for s in order]),
         sample_rows=none,
     )
-    found = KERNELS.attention(q, kv, batch, HEAD_DIM**-0.5, window)
+    found = KERNELS.attention(qkv, kv, batch, HEAD_DIM**-0.5, window)
     places = [(s, position) for s in order for position in range(contexts[s] - new[s], contexts[s])]
     expected = [
         naive_attention(q[row], keys[s], values[s], position, window) for row, (s, position) in enumerate(places)
@@ -123,13 +135,22 @@ def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | N
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=0)
 
 
-def test_store_kv_writes_each_row_to_its_slot_and_nothing_else() -> None:
+@pytest.mark.parametrize("norms", [None, HeadNorms(torch.rand(HEAD_DIM), torch.rand(HEAD_DIM), 1e-5)])
+def test_rotary_store_rotates_queries_in_place_and_writes_each_row_to_its_slot_and_nothing_else(
+    norms: HeadNorms | None,
+) -> None:
     arena = torch.zeros(3, 2 * BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM)
     kv = kv_view(arena, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
-    k, v = torch.randn(2, 2, KV_HEADS, HEAD_DIM).unbind()
+    q, k, v = torch.randn(2, HEADS + 2 * KV_HEADS, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    qkv, angle = torch.cat((q, k, v), dim=1).flatten(1), torch.rand(2, HEAD_DIM)
+    cos, sin = angle.cos(), angle.sin()
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    k = rotated(k, cos, sin)
     none = torch.zeros(0, dtype=torch.int64)
     slots = torch.tensor([2, 0]), torch.tensor([3, 1])
-    KERNELS.store_kv(k, v, kv[1], Batch(none, none, *slots, none, none, none, (), none))
+    KERNELS.rotary_store(qkv, cos, sin, kv[1], Batch(none, none, *slots, none, none, none, none), norms)
+    torch.testing.assert_close(qkv[:, : HEADS * HEAD_DIM], rotated(q, cos, sin).flatten(1))
     assert torch.equal(kv[1, 2, :, 3], torch.stack((k[0], v[0])))
     assert torch.equal(kv[1, 0, :, 1], torch.stack((k[1], v[1])))
     assert arena.count_nonzero() == 4 * KV_HEADS * HEAD_DIM
@@ -139,9 +160,16 @@ def test_rms_norm_is_computed_wide_and_cast_before_the_weight() -> None:
     torch.manual_seed(1)
     x, weight = (torch.randn(3, 64) * 10).bfloat16(), torch.randn(64).bfloat16()
     wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    found = KERNELS.rms_norm(x, weight, 1e-5)
+    found = KERNELS.add_norm(x, None, weight, 1e-5)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, weight * wide.bfloat16())
+
+
+def test_add_norm_leaves_the_sum_in_x() -> None:
+    x, delta = torch.ones(1, 4), torch.arange(4.0)[None]
+    found = KERNELS.add_norm(x, delta, torch.ones(4), 0.0)
+    assert x.tolist() == [[1.0, 2.0, 3.0, 4.0]]
+    torch.testing.assert_close(found, x / 7.5**0.5)
 
 
 def test_rotary_turns_the_two_halves_of_a_head_as_complex_numbers() -> None:
@@ -149,7 +177,7 @@ def test_rotary_turns_the_two_halves_of_a_head_as_complex_numbers() -> None:
     x, angle = torch.randn(5, 3, 8), torch.rand(5, 4) * 6
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 4), angle)[:, None]
     both = torch.cat((angle, angle), dim=-1)
-    found = KERNELS.rotary(x, both.cos(), both.sin())
+    found = rotated(x, both.cos(), both.sin())
     torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.memory.adapter_blocks import piece_views, write_pieces
+from lorikeet.memory.adapter_blocks import weights_in_place, write_pieces
 from lorikeet.memory.packing import pack
 
 Ranks = dict[str, tuple[int, ...]]
@@ -78,7 +78,8 @@ def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, rand
     blocks = random.sample(range(len(arena)), packing.blocks)
     weights = random_weights(ranks, geometry)
     write_pieces(weights, packing, blocks, arena)
-    views = piece_views(packing, blocks, arena, geometry)
+    placed = weights_in_place(packing, blocks, arena, geometry)
+    views = placed.pieces
     assert list(views) == [(layer, module) for layer, module, _, _ in weights]
     for layer, module, a, bt in weights:
         pieces = views[layer, module]
@@ -86,6 +87,12 @@ def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, rand
         assert torch.equal(torch.cat([piece[1] for piece in pieces]), bt)
         assert all(view.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr() for view in pieces[0])
     assert int((arena != 0).sum()) == packing.used_elements
+    # The same as numbers: what lies between two entries of the index are the pieces of one (layer, module).
+    index = iter(pairwise(placed.index.tolist()))
+    for layer in range(geometry.layers):
+        for module in LORA_MODULES:
+            rows = [[a.data_ptr(), bt.data_ptr(), len(a)] for a, bt in views.get((layer, module), ())]
+            assert placed.table[slice(*next(index))].tolist() == rows
 
 
 def test_weights_that_were_not_packed_are_refused() -> None:

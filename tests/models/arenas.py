@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan, kv_view
+from lorikeet.kernels.base import Batch, LoraBatch, kv_view
 from lorikeet.models.config import ModelConfig
 
 BLOCK_TOKENS = 4
@@ -29,38 +29,33 @@ class Arena:
         scattered = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).tolist()
         return cls(kv, scattered)
 
-    def batch(self, steps: list[tuple[str, list[int]]], lora: tuple[LoraSegment, ...] = ()) -> Batch:
+    def batch(self, steps: list[tuple[str, list[int]]], lora: LoraBatch | None = None) -> Batch:
         """Return the batch that appends these tokens to these sequences; logits of every row are wanted."""
         rows: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
-        decode_rows, decode_tables, decode_contexts, prefills = [], [], [], []
+        row_starts, contexts, tables = [0], [], []
         for name, token_ids in steps:
             start = self.lengths.get(name, 0)
             context = self.lengths[name] = start + len(token_ids)
             table = self.tables.setdefault(name, [])
             while len(table) * BLOCK_TOKENS < context:
                 table.append(self.free.pop())
-            if len(token_ids) == 1:
-                decode_rows.append(len(rows))
-                decode_tables.append(torch.tensor(table))
-                decode_contexts.append(context)
-            else:
-                prefills.append(PrefillSpan(len(rows), len(rows) + len(token_ids), context, torch.tensor(table)))
             rows += token_ids
+            row_starts.append(len(rows))
+            contexts.append(context)
+            tables.append(torch.tensor(table))
             positions += range(start, context)
             blocks += [table[position // BLOCK_TOKENS] for position in range(start, context)]
         at = torch.tensor(positions)
-        padded = torch.nn.utils.rnn.pad_sequence(decode_tables, batch_first=True) if decode_tables else None
         return Batch(
             token_ids=torch.tensor(rows),
             positions=at,
             slot_blocks=torch.tensor(blocks),
             slot_offsets=at % BLOCK_TOKENS,
-            decode_rows=torch.tensor(decode_rows, dtype=torch.int64),
-            decode_tables=torch.zeros((0, 0), dtype=torch.int64) if padded is None else padded,
-            decode_contexts=torch.tensor(decode_contexts, dtype=torch.int64),
-            prefills=tuple(prefills),
+            row_starts=torch.tensor(row_starts),
+            contexts=torch.tensor(contexts),
+            block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
             sample_rows=torch.arange(len(rows)),
             lora=lora,
         )

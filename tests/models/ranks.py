@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.kernels.base import LoraSegment
+from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
@@ -45,9 +45,12 @@ def run_steps(folder: Path, group: Group) -> Tensor:
         shard = config.module_shard(module, group.rank, group.size)
         parts = zip(a[:, shard.inputs].split(PIECES), bt[:, shard.outputs].split(PIECES), strict=True)
         pieces[layer, module] = tuple(parts)
-    prefill = arena.batch([("base", [5, 6, 7, 8, 9]), ("adapted", [5, 6, 7, 8])], (LoraSegment(5, 9, pieces),))
+    adapter = LoraWeights(pieces, config.layers)
+    prefill = arena.batch(
+        [("base", [5, 6, 7, 8, 9]), ("adapted", [5, 6, 7, 8])], LoraBatch([LoraSegment(5, 9, adapter)])
+    )
     first = decoder.forward(prefill, arena.kv)
-    decode = arena.batch([("base", [1]), ("adapted", [9])], (LoraSegment(1, 2, pieces),))
+    decode = arena.batch([("base", [1]), ("adapted", [9])], LoraBatch([LoraSegment(1, 2, adapter)]))
     return torch.cat((first, decoder.forward(decode, arena.kv)))
 
 

@@ -73,7 +73,7 @@ def test_sequences_in_all_phases_share_a_step_without_touching_each_other(varian
         assert_close(torch.cat(collected[name]), oracle_logits(model, prompt))
 
 
-def test_logits_are_given_for_the_sample_rows_alone_and_in_fp32(tmp_path: Path) -> None:
+def test_logits_are_given_for_the_sample_rows_alone_and_in_the_weights_dtype(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     config = read_model_config(tmp_path)
     weights = load_weights(tmp_path, config, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_logits_are_given_for_the_sample_rows_alone_and_in_fp32(tmp_path: Path) 
     kv = arena.kv.bfloat16()
     every = decoder.forward(batch, kv)
     chosen = decoder.forward(replace(batch, sample_rows=torch.tensor([10, 5])), kv)
-    assert every.dtype == chosen.dtype == torch.float32
+    assert every.dtype == chosen.dtype == torch.bfloat16
     torch.testing.assert_close(chosen, every[[10, 5]], atol=0.1, rtol=0.01)
 
 
@@ -95,6 +95,6 @@ def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
     arena = Arena.make(config)
     decoder.forward(arena.batch([("a", tokens(6, seed=2))]), arena.kv)
     names = [call[0] for call in kernels.calls]
-    layer = ["rms_norm", "linear", "rotary", "rotary", "store_kv", "attention", "linear"]
-    mlp = ["rms_norm", "linear", "silu_mul", "linear"]
-    assert names == (layer + mlp) * config.layers + ["rms_norm", "linear"]
+    layer = ["add_norm", "linear", "rotary_store", "attention", "linear"]
+    mlp = ["add_norm", "linear", "silu_mul", "linear"]
+    assert names == (layer + mlp) * config.layers + ["add_norm", "linear"]

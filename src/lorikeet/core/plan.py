@@ -14,6 +14,10 @@ class KernelForm(StrEnum):
 
     UNPADDED = "unpadded"
     """Work is the sum of the ranks in the batch."""
+    PADDED = "padded"
+    """Work is the largest rank of the batch for every adapter in it."""
+    EINSUM = "einsum"
+    """As padded, and the rows of every adapter are padded to the most that one has (dLoRA, §3)."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import AdapterLoad, AdapterLoadDone
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.kernels.base import LoraPieces
-from lorikeet.memory.adapter_blocks import piece_views, write_pieces
+from lorikeet.kernels.base import LoraWeights
+from lorikeet.memory.adapter_blocks import weights_in_place, write_pieces
 from lorikeet.memory.packing import pack
 
 _LOG = logging.getLogger(__name__)
@@ -51,31 +51,31 @@ class AdapterLoader:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="adapter-load")
         self._lock = threading.Lock()
         self._generations: dict[AdapterDigest, int] = {}
-        self._pieces: dict[AdapterDigest, LoraPieces] = {}
+        self._weights: dict[AdapterDigest, LoraWeights] = {}
 
     def start(self, load: AdapterLoad) -> None:
         """Start a transfer; a newer one of the same adapter takes the place of an older."""
         with self._lock:
             self._generations[load.adapter.digest] = load.generation
-            self._pieces.pop(load.adapter.digest, None)
+            self._weights.pop(load.adapter.digest, None)
         self._threads.submit(self._run, load)
 
     def evict(self, digest: AdapterDigest) -> None:
         """Forget an adapter; a transfer of it that still runs will be reported, and not be used."""
         with self._lock:
             self._generations.pop(digest, None)
-            self._pieces.pop(digest, None)
+            self._weights.pop(digest, None)
 
-    def pieces(self, digest: AdapterDigest) -> LoraPieces:
+    def weights(self, digest: AdapterDigest) -> LoraWeights:
         """Return where an adapter's weights lie.
 
         Raises:
             ExecutorError: it is not in the arena.
         """
         with self._lock:
-            if digest not in self._pieces:
+            if digest not in self._weights:
                 raise ExecutorError(f"adapter {digest} is used, but is not loaded")
-            return self._pieces[digest]
+            return self._weights[digest]
 
     def close(self) -> None:
         """Wait for the transfer that runs, abandon those that have not begun."""
@@ -84,10 +84,10 @@ class AdapterLoader:
     def _run(self, load: AdapterLoad) -> None:
         ref, error = load.adapter, None
         try:
-            pieces = self._transfer(load)
+            weights = self._transfer(load)
             with self._lock:
                 if self._generations.get(ref.digest) == load.generation:
-                    self._pieces[ref.digest] = pieces
+                    self._weights[ref.digest] = weights
         except Exception as problem:  # whatever is wrong with one adapter must not end the engine
             expected = isinstance(problem, AdapterError)
             _LOG.warning("adapter %s was not loaded: %s", ref.name, problem, exc_info=not expected)
@@ -97,10 +97,10 @@ class AdapterLoader:
                     del self._generations[ref.digest]
         self._on_done(AdapterLoadDone(ref.digest, load.generation, error))
 
-    def _transfer(self, load: AdapterLoad) -> LoraPieces:
+    def _transfer(self, load: AdapterLoad) -> LoraWeights:
         packing = pack(load.adapter.ranks, self._geometry, self._arena.shape[1])
         if packing.blocks != len(load.blocks):
             raise ValueError(f"adapter {load.adapter.name!r} takes {packing.blocks} blocks, not {len(load.blocks)}")
         weights = load_weights(load.adapter, self._geometry, self._arena.dtype, self._rank, self._size)
         write_pieces(weights, packing, load.blocks, self._arena)
-        return piece_views(packing, load.blocks, self._arena, self._geometry)
+        return weights_in_place(packing, load.blocks, self._arena, self._geometry)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import KernelForm
 from lorikeet.engine.sequences import Ints
 from lorikeet.engine.sequences import Sequence as RunningSequence
-from lorikeet.kernels.base import Batch, LoraPieces, LoraSegment, PrefillSpan
+from lorikeet.kernels.base import Batch, LoraBatch, LoraSegment, LoraWeights
 
 
 class BatchRow(NamedTuple):
@@ -66,17 +67,19 @@ def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]
 
 def build_batch(
     rows: Sequence[BatchRow],
-    pieces: Mapping[AdapterDigest, LoraPieces],
+    weights: Mapping[AdapterDigest, LoraWeights],
     block_tokens: int,
     device: torch.device,
+    form: KernelForm = KernelForm.UNPADDED,
 ) -> Batch:
     """Build the metadata of one step.
 
     Args:
         rows: sequences in batch order, equal adapters beside each other.
-        pieces: where the weights of each adapter in use lie.
+        weights: where those of each adapter in use lie.
         block_tokens: tokens of KV in a block.
         device: where the tensors go.
+        form: how mixed ranks are computed.
 
     Raises:
         ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
@@ -89,16 +92,10 @@ def build_batch(
     firsts = stops - counts
     positions = np.arange(counts.sum()) + np.repeat(starts - firsts, counts)
     tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_tokens)] for row in rows]
-    decodes = np.flatnonzero(counts == 1)
-    decode_tables = _padded([tables[i] for i in decodes])
 
     def tensor(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    prefills = tuple(
-        PrefillSpan(int(firsts[i]), int(stops[i]), int(starts[i] + counts[i]), tensor(tables[i]))
-        for i in np.flatnonzero(counts > 1)
-    )
     sampling = np.array([row.samples for row in rows], dtype=bool)
     runs = adapter_rows([row.sequence.adapter for row in rows], counts.tolist())
     return Batch(
@@ -113,12 +110,11 @@ def build_batch(
             )
         ),
         slot_offsets=tensor(positions % block_tokens),
-        decode_rows=tensor(firsts[decodes]),
-        decode_tables=tensor(decode_tables),
-        decode_contexts=tensor(starts[decodes] + 1),
-        prefills=prefills,
+        row_starts=tensor(np.concatenate(([0], stops))),
+        contexts=tensor(starts + counts),
+        block_tables=tensor(_padded(tables)),
         sample_rows=tensor(stops[sampling] - 1),
-        lora=tuple(LoraSegment(run.start, run.stop, pieces[run.adapter]) for run in runs),
+        lora=LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None,
     )
 
 

@@ -64,7 +64,7 @@ class Rank:
             logits: False leaves the output layer out, for ranks that do not sample.
 
         Returns:
-            fp32 logits ``[S, vocab]`` of the sequences that sample, ``S`` 0 without ``logits``.
+            Logits ``[S, vocab]`` of the sequences that sample, in the model's dtype; ``S`` is 0 without ``logits``.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
@@ -75,8 +75,8 @@ class Rank:
         ]
         used = {row.sequence.adapter for row in rows} - {None}
         try:
-            pieces = {digest: self._loader.pieces(digest) for digest in used if digest is not None}
-            batch = build_batch(rows, pieces, self._block_tokens, self.device)
+            weights = {digest: self._loader.weights(digest) for digest in used if digest is not None}
+            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         return self._decoder.forward(batch, self._kv)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import torch_dtype
-from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import Group
+from lorikeet.models.weights import pack_weights
 
 _SHARE_OF_FREE = {"cpu": 0.4, "cuda": 0.85}
 _CPU_BYTES = 4 * 2**30
@@ -76,7 +77,11 @@ def load_rank(
         load_format=settings.model.load_format,
         progress=progress,
     )
-    kernels = ReferenceKernels()
+    try:
+        kernels = choose_kernels(settings.engine.kernels, dtype, device, torch.get_num_threads())
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from error
+    weights = pack_weights(weights, kernels)
     geometry = config.geometry(dtype.itemsize, group.size)
     return RankModel(config, Decoder(config, weights, kernels, group), kernels.name, dtype, device, geometry)
 

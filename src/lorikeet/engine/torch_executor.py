@@ -166,7 +166,7 @@ class TorchExecutor:
 
     def _sample(self, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token | None]:
         sequences = [self._rank.sequence(step.request_id) for step in steps]
-        return sample(logits, [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences])
+        return sample(logits.float(), [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences])
 
     def _any_ends(self, steps: Sequence[SequenceStep], sampled: Sequence[Token | None]) -> bool:
         """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""

@@ -3,46 +3,83 @@
 All tensors of a batch lie on the executor's device. ``T`` is the number of tokens (rows) of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-LoraPieces = dict[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
+from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.plan import KernelForm
+
+LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 """(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
 
 
-@dataclass(frozen=True)
-class LoraSegment:
-    """Rows ``start`` to ``stop`` of the batch run under one adapter.
+class LoraWeights:
+    """Where one adapter's weights lie.
 
     Attributes:
-        start, stop: half-open range of rows.
-        pieces: where its weights lie.
+        pieces: as tensors.
+        rank: the largest of any module on any layer.
+        table: int64 ``[pieces, 3]``, the same as numbers: address of the A rows, address of the Bᵀ rows, how many.
+            Ordered by layer, then module as in ``LORA_MODULES``.
+        index: int64 ``[layers * modules + 1]``, the first piece of each (layer, module).
     """
+
+    def __init__(self, pieces: LoraPieces, layers: int) -> None:
+        self.pieces = pieces
+        rows: list[tuple[int, int, int]] = []
+        index, rank = [0], 0
+        for layer in range(layers):
+            for module in LORA_MODULES:
+                found = pieces.get((layer, module), ())
+                rows.extend((a.data_ptr(), bt.data_ptr(), len(a)) for a, bt in found)
+                index.append(len(rows))
+                rank = max(rank, sum(len(a) for a, _ in found))
+        self.rank = rank
+        self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+        self.index = torch.tensor(index, dtype=torch.int64)
+
+
+class LoraSegment(NamedTuple):
+    """Rows ``start`` to ``stop`` (half-open) of the batch run under one adapter."""
 
     start: int
     stop: int
-    pieces: LoraPieces
+    weights: LoraWeights
 
 
-@dataclass(frozen=True)
-class PrefillSpan:
-    """One sequence that computes more than one token.
+class LoraTarget(NamedTuple):
+    """A module whose output begins at ``column`` of a fused product and has ``outputs`` columns."""
+
+    module: str
+    column: int
+    outputs: int
+
+
+class LoraBatch:
+    """The adapters of one step.
 
     Attributes:
-        start, stop: its rows.
-        context: tokens in its KV once the step has stored its own; its first row has position
-            ``context - (stop - start)``.
-        block_table: int64 ``[ceil(context / block_tokens)]``.
+        segments: disjoint, in row order.
+        form: how mixed ranks are computed.
+        table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
     """
 
-    start: int
-    stop: int
-    context: int
-    block_table: Tensor
+    def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
+        self.segments = tuple(segments)
+        self.form = form
+        self.table = torch.tensor(
+            [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
+            dtype=torch.int64,
+        )
+
+    @property
+    def largest_rank(self) -> int:
+        """What a ``padded`` batch pads to."""
+        return max(segment.weights.rank for segment in self.segments)
 
 
 @dataclass(frozen=True)
@@ -54,24 +91,36 @@ class Batch:
         positions: int64 ``[T]``.
         slot_blocks: int64 ``[T]``, block that receives the row's KV.
         slot_offsets: int64 ``[T]``, token index inside that block.
-        decode_rows: int64 ``[D]``, rows of sequences that compute one token.
-        decode_tables: int64 ``[D, N]``, their block tables, padded with block 0.
-        decode_contexts: int64 ``[D]``, tokens in their KV including this one.
-        prefills: the other sequences.
+        row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
+        contexts: int64 ``[n]``, tokens in a sequence's KV once the step has stored its own; its last row has
+            position ``contexts[i] - 1``.
+        block_tables: int64 ``[n, N]``, padded with block 0.
         sample_rows: int64 ``[S]``, rows whose logits are wanted.
-        lora: segments in row order; empty if no row has an adapter.
+        lora: the adapters, None if no row has one.
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_blocks: Tensor
     slot_offsets: Tensor
-    decode_rows: Tensor
-    decode_tables: Tensor
-    decode_contexts: Tensor
-    prefills: tuple[PrefillSpan, ...]
+    row_starts: Tensor
+    contexts: Tensor
+    block_tables: Tensor
     sample_rows: Tensor
-    lora: tuple[LoraSegment, ...] = ()
+    lora: LoraBatch | None = None
+
+
+class PackedWeight(Protocol):
+    """A linear weight in a backend's own layout."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``."""
+        ...
+
+
+Weight = Tensor | PackedWeight
+"""What ``Kernels.pack`` returns."""
 
 
 class Kernels(Protocol):
@@ -79,39 +128,44 @@ class Kernels(Protocol):
 
     name: str
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``."""
+    def pack(self, weight: Tensor) -> Weight:
+        """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""
         ...
 
-    def add_lora(
-        self, out: Tensor, x: Tensor, segments: Sequence[LoraSegment], layer: int, module: str, column: int
-    ) -> None:
-        """For each segment add ``x[rows] @ Aᵀ @ Bᵀ`` to ``out[rows, column : column + out_features]``, in place.
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous."""
+        ...
 
-        Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ; nothing is padded.
+    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+        """For each segment and target add ``x[rows] @ Aᵀ @ Bᵀ`` to ``out[rows, column : column + outputs]``, in place.
+
+        Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ.
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMS norm over the last dimension, computed in fp32, returned in x's dtype."""
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight``.
+
+        Both are ``[T, hidden]``; the norm is computed in fp32.
+        """
         ...
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate ``x [T, heads, head_dim]`` by ``cos, sin [T, head_dim]`` (halves, as in Llama)."""
-        ...
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> None:
-        """Write ``k, v [T, kv_heads, head_dim]`` into ``kv`` at the batch's slots, in place.
+    def rotary_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: "HeadNorms | None"
+    ) -> None:
+        """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
 
         Args:
-            k, v: this layer's keys and values.
-            kv: this layer's view of the arena, ``[blocks, 2, block_tokens, kv_heads, head_dim]``.
+            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are of no use afterwards.
+            cos, sin: ``[T, head_dim]`` (halves, as in Llama).
+            kv: this layer's view of the arena, ``[blocks, 2, block_tokens, kv_heads, head_dim]``, changed.
             batch: the step.
+            norms: RMS norms over each head before it is rotated, or None.
         """
         ...
 
-    def attention(self, q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """Causal attention of ``q [T, heads, head_dim]`` over the paged ``kv``; grouped heads.
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """Causal attention of the queries in ``qkv`` over the paged ``kv``; grouped heads.
 
         ``window`` limits a token to the ``window`` latest positions, its own included.
         Returns ``[T, heads * head_dim]``.
@@ -121,6 +175,14 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
         ...
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys, ``[head_dim]`` each (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 def kv_view(arena: Tensor, layers: int, block_tokens: int, kv_heads: int, head_dim: int) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, Kernels, LoraSegment
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraTarget, Weight
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -18,39 +18,38 @@ class RecordingKernels:
         self.name = inner.name
         self.calls: list[Call] = []
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def pack(self, weight: Tensor) -> Weight:
+        """Not recorded: weights are packed once, before any batch."""
+        return self._inner.pack(weight)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """Record shapes, and that of the bias."""
-        self.calls.append(("linear", _shape(x), _shape(weight), None if bias is None else _shape(bias)))
+        self.calls.append(("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias)))
         return self._inner.linear(x, weight, bias)
 
-    def add_lora(
-        self, out: Tensor, x: Tensor, segments: Sequence[LoraSegment], layer: int, module: str, column: int
+    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+        """Record shapes, row ranges, layer and targets."""
+        rows = tuple((segment.start, segment.stop) for segment in lora.segments)
+        self.calls.append(("add_lora", _shape(out), _shape(x), rows, lora.form, layer, *targets))
+        self._inner.add_lora(out, x, lora, layer, targets)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Record the shape, and whether something is added."""
+        self.calls.append(("add_norm", _shape(x), delta is not None, eps))
+        return self._inner.add_norm(x, delta, weight, eps)
+
+    def rotary_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
-        """Record shapes, row ranges, layer, module and column."""
-        rows = tuple((segment.start, segment.stop) for segment in segments)
-        self.calls.append(("add_lora", _shape(out), _shape(x), rows, layer, module, column))
-        self._inner.add_lora(out, x, segments, layer, module, column)
+        """Record the shape, and whether heads are normed; the size of the arena says nothing about the work."""
+        self.calls.append(("rotary_store", _shape(qkv), norms is not None))
+        self._inner.rotary_store(qkv, cos, sin, kv, batch, norms)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Record the shape."""
-        self.calls.append(("rms_norm", _shape(x), _shape(weight), eps))
-        return self._inner.rms_norm(x, weight, eps)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Record the shape."""
-        self.calls.append(("rotary", _shape(x), _shape(cos)))
-        return self._inner.rotary(x, cos, sin)
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> None:
-        """Record the shape of keys and values; the size of the arena says nothing about the work."""
-        self.calls.append(("store_kv", _shape(k), _shape(v)))
-        self._inner.store_kv(k, v, kv, batch)
-
-    def attention(self, q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """Record the queries' shape, the decode tables' shape and each prefill's rows and context."""
-        spans = tuple((span.start, span.stop, span.context) for span in batch.prefills)
-        self.calls.append(("attention", _shape(q), _shape(batch.decode_tables), spans, scale, window))
-        return self._inner.attention(q, kv, batch, scale, window)
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """Record the shape, and rows and context of each sequence."""
+        spans = (*batch.row_starts.tolist(), *batch.contexts.tolist())
+        self.calls.append(("attention", _shape(qkv), spans, scale, window))
+        return self._inner.attention(qkv, kv, batch, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Record the shape."""

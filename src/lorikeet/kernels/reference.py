@@ -1,71 +1,114 @@
 """The readable backend: plain torch, on any device. Other backends are checked against it."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, LoraSegment, PrefillSpan
+from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraSegment, LoraTarget, Weight
 
 GROUP_RANKS = 512
 """Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
 
 
 class ReferenceKernels:
-    """See ``kernels.base.Kernels`` for what each method computes."""
+    """See ``kernels.base.Kernels`` for what each method computes.
 
-    name = "reference"
+    Args:
+        instead_of_native: why the fast backend does not compute, empty if it was not wanted; part of the name.
+    """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __init__(self, instead_of_native: str = "") -> None:
+        self.name = f"reference ({instead_of_native})" if instead_of_native else "reference"
+
+    def pack(self, weight: Tensor) -> Weight:
+        """Plain."""
+        return weight
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """``x @ weightᵀ + bias``."""
+        assert isinstance(weight, Tensor)
         return F.linear(x, weight, bias)
 
-    def add_lora(
-        self, out: Tensor, x: Tensor, segments: Sequence[LoraSegment], layer: int, module: str, column: int
-    ) -> None:
+    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
         """Two matrix products per group of segments: in eager torch a small product costs more than its arithmetic.
 
         A group multiplies all its rows with all its ranks and keeps what belongs together.
         """
-        for group in _groups(segments, layer, module):
-            first, last = group[0].segment.start, group[-1].segment.stop
-            a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
-            inner = x[first:last] @ a.T
-            if len(group) > 1:
-                inner = _own_blocks(inner, group)
-            out[first:last, column : column + b.shape[1]].addmm_(inner, b)
+        for target in targets:
+            for group in _groups(lora.segments, layer, target.module):
+                first, last = group[0].segment.start, group[-1].segment.stop
+                a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
+                inner = x[first:last] @ a.T
+                if len(group) > 1:
+                    inner = _own_blocks(inner, group)
+                out[first:last, target.column : target.column + target.outputs].addmm_(inner, b)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Cast back before the weight is applied, in Llama's order."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Residual and norm."""
+        if delta is not None:
+            x += delta
+        return rms_norm(x, weight, eps)
 
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The first half of a head is paired with the second."""
-        first, second = x.chunk(2, dim=-1)
-        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> None:
-        """Scatter the rows to their slots."""
-        kv[batch.slot_blocks, 0, batch.slot_offsets] = k
+    def rotary_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+    ) -> None:
+        """Norm, rotate, scatter the rows to their slots."""
+        q, k, v = split_heads(qkv, kv)
+        if norms is not None:
+            q[:], k[:] = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        q[:] = rotated(q, cos, sin)
+        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, cos, sin)
         kv[batch.slot_blocks, 1, batch.slot_offsets] = v
 
-    def attention(self, q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
         """Decode rows together, prefills one by one."""
+        q, _, _ = split_heads(qkv, kv)
         out = torch.empty_like(q)
-        if len(batch.decode_rows):
-            out[batch.decode_rows] = _decode(q[batch.decode_rows], kv, batch, scale, window)
-        for span in batch.prefills:
-            out[span.start : span.stop] = _prefill(q[span.start : span.stop], kv, span, scale, window)
+        starts = batch.row_starts.tolist()
+        contexts = batch.contexts.tolist()
+        counts = [stop - start for start, stop in pairwise(starts)]
+        decodes = torch.tensor([i for i, count in enumerate(counts) if count == 1], device=q.device)
+        if len(decodes):
+            rows = batch.row_starts[decodes]
+            tables, at = batch.block_tables[decodes], batch.contexts[decodes]
+            tables = tables[:, : -(-int(at.max()) // kv.shape[2])]
+            out[rows] = _decode(q[rows], kv, tables, at, scale, window)
+        for i, count in enumerate(counts):
+            if count > 1:
+                span = slice(starts[i], starts[i + 1])
+                table = batch.block_tables[i, : -(-contexts[i] // kv.shape[2])]
+                out[span] = _prefill(q[span], kv, table, contexts[i], scale, window)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dimension in fp32, cast back before the weight is applied, in Llama's order."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x [T, heads, head_dim]`` by ``cos, sin [T, head_dim]``, pairing a head's first half with the second."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+
+def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``qkv`` as q ``[T, heads, head_dim]`` and k, v ``[T, kv_heads, head_dim]``; ``kv`` tells the sizes."""
+    kv_heads, head_dim = kv.shape[-2:]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    return q, k, v
 
 
 class _Member(NamedTuple):
@@ -80,7 +123,7 @@ def _groups(segments: Sequence[LoraSegment], layer: int, module: str) -> Iterato
     """Yield runs of segments that touch (layer, module), of at most ``GROUP_RANKS`` ranks together."""
     group: list[_Member] = []
     for segment in segments:
-        if pieces := segment.pieces.get((layer, module)):
+        if pieces := segment.weights.pieces.get((layer, module)):
             member = _Member(segment, pieces, sum(len(a) for a, _ in pieces))
             if group and sum(m.rank for m in group) + member.rank > GROUP_RANKS:
                 yield group
@@ -104,13 +147,13 @@ def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
     return own
 
 
-def _decode(q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, window: int | None) -> Tensor:
     """One query ``[D, heads, head_dim]`` per sequence. The heads of a group stand in for query positions."""
-    tables, block_tokens, kv_heads = batch.decode_tables, kv.shape[2], kv.shape[3]
+    block_tokens, kv_heads = kv.shape[2], kv.shape[3]
     # index_select copies whole blocks, ten times as fast as indexing does.
     gathered = kv.index_select(0, tables.flatten()).unflatten(0, tables.shape)
     position = torch.arange(tables.shape[1] * block_tokens, device=q.device)
-    contexts = batch.decode_contexts[:, None]
+    contexts = at[:, None]
     # Slots past the context hold other sequences' numbers, and a NaN among them would survive a weight of zero.
     row, stale = (position >= contexts).nonzero(as_tuple=True)
     gathered[row, stale // block_tokens, :, stale % block_tokens] = 0
@@ -123,12 +166,12 @@ def _decode(q: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | Non
     return out.flatten(1, 2)
 
 
-def _prefill(q: Tensor, kv: Tensor, span: PrefillSpan, scale: float, window: int | None) -> Tensor:
+def _prefill(q: Tensor, kv: Tensor, table: Tensor, context: int, scale: float, window: int | None) -> Tensor:
     """Queries ``[T, heads, head_dim]`` of one sequence over its whole context, cached part included."""
-    gathered = kv.index_select(0, span.block_table)
-    k, v = (gathered[:, part].flatten(0, 1)[: span.context].transpose(0, 1) for part in (0, 1))
-    position = torch.arange(span.context, device=q.device)
-    distance = position[span.context - len(q) :, None] - position
+    gathered = kv.index_select(0, table)
+    k, v = (gathered[:, part].flatten(0, 1)[:context].transpose(0, 1) for part in (0, 1))
+    position = torch.arange(context, device=q.device)
+    distance = position[context - len(q) :, None] - position
     seen = distance >= 0
     if window is not None:
         seen &= distance < window

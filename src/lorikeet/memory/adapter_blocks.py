@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.base import LoraPieces
+from lorikeet.kernels.base import LoraWeights
 from lorikeet.memory.packing import Packing, Piece
 
 
@@ -39,7 +39,7 @@ def write_pieces(
         raise ValueError(f"{module} of layer {layer} was packed, but has no weights")
 
 
-def piece_views(packing: Packing, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> LoraPieces:
+def weights_in_place(packing: Packing, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> LoraWeights:
     """See an adapter where it lies; nothing is copied.
 
     Args:
@@ -48,13 +48,14 @@ def piece_views(packing: Packing, blocks: Sequence[int], arena: Tensor, geometry
         arena: ``[blocks, elements]``.
         geometry: sizes that the packing was made for.
     """
-    return {
+    pieces = {
         (layer, module): tuple(
             _views(piece, blocks, arena, geometry.modules[module].in_features, geometry.modules[module].out_features)
             for piece in pieces
         )
         for (layer, module), pieces in _by_module(packing).items()
     }
+    return LoraWeights(pieces, geometry.layers)
 
 
 def _by_module(packing: Packing) -> dict[tuple[int, str], list[Piece]]:

@@ -3,10 +3,12 @@
 It knows nothing of batching, scheduling or sampling; how attention finds its keys is the kernels' business.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, Kernels
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraTarget
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
 from lorikeet.models.rotary import Rotary
@@ -30,8 +32,11 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        self._columns = {module: geometry.modules[module].out_features for module in ("q", "k", "gate")}
-        self._split = [geometry.modules[module].out_features for module in ("q", "k", "v")]
+        outputs = {module: shape.out_features for module, shape in geometry.modules.items()}
+        self._qkv = _side_by_side(("q", "k", "v"), outputs)
+        self._o = _side_by_side(("o",), outputs)
+        self._gate_up = _side_by_side(("gate", "up"), outputs)
+        self._down = _side_by_side(("down",), outputs)
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
 
     @torch.inference_mode()
@@ -43,49 +48,55 @@ class Decoder:
             kv: ``[layers, blocks, 2, block_tokens, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed.
 
         Returns:
-            fp32 logits ``[S, vocab]`` of ``batch.sample_rows``.
+            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype.
         """
-        weights = self._weights
+        weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
         x = weights.embedding[batch.token_ids]
         cos, sin = self._rotary(batch.positions, x.dtype)
-        for index, layer in enumerate(weights.layers):
-            x = x + self._attention(index, layer, x, cos, sin, batch, kv[index])
-            x = x + self._mlp(index, layer, x, batch)
-        x = self._kernels.rms_norm(x[batch.sample_rows], weights.final_norm, self._config.rms_norm_eps)
-        return self._kernels.linear(x, weights.lm_head, None).float()
+        delta = None
+        for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
+            normed = kernels.add_norm(x, delta, layer.input_norm, eps)
+            delta = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
+            normed = kernels.add_norm(x, delta, layer.post_norm, eps)
+            delta = self._mlp(index, layer, normed, batch)
+        rows = batch.sample_rows
+        normed = kernels.add_norm(x[rows], None if delta is None else delta[rows], weights.final_norm, eps)
+        return kernels.linear(normed, weights.lm_head, None)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         config, kernels = self._config, self._kernels
-        x = kernels.rms_norm(x, layer.input_norm, config.rms_norm_eps)
         qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
-        if batch.lora:
-            kernels.add_lora(qkv, x, batch.lora, index, "q", 0)
-            kernels.add_lora(qkv, x, batch.lora, index, "k", self._columns["q"])
-            kernels.add_lora(qkv, x, batch.lora, index, "v", self._columns["q"] + self._columns["k"])
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in qkv.split(self._split, dim=-1))
+        if batch.lora is not None:
+            kernels.add_lora(qkv, x, batch.lora, index, self._qkv)
+        norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = kernels.rotary(q, cos, sin), kernels.rotary(k, cos, sin)
-        kernels.store_kv(k, v, kv, batch)
-        mixed = kernels.attention(q, kv, batch, config.head_dim**-0.5, config.windows[index])
+            norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
+        mixed = kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
         out = kernels.linear(mixed, layer.o, layer.o_bias)
-        if batch.lora:
+        if batch.lora is not None:
             # A is split by input as the weight is, so each rank adds its part before the parts are summed.
-            kernels.add_lora(out, mixed, batch.lora, index, "o", 0)
+            kernels.add_lora(out, mixed, batch.lora, index, self._o)
         return self._group.all_reduce(out)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch) -> Tensor:
         kernels = self._kernels
-        x = kernels.rms_norm(x, layer.post_norm, self._config.rms_norm_eps)
         gate_up = kernels.linear(x, layer.gate_up, layer.gate_up_bias)
-        if batch.lora:
-            kernels.add_lora(gate_up, x, batch.lora, index, "gate", 0)
-            kernels.add_lora(gate_up, x, batch.lora, index, "up", self._columns["gate"])
+        if batch.lora is not None:
+            kernels.add_lora(gate_up, x, batch.lora, index, self._gate_up)
         inner = kernels.silu_mul(gate_up)
         out = kernels.linear(inner, layer.down, layer.down_bias)
-        if batch.lora:
-            kernels.add_lora(out, inner, batch.lora, index, "down", 0)
+        if batch.lora is not None:
+            kernels.add_lora(out, inner, batch.lora, index, self._down)
         return self._group.all_reduce(out)
+
+
+def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> tuple[LoraTarget, ...]:
+    """Return the columns of modules whose outputs lie beside each other."""
+    targets: list[LoraTarget] = []
+    for module in modules:
+        column = sum(target.outputs for target in targets)
+        targets.append(LoraTarget(module, column, outputs[module]))
+    return tuple(targets)

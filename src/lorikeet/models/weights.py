@@ -1,13 +1,17 @@
 """The tensors of one decoder, as one rank holds them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from lorikeet.kernels.base import Kernels, Weight
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Linear weights are ``[out, in]``; ``None`` where the model has no such tensor.
+    """One decoder layer; ``None`` where the model has no such tensor.
+
+    Linear weights are ``[out, in]``, plain as they are loaded or packed by :func:`pack_weights`.
 
     Attributes:
         input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
@@ -20,10 +24,10 @@ class LayerWeights:
 
     input_norm: Tensor
     post_norm: Tensor
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -46,4 +50,30 @@ class DecoderWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Weight
+
+
+def pack_weights(weights: DecoderWeights, kernels: Kernels) -> DecoderWeights:
+    """Return ``weights`` in the kernels' layout. Plain copies are given up one by one, so that they never lie twice."""
+    layers = tuple(
+        replace(
+            layer,
+            qkv=_pack(layer.qkv, kernels),
+            o=_pack(layer.o, kernels),
+            gate_up=_pack(layer.gate_up, kernels),
+            down=_pack(layer.down, kernels),
+        )
+        for layer in weights.layers
+    )
+    # A tied output layer is packed beside the embedding, whose rows are looked up.
+    tied = weights.lm_head is weights.embedding
+    lm_head = _pack(weights.lm_head, kernels, keep=tied)
+    return replace(weights, layers=layers, lm_head=lm_head)
+
+
+def _pack(weight: Weight, kernels: Kernels, *, keep: bool = False) -> Weight:
+    assert isinstance(weight, Tensor)
+    packed = kernels.pack(weight)
+    if packed is not weight and not keep:
+        weight.untyped_storage().resize_(0)
+    return packed

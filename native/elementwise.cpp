@@ -1,0 +1,165 @@
+// Residual and RMS norm, rotary embedding with the KV store, SiLU gating: one pass over memory each.
+//
+// Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does not
+// depend on its company.
+#include "parallel.h"
+#include "simd.h"
+
+namespace lorikeet {
+namespace {
+
+constexpr int64_t kWorthAThread = 1 << 14;  // elements below which waking a thread costs more than it brings
+
+int64_t threads_for(int64_t elements, int64_t threads) { return elements < 2 * kWorthAThread ? 1 : threads; }
+
+// f(position, lanes) for every vector of n elements.
+template <class F>
+inline void each_vector(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, int(n - i));
+}
+template <class T>
+inline F32 get(const T* p, int n) {
+  return n == kLanes ? load(p) : load_n(p, n);
+}
+template <class T>
+inline void set(T* p, F32 x, int n) {
+  n == kLanes ? store(p, x) : store_n(p, x, n);
+}
+
+template <class T>
+float root_mean_square_inverse(const T* x, int64_t n, float eps) {
+  F32 squares = zero();
+  each_vector(n, [&](int64_t i, int lanes) {
+    F32 v = get(x + i, lanes);
+    squares = fma(v, v, squares);
+  });
+  return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+}
+
+template <class T>
+void add_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64_t hidden, float eps, int64_t threads) {
+  parallel(threads_for(rows * hidden, threads), [&](int64_t thread, int64_t count) {
+    Range mine = part_of(rows, thread, count);
+    for (int64_t row = mine.begin; row < mine.end; ++row) {
+      T *xs = x + row * hidden, *to = out + row * hidden;
+      if (delta) {
+        const T* ds = delta + row * hidden;
+        each_vector(hidden, [&](int64_t i, int n) { set(xs + i, add(get(xs + i, n), get(ds + i, n)), n); });
+      }
+      F32 scale = splat(root_mean_square_inverse(xs, hidden, eps));
+      each_vector(hidden, [&](int64_t i, int n) {
+        set(to + i, mul(mul(get(xs + i, n), scale), get(weight + i, n)), n);
+      });
+    }
+  });
+}
+
+template <class T>
+struct Rotary {
+  T* qkv;
+  int64_t row_stride, heads, kv_heads, head_dim;
+  const T *cos, *sin;        // [rows, head_dim]
+  const T *q_norm, *k_norm;  // [head_dim], or null
+  float eps;
+  T* kv;
+  int64_t block_stride, block_tokens;
+  const int64_t *slot_blocks, *slot_offsets;
+
+  // Norm and rotate one head; `from` may be `to`.
+  void rotate(const T* from, T* to, const T* norm, const T* cos_row, const T* sin_row) const {
+    const int64_t half = head_dim / 2;
+    const F32 scale = norm ? splat(root_mean_square_inverse(from, head_dim, eps)) : zero();
+    auto head = [&](int64_t i, int n) {
+      F32 v = get(from + i, n);
+      return norm ? mul(mul(v, scale), get(norm + i, n)) : v;
+    };
+    each_vector(half, [&](int64_t i, int n) {
+      F32 a = head(i, n), b = head(half + i, n);
+      F32 rotated_a = fma(a, get(cos_row + i, n), mul(sub(zero(), b), get(sin_row + i, n)));
+      F32 rotated_b = fma(b, get(cos_row + half + i, n), mul(a, get(sin_row + half + i, n)));
+      set(to + i, rotated_a, n);
+      set(to + half + i, rotated_b, n);
+    });
+  }
+
+  void row(int64_t r) const {
+    T* q = qkv + r * row_stride;
+    const T *k = q + heads * head_dim, *v = k + kv_heads * head_dim;
+    const T *c = cos + r * head_dim, *s = sin + r * head_dim;
+    for (int64_t h = 0; h < heads; ++h) rotate(q + h * head_dim, q + h * head_dim, q_norm, c, s);
+    const int64_t token = kv_heads * head_dim;
+    T* keys = kv + slot_blocks[r] * block_stride + slot_offsets[r] * token;
+    for (int64_t h = 0; h < kv_heads; ++h) rotate(k + h * head_dim, keys + h * head_dim, k_norm, c, s);
+    std::memcpy(keys + block_tokens * token, v, size_t(token) * sizeof(T));
+  }
+};
+
+template <class T>
+void rotary_store(const Rotary<T>& rotary, int64_t rows, int64_t threads) {
+  parallel(threads_for(rows * rotary.row_stride, threads), [&](int64_t thread, int64_t count) {
+    Range mine = part_of(rows, thread, count);
+    for (int64_t r = mine.begin; r < mine.end; ++r) rotary.row(r);
+  });
+}
+
+template <class T>
+void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads) {
+  parallel(threads_for(rows * n, threads), [&](int64_t thread, int64_t count) {
+    Range mine = part_of(rows, thread, count);
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      const T *gate = gate_up + r * 2 * n, *up = gate + n;
+      each_vector(n, [&](int64_t i, int lanes) {
+        F32 g = get(gate + i, lanes);
+        F32 silu = div(g, add(splat(1.0f), exp(sub(zero(), g))));
+        set(out + r * n + i, mul(silu, get(up + i, lanes)), lanes);
+      });
+    }
+  });
+}
+
+template <class T>
+Rotary<T> rotary_of(
+    void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
+    const void* q_norm, const void* k_norm, double eps, void* kv, int64_t block_stride, int64_t block_tokens,
+    const int64_t* slot_blocks, const int64_t* slot_offsets) {
+  return {(T*)qkv, row_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)sin, (const T*)q_norm,
+          (const T*)k_norm, float(eps), (T*)kv, block_stride, block_tokens, slot_blocks, slot_offsets};
+}
+
+}  // namespace
+}  // namespace lorikeet
+
+using namespace lorikeet;
+
+// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float.
+
+LORIKEET_EXPORT void lorikeet_add_norm(
+    void* x, const void* delta, const void* weight, void* out, int64_t rows, int64_t hidden, double eps, int64_t bytes,
+    int64_t threads) {
+  if (bytes == 2)
+    add_norm((bf16*)x, (const bf16*)delta, (const bf16*)weight, (bf16*)out, rows, hidden, float(eps), threads);
+  else
+    add_norm((float*)x, (const float*)delta, (const float*)weight, (float*)out, rows, hidden, float(eps), threads);
+}
+
+LORIKEET_EXPORT void lorikeet_rotary_store(
+    void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
+    const void* q_norm, const void* k_norm, double eps, void* kv, int64_t block_stride, int64_t block_tokens,
+    const int64_t* slot_blocks, const int64_t* slot_offsets, int64_t rows, int64_t bytes, int64_t threads) {
+  if (bytes == 2)
+    rotary_store(rotary_of<bf16>(qkv, row_stride, heads, kv_heads, head_dim, cos, sin, q_norm, k_norm, eps, kv,
+                                 block_stride, block_tokens, slot_blocks, slot_offsets), rows, threads);
+  else
+    rotary_store(rotary_of<float>(qkv, row_stride, heads, kv_heads, head_dim, cos, sin, q_norm, k_norm, eps, kv,
+                                  block_stride, block_tokens, slot_blocks, slot_offsets), rows, threads);
+}
+
+LORIKEET_EXPORT void lorikeet_silu_mul(
+    const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads) {
+  if (bytes == 2)
+    silu_mul((const bf16*)gate_up, (bf16*)out, rows, n, threads);
+  else
+    silu_mul((const float*)gate_up, (float*)out, rows, n, threads);
+}
