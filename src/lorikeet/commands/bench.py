@@ -8,15 +8,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lorikeet.commands.bench_serve import bench_serve
 from lorikeet.commands.console import fail
 from lorikeet.config import ConfigError, ModelSettings, resolve_row
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 
-
-@app.callback()
-def _group() -> None:
-    """Keeps ``offline`` a command of its own, though it is the only one so far."""
+app.command("serve")(bench_serve)
 
 
 @app.command("offline")

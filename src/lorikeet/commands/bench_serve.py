@@ -56,7 +56,7 @@ def bench_serve(
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1,e2e=10.")] = "",
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
-    probe_s: Annotated[float, typer.Option(min=0.1, help="Length of each probe of the search.")] = 30.0,
+    probe_s: Annotated[float, typer.Option(min=0.01, help="Length of each probe of the search.")] = 30.0,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
