@@ -1,37 +1,41 @@
 """What every tensor-parallel rank does with a plan: keep its sequences, run its share of the decoder."""
 
+import time
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
 from lorikeet.engine.adapter_loader import AdapterLoader
 from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.kernels.base import kv_view
-from lorikeet.models.decoder import Decoder
 
 
 class Rank:
     """One rank's sequences, arena and decoder.
 
     Args:
-        decoder: this rank's share.
+        model: this rank's share.
         arena: ``[blocks, elements]``, for KV and adapters.
-        geometry: sizes of this rank's share.
         block_tokens: tokens of KV in a block.
         loader: brings adapters into the arena.
+        cores: says before every plan how many threads compute.
     """
 
     def __init__(
-        self, decoder: Decoder, arena: Tensor, geometry: ModelGeometry, block_tokens: int, loader: AdapterLoader
+        self, model: RankModel, arena: Tensor, block_tokens: int, loader: AdapterLoader, cores: CoreShare
     ) -> None:
         self.device: torch.device = arena.device
-        self._decoder = decoder
+        self._decoder = model.decoder
+        self._kernels = model.kernels
+        self._cores = cores
+        geometry = model.geometry
         self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
         self._block_tokens = block_tokens
         self._loader = loader
@@ -43,6 +47,9 @@ class Rank:
         Raises:
             ExecutorError: it runs or drops a sequence that this rank does not know.
         """
+        threads = self._cores.threads(time.monotonic())
+        if threads != self._kernels.threads:
+            self._kernels.threads = threads
         for request_id in plan.drops:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")

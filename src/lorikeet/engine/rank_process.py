@@ -15,8 +15,9 @@ import torch
 from lorikeet.config import Settings
 from lorikeet.core.plan import AdapterLoadDone, StepPlan
 from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import allocate_arena, load_rank, set_threads
+from lorikeet.engine.rank_setup import allocate_arena, load_rank
 from lorikeet.models.parallel import DistributedGroup, Group
 
 _LOG = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def _serve(
     connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, meet_at: str
 ) -> None:
     engine = settings.engine
-    set_threads(settings)
+    cores = CoreShare(engine.threads)
     report(Ready())
     group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)
@@ -96,10 +97,11 @@ def _serve(
     loader = AdapterLoader(
         arena, model.geometry, rank, group.size, engine.load_threads, lambda done: report(Loaded(done))
     )
-    own = Rank(model.decoder, arena, model.geometry, engine.block_tokens, loader)
+    own = Rank(model, arena, engine.block_tokens, loader, cores)
     while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
         follow(own, message.plan, group)
     loader.close()
+    cores.close()
     group.close()
 
 

@@ -1,7 +1,6 @@
 """What a rank needs before its first step: its share of the model, and an arena."""
 
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.base import Kernels, torch_dtype
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
@@ -34,24 +33,17 @@ class RankModel:
     Attributes:
         config: the whole model's.
         decoder: the rank's share.
-        kernels: name of the backend that computes.
+        kernels: the backend that computes.
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
     """
 
     config: ModelConfig
     decoder: Decoder
-    kernels: str
+    kernels: Kernels
     dtype: torch.dtype
     device: torch.device
     geometry: ModelGeometry
-
-
-def set_threads(settings: Settings) -> None:
-    """Give this rank its threads: those asked for, else its share of the cores."""
-    engine = settings.engine
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(engine.threads or max(1, cores // engine.tensor_parallel))
 
 
 def load_rank(
@@ -78,12 +70,12 @@ def load_rank(
         progress=progress,
     )
     try:
-        kernels = choose_kernels(settings.engine.kernels, dtype, device, torch.get_num_threads())
+        kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
     weights = pack_weights(weights, kernels)
     geometry = config.geometry(dtype.itemsize, group.size)
-    return RankModel(config, Decoder(config, weights, kernels, group), kernels.name, dtype, device, geometry)
+    return RankModel(config, Decoder(config, weights, kernels, group), kernels, dtype, device, geometry)
 
 
 def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
@@ -137,6 +129,8 @@ def allocate_arena(model: RankModel, blocks: int, block_tokens: int) -> Tensor:
     if model.device.type != "cpu":
         return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
     memory = mmap.mmap(-1, blocks * elements * model.dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer first touches, and fewer misses on the way to scattered blocks
     return torch.frombuffer(memory, dtype=model.dtype).view(blocks, elements)
 
 

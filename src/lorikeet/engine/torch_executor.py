@@ -8,18 +8,17 @@ from typing import Protocol
 from torch import Tensor
 
 from lorikeet.config import Settings
-from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import allocate_arena, arena_blocks, load_rank, max_model_tokens, set_threads
+from lorikeet.engine.rank_setup import RankModel, allocate_arena, arena_blocks, load_rank, max_model_tokens
 from lorikeet.engine.sampler import SampleRow, sample
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.models.config import ModelConfig, read_model_config
-from lorikeet.models.decoder import Decoder
 from lorikeet.models.parallel import SingleGroup
 
 _GRACE_S = 5.0
@@ -75,10 +74,10 @@ class TorchExecutor:
     """Rank 0: runs its share of every step, samples, and tells the other ranks. See ``engine.executor.Executor``.
 
     Args:
-        decoder: rank 0's share of the model.
+        model: rank 0's share.
         arena: ``[blocks, elements]`` of the model's dtype.
-        geometry: sizes of rank 0's share.
         block_tokens: tokens of KV in a block.
+        cores: rank 0's part of the machine's.
         finished: where loads are counted; made for as many ranks as ``peers`` has.
         load_threads: adapters that are read at once.
         peers: the other ranks.
@@ -86,18 +85,19 @@ class TorchExecutor:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: RankModel,
         arena: Tensor,
-        geometry: ModelGeometry,
         block_tokens: int,
+        cores: CoreShare,
         finished: FinishedLoads,
         load_threads: int = 1,
         peers: Peers | None = None,
     ) -> None:
         self._peers: Peers = peers or NoPeers()
         self._finished = finished
-        self._loader = AdapterLoader(arena, geometry, 0, self._peers.size, load_threads, finished.report)
-        self._rank = Rank(decoder, arena, geometry, block_tokens, self._loader)
+        self._loader = AdapterLoader(arena, model.geometry, 0, self._peers.size, load_threads, finished.report)
+        self._cores = cores
+        self._rank = Rank(model, arena, block_tokens, self._loader, cores)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and return its tokens.
@@ -143,6 +143,7 @@ class TorchExecutor:
         """End threads and ranks. Loads that have not begun are abandoned."""
         self._peers.close()
         self._loader.close()
+        self._cores.close()
 
     def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
         """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
@@ -200,7 +201,7 @@ def build_torch_executor(
     config = read_model_config(model_folder)
     config.check_divides(engine.tensor_parallel)
     longest_tokens = max_model_tokens(settings, config)
-    set_threads(settings)
+    cores = CoreShare(engine.threads)
     finished = FinishedLoads(engine.tensor_parallel, on_load_done)
     peers = RankProcesses(settings, model_folder, finished) if engine.tensor_parallel > 1 else None
     try:
@@ -215,9 +216,7 @@ def build_torch_executor(
         if peers is not None:
             peers.close()
         raise
-    executor = TorchExecutor(
-        model.decoder, arena, model.geometry, engine.block_tokens, finished, engine.load_threads, peers
-    )
+    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, engine.load_threads, peers)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
@@ -225,6 +224,6 @@ def build_torch_executor(
         block_tokens=engine.block_tokens,
         max_model_tokens=longest_tokens,
         max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),
-        kernels=model.kernels,
+        kernels=model.kernels.name,
     )
     return executor, config, sizes

@@ -10,13 +10,12 @@ from lorikeet.kernels.reference import ReferenceKernels
 NAMES = ("auto", "native", "reference")
 
 
-def choose_kernels(name: str, dtype: torch.dtype, device: torch.device, threads: int) -> Kernels:
+def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return a backend.
 
     Args:
         name: one of ``NAMES``; ``auto`` is native where that can be, else the reference, whose name then says why.
         dtype, device: of weights, adapters and KV.
-        threads: of the native backend.
 
     Raises:
         ValueError: there is no such backend, or ``native`` cannot be.
@@ -28,7 +27,7 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device, threads:
     try:
         if device.type != "cpu" or dtype not in DTYPES:
             raise NativeUnavailableError(f"the native kernels do not compute {dtype} on {device.type}")
-        return NativeKernels(*best_library(), threads)
+        return NativeKernels(*best_library())
     except NativeUnavailableError as error:
         if name == "native":
             raise ValueError(str(error)) from error

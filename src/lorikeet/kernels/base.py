@@ -127,6 +127,8 @@ class Kernels(Protocol):
     """One backend. Arguments are never changed unless the docstring says so."""
 
     name: str
+    threads: int
+    """Of every call; whoever owns the backend may change it between calls."""
 
     def pack(self, weight: Tensor) -> Weight:
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""

@@ -32,14 +32,23 @@ class NativeKernels:
     Args:
         instruction_set: what the library was built for; it becomes part of the name.
         library: see ``kernels.library``.
-        threads: of every call.
     """
 
-    def __init__(self, instruction_set: str, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, instruction_set: str, library: ctypes.CDLL) -> None:
         self.name = f"native ({instruction_set})"
-        self.threads = threads
+        self._threads = torch.get_num_threads()
         self._library = library
         self._targets: dict[tuple[LoraTarget, ...], npt.NDArray[np.int64]] = {}
+
+    @property
+    def threads(self) -> int:
+        """Of the native functions, and of torch, which computes the little that is left."""
+        return self._threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._threads = threads
+        torch.set_num_threads(threads)
 
     def pack(self, weight: Tensor) -> Weight:
         """Reorder into panels, which one row reads at the speed of memory and many rows multiply without shuffles."""
@@ -48,7 +57,7 @@ class NativeKernels:
         elements = self._library.lorikeet_packed_elements(outputs, inputs, item_bytes)
         panels = torch.empty(elements, dtype=weight.dtype)
         plain = weight.contiguous()
-        self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self.threads)
+        self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self._threads)
         return PanelWeight(panels, weight.shape)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -68,7 +77,7 @@ class NativeKernels:
             inputs,
             outputs,
             x.element_size(),
-            self.threads,
+            self._threads,
         )
         return out
 
@@ -90,7 +99,7 @@ class NativeKernels:
             len(targets),
             lora.largest_rank if lora.form is KernelForm.PADDED else 0,
             x.element_size(),
-            self.threads,
+            self._threads,
         )
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -106,7 +115,7 @@ class NativeKernels:
             hidden,
             eps,
             x.element_size(),
-            self.threads,
+            self._threads,
         )
         return out
 
@@ -134,7 +143,7 @@ class NativeKernels:
             batch.slot_offsets.data_ptr(),
             rows,
             qkv.element_size(),
-            self.threads,
+            self._threads,
         )
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -162,7 +171,7 @@ class NativeKernels:
             scale,
             window or 0,
             qkv.element_size(),
-            self.threads,
+            self._threads,
         )
         return out
 

@@ -18,6 +18,15 @@ class RecordingKernels:
         self.name = inner.name
         self.calls: list[Call] = []
 
+    @property
+    def threads(self) -> int:
+        """The wrapped backend's."""
+        return self._inner.threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._inner.threads = threads
+
     def pack(self, weight: Tensor) -> Weight:
         """Not recorded: weights are packed once, before any batch."""
         return self._inner.pack(weight)

@@ -24,6 +24,15 @@ class ReferenceKernels:
     def __init__(self, instead_of_native: str = "") -> None:
         self.name = f"reference ({instead_of_native})" if instead_of_native else "reference"
 
+    @property
+    def threads(self) -> int:
+        """Torch's."""
+        return torch.get_num_threads()
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
     def pack(self, weight: Tensor) -> Weight:
         """Plain."""
         return weight

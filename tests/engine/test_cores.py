@@ -1,0 +1,52 @@
+"""Ranks on one machine share its cores."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lorikeet.engine import cores
+from lorikeet.engine.cores import REFRESH_S, CoreShare
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: set(range(8)))
+
+
+def test_a_rank_alone_takes_all_cores_and_a_second_busy_one_half_of_them(tmp_path: Path) -> None:
+    first, second = CoreShare(folder=tmp_path), CoreShare(folder=tmp_path)
+    assert first.threads(0.0) == 8
+    assert second.threads(0.0) == 4
+    assert first.threads(REFRESH_S / 2) == 8  # counted a moment ago
+    assert first.threads(REFRESH_S) == 4
+    second.close()
+    assert first.threads(2 * REFRESH_S) == 8
+
+
+def test_ranks_that_insist_are_counted_with_what_they_take(tmp_path: Path) -> None:
+    insistent, first, second = CoreShare(3, tmp_path), CoreShare(folder=tmp_path), CoreShare(folder=tmp_path)
+    assert [share.threads(0.0) for share in (insistent, first, second)] == [3, 5, 2]
+    assert first.threads(1.0) == 2
+    assert CoreShare(8, tmp_path).threads(0.0) == 8
+    assert first.threads(2.0) == 1
+
+
+def test_ranks_that_idle_or_run_on_other_cores_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, first = CoreShare(folder=tmp_path), CoreShare(folder=tmp_path)
+    idle.threads(0.0)
+    for path in tmp_path.iterdir():
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - cores.BUSY_WITHIN_S))
+    assert first.threads(0.0) == 8
+    monkeypatch.setattr(cores, "usable_cores", lambda: {8, 9})
+    elsewhere = CoreShare(folder=tmp_path)
+    assert elsewhere.threads(0.0) == 2
+    assert first.threads(1.0) == 8
+
+
+def test_files_left_behind_are_cleared_away(tmp_path: Path) -> None:
+    left = tmp_path / "1-left"
+    left.write_text("{")
+    os.utime(left, (0, 0))
+    assert CoreShare(folder=tmp_path).threads(0.0) == 8
+    assert not left.exists()
