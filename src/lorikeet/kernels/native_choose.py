@@ -7,9 +7,6 @@ from torch import Tensor
 
 from lorikeet.kernels.choose import ChoiceParameters
 
-CHOOSE_ARGUMENTS = (ctypes.c_void_p, *(ctypes.c_int64,) * 4, *(ctypes.c_void_p,) * 7, ctypes.c_int64)
-"""Types of the arguments of ``lorikeet_choose``; it returns nothing."""
-
 
 def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: ChoiceParameters, threads: int) -> Tensor:
     """See ``kernels.choose.choose``; the same tokens but for roundings where a sum of probabilities meets top-p.

@@ -1,0 +1,77 @@
+// Comparing the lanes of vectors, and moving those that were found.
+#pragma once
+
+#include "simd.h"
+
+namespace lorikeet {
+
+#if defined(__AVX512F__)
+
+using Where = __mmask16;  // one truth per lane
+
+inline Where greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Where at_least(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline Where equal(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline Where both(Where a, Where b) { return a & b; }
+// Lane i is bit i.
+inline uint32_t bits(Where where) { return where; }
+// x where true, else 0.
+inline F32 keep(Where where, F32 x) { return _mm512_maskz_mov_ps(where, x); }
+// The true lanes side by side from the first on; the others hold anything. (Straight to memory this is slow on Zen 4.)
+inline F32 pack_left(Where where, F32 x) { return _mm512_maskz_compress_ps(where, x); }
+
+#else  // AVX2
+
+using Where = __m256;
+
+inline Where greater(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Where at_least(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+inline Where equal(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
+inline Where both(Where a, Where b) { return _mm256_and_ps(a, b); }
+inline uint32_t bits(Where where) { return uint32_t(_mm256_movemask_ps(where)); }
+inline F32 keep(Where where, F32 x) { return _mm256_and_ps(where, x); }
+
+// For each set of lanes, which lane goes to the first place, the second and so on: a byte each.
+struct PackingOrders {
+  uint64_t of[256];
+  constexpr PackingOrders() : of() {
+    for (int set = 0; set < 256; ++set) {
+      int place = 0;
+      for (int lane = 0; lane < 8; ++lane)
+        if (set >> lane & 1) of[set] |= uint64_t(lane) << (8 * place++);
+    }
+  }
+};
+constexpr PackingOrders kPackingOrders;
+inline F32 pack_left(Where where, F32 x) {
+  __m128i order = _mm_cvtsi64_si128((long long)kPackingOrders.of[bits(where)]);
+  return _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(order));
+}
+
+#endif
+
+constexpr uint32_t kAllLanes = (1u << kLanes) - 1;
+
+// A long sum of floats made of short ones, or its rounding errors would pile up.
+class LongSum {
+ public:
+  void add(F32 x) {
+    part_ = lorikeet::add(part_, x);
+    if (++added_ % 64 == 0) flush();
+  }
+  double total() {
+    flush();
+    return total_;
+  }
+
+ private:
+  void flush() {
+    total_ += double(sum(part_));
+    part_ = zero();
+  }
+  F32 part_ = zero();
+  double total_ = 0;
+  int64_t added_ = 0;
+};
+
+}  // namespace lorikeet
