@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli import app
@@ -84,6 +86,15 @@ def test_options_without_a_meaning_are_refused(server: FakeServer, flags: str) -
     result = bench(server.url, *flags.split())
     assert result.exit_code == 2, result.output
     assert "error:" in result.output
+
+
+def test_the_options_that_the_page_on_benchmarks_names_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    commands = typer.main.get_command(app).commands["bench"].commands.values()  # type: ignore[attr-defined]
+    options = {name for each in commands for option in each.params for name in (*option.opts, *option.secondary_opts)}
+    named = set(re.findall(r"--[a-z][a-z-]*", "".join(re.findall(r"^lorikeet bench .*$|`[^`\n]+`", page, re.M))))
+    assert named
+    assert named <= options
 
 
 async def test_it_drives_lorikeet(tmp_path: Path) -> None:

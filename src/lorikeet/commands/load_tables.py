@@ -64,15 +64,14 @@ def adapters_table(adapters: Sequence[AdapterFigures], top: int) -> Table:
     more = f", {top} of {len(adapters)}" if len(adapters) > top else ""
     table = Table("adapter", title=f"Adapters with the most requests, ms{more}", title_justify="left", padding=(0, 0))
     for name in (
-        *("re-\nquests", "failed", "TTFT\ncold", "TTFT\nP50", "TTFT\nP99", "TPOT\nP50", "TPOT\nP99"),
+        *("requests", "TTFT\ncold", "TTFT\nP50", "TTFT\nP99", "TPOT\nP50", "TPOT\nP99"),
         *("E2E\nP50", "E2E\nP99", "E2E per\ntoken", "SLO"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for each in adapters[:top]:
         table.add_row(
             "[i]base[/]" if each.adapter is None else escape(each.adapter),
-            str(each.requests),
-            str(each.failed),
+            f"{each.requests}, {each.failed} failed" if each.failed else str(each.requests),
             _ms(each.cold_ttft_s),
             *(_ms(getattr(values, key, None)) for values in (each.ttft_s, each.tpot_s, each.e2e_s) for key in _ENDS),
             _ms(each.normalised_s),
