@@ -16,7 +16,7 @@ from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import RankModel, allocate_arena, arena_blocks, load_rank, max_model_tokens
-from lorikeet.engine.sampler import SampleRow, sample
+from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleGroup
@@ -98,6 +98,7 @@ class TorchExecutor:
         self._loader = AdapterLoader(arena, model.geometry, 0, self._peers.size, load_threads, finished.report)
         self._cores = cores
         self._rank = Rank(model, arena, block_tokens, self._loader, cores)
+        self._sampler = Sampler(model.kernels.choose)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and return its tokens.
@@ -167,7 +168,7 @@ class TorchExecutor:
 
     def _sample(self, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token | None]:
         sequences = [self._rank.sequence(step.request_id) for step in steps]
-        return sample(logits.float(), [SampleRow(s.sampling, s.token_ids.values, s.prompt_tokens) for s in sequences])
+        return self._sampler.sample(logits, sequences)
 
     def _any_ends(self, steps: Sequence[SequenceStep], sampled: Sequence[Token | None]) -> bool:
         """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""

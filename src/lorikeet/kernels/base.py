@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.choose import ChoiceParameters
 
 LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 """(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
@@ -176,6 +177,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
+        ...
+
+    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+        """Choose one token per row of ``logits [S, vocab]``; see ``kernels.choose.choose``."""
         ...
 
 

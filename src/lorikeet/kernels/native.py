@@ -12,6 +12,8 @@ from torch import Tensor
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraTarget, Weight
+from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.native_choose import native_choose
 
 DTYPES = (torch.bfloat16, torch.float32)
 """What the native functions compute in."""
@@ -183,6 +185,10 @@ class NativeKernels:
             gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
         )
         return out
+
+    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+        """Nothing is sorted; threads share the rows."""
+        return native_choose(self._library, logits, parameters, self._threads)
 
     def _numbers(self, targets: tuple[LoraTarget, ...]) -> npt.NDArray[np.int64]:
         """Return module numbers, columns and outputs, int64 ``[3, targets]``; there are four tuples per model."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraTarget, Weight
+from lorikeet.kernels.choose import ChoiceParameters
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -64,6 +65,11 @@ class RecordingKernels:
         """Record the shape."""
         self.calls.append(("silu_mul", _shape(gate_up)))
         return self._inner.silu_mul(gate_up)
+
+    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("choose", _shape(logits)))
+        return self._inner.choose(logits, parameters)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraSegment, LoraTarget, Weight
+from lorikeet.kernels.choose import ChoiceParameters, choose
 
 GROUP_RANKS = 512
 """Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
@@ -97,6 +98,10 @@ class ReferenceKernels:
         """``silu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+        """A module of its own."""
+        return choose(logits, parameters)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
