@@ -102,6 +102,23 @@ inline F32 dot(F32 c, Pairs a, Pairs b) { return _mm512_dpbf16_ps(c, (__m512bh)a
 #else
 inline F32 dot(F32 c, Pairs a, Pairs b) { return fma(even(a), even(b), fma(odd(a), odd(b), c)); }
 #endif
+inline Pairs as_pairs(F32 words) { return {_mm512_castps_si512(words)}; }
+
+// Four 32-bit words at each of rows[0], rows[4], rows[8] ..., side by side; see transpose().
+inline F32 load_quads(const float* const* rows, int64_t word) {
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(rows[0] + word));
+  x = _mm512_mask_broadcast_f32x4(x, 0x00f0, _mm_loadu_ps(rows[4] + word));
+  x = _mm512_mask_broadcast_f32x4(x, 0x0f00, _mm_loadu_ps(rows[8] + word));
+  return _mm512_mask_broadcast_f32x4(x, 0xf000, _mm_loadu_ps(rows[12] + word));
+}
+inline void transpose_quads(F32 a, F32 b, F32 c, F32 d, F32* out) {
+  __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+  ab = _mm512_castps_pd(_mm512_unpackhi_ps(a, b)), cd = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+}
 
 #else  // AVX2 with FMA
 
@@ -190,6 +207,19 @@ inline Pairs load_group_n(const bf16* p, int n) {
 inline F32 even(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a.bits, 16)); }
 inline F32 odd(Pairs a) { return _mm256_castsi256_ps(_mm256_and_si256(a.bits, _mm256_set1_epi32(int(0xffff0000)))); }
 inline F32 dot(F32 c, Pairs a, Pairs b) { return fma(even(a), even(b), fma(odd(a), odd(b), c)); }
+inline Pairs as_pairs(F32 words) { return {_mm256_castps_si256(words)}; }
+
+inline F32 load_quads(const float* const* rows, int64_t word) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + word)), _mm_loadu_ps(rows[4] + word), 1);
+}
+inline void transpose_quads(F32 a, F32 b, F32 c, F32 d, F32* out) {
+  __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+  ab = _mm256_castps_pd(_mm256_unpackhi_ps(a, b)), cd = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+}
 
 #endif
 
@@ -199,13 +229,97 @@ inline F32 load_group_n(const float* p, int n) { return load_n(p, n); }
 inline F32 splat_group(const float* p) { return splat(*p); }
 inline F32 dot(F32 c, F32 a, F32 b) { return fma(a, b, c); }
 
+// A span: 2 * kLanes columns in two registers. Those of bfloat16 lie in the order that interleaving two rows gives,
+// which spread() of one row shares and join() undoes; those of float lie as in memory.
+struct Span {
+  F32 low, high;
+};
+struct PairSpan {
+  Pairs low, high;
+};
+#if defined(__AVX512F__)
+inline PairSpan interleave(Pairs a, Pairs b) {
+  return {{_mm512_unpacklo_epi16(a.bits, b.bits)}, {_mm512_unpackhi_epi16(a.bits, b.bits)}};
+}
+inline Span spread(Pairs a) {
+  PairSpan wide = interleave({_mm512_setzero_si512()}, a);
+  return {_mm512_castsi512_ps(wide.low.bits), _mm512_castsi512_ps(wide.high.bits)};
+}
+inline Pairs join(Span s) {
+  __m512i halves = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(s.low)), narrow(s.high), 1);
+  return {_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), halves)};
+}
+inline void store_group(bf16* p, Pairs a) { _mm512_storeu_si512(p, a.bits); }
+// The sums of four vectors.
+inline __m128 sum(F32 a, F32 b, F32 c, F32 d) {
+  F32 ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  F32 cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  F32 quads = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(quads), _mm512_extractf32x8_ps(quads, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#else
+inline PairSpan interleave(Pairs a, Pairs b) {
+  return {{_mm256_unpacklo_epi16(a.bits, b.bits)}, {_mm256_unpackhi_epi16(a.bits, b.bits)}};
+}
+inline Span spread(Pairs a) {
+  PairSpan wide = interleave({_mm256_setzero_si256()}, a);
+  return {_mm256_castsi256_ps(wide.low.bits), _mm256_castsi256_ps(wide.high.bits)};
+}
+inline Pairs join(Span s) {
+  __m256i halves = _mm256_inserti128_si256(_mm256_castsi128_si256(narrow(s.low)), narrow(s.high), 1);
+  return {_mm256_permute4x64_epi64(halves, 0xd8)};
+}
+inline void store_group(bf16* p, Pairs a) { _mm256_storeu_si256((__m256i*)p, a.bits); }
+inline __m128 sum(F32 a, F32 b, F32 c, F32 d) {
+  F32 ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  F32 cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  F32 quads = add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps(quads, 1));
+}
+#endif
+inline Span load_span(const bf16* p) { return spread(load_group(p)); }
+inline Span load_span(const float* p) { return {load(p), load(p + kLanes)}; }
+inline void store_span(bf16* p, Span s) { store_group(p, join(s)); }
+inline void store_span(float* p, Span s) {
+  store(p, s.low);
+  store(p + kLanes, s.high);
+}
+
 // Elements of a group.
 template <class T>
 constexpr int kGroup = 4 / int(sizeof(T));
 
-// exp(x) to about 1 ulp of float; 0 below -104, inf above 88.7. (Cephes' reduction and a polynomial of degree 6.)
+// Whether dot() of bfloat16 is one instruction; elsewhere long products are better made of floats.
+#if defined(__AVX512BF16__)
+constexpr bool kNativePairs = true;
+#else
+constexpr bool kNativePairs = false;
+#endif
+
+// out[i] = the 32-bit words at rows[0] + word + i, rows[1] + word + i ..., for i < kLanes. There are kLanes rows.
+inline void transpose(const float* const* rows, int64_t word, F32* out) {
+  for (int i = 0; i < kLanes; i += 4)
+    transpose_quads(load_quads(rows, word + i), load_quads(rows + 1, word + i), load_quads(rows + 2, word + i),
+                    load_quads(rows + 3, word + i), out + i);
+}
+
+// 2^x to about 1 ulp of float for x <= 127; 0 below -150, exactly 1 at 0. (A minimax polynomial of degree 5.)
+inline F32 exp2(F32 x) {
+  x = max(splat(-160.0f), x);  // in this order of operands a NaN passes
+  F32 n = round(x), r = sub(x, n);
+  F32 p = splat(1.326472707e-3f);
+  p = fma(p, r, splat(9.671512649e-3f));
+  p = fma(p, r, splat(5.550733744e-2f));
+  p = fma(p, r, splat(2.402224209e-1f));
+  p = fma(p, r, splat(6.931469776e-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale_by_power(p, n);
+}
+
+// exp(x) to about 1 ulp of float; 0 below -104, inf above 88.7, NaN of NaN. (Cephes' reduction and a polynomial of degree 6.)
 inline F32 exp(F32 x) {
-  x = min(max(x, splat(-110.0f)), splat(90.0f));
+  x = min(splat(90.0f), max(splat(-110.0f), x));  // in this order of operands a NaN passes
   F32 n = round(mul(x, splat(1.44269504088896341f)));
   F32 r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);

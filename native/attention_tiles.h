@@ -1,0 +1,180 @@
+// The inner products of attention, over one tile of keys and values, and its softmax.
+//
+// T is the element of queries, keys, values and outputs. K is that of the first product (queries by keys), P that of
+// the second (weights by values): bf16 where its dot() is one instruction, else float.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace lorikeet {
+namespace {
+
+constexpr int64_t kTile = 128;                   // tokens of a tile
+constexpr int kRows = 6;                         // query rows of a product, and
+constexpr int kVectors = kLanes == 16 ? 4 : 2;   // its columns, so that the sums fit the registers
+constexpr int64_t kSpan = 2 * kLanes;
+constexpr float kLowest = -1e30f;                // less than any score; finite, as inf - inf is no number
+constexpr float kUnseen = 2 * kLowest;
+
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Calls f with n, 1 <= n <= Max, as a constant.
+template <int Max, class F>
+inline void with_constant(int64_t n, const F& f) {
+  if constexpr (Max > 1)
+    if (n < Max) return with_constant<Max - 1>(n, f);
+  f(std::integral_constant<int, Max>());
+}
+
+// keys[group][token]: groups of a head's columns, tokens side by side, of `tokens` rows (kTile places, a multiple of
+// kLanes is written). So a product needs no sums across lanes.
+template <class T, class K>
+void pack_keys(const T* const* rows, int64_t tokens, int64_t words, K* keys) {
+  for (int64_t token = 0; token < tokens; token += kLanes) {
+    const float* const* lanes = (const float* const*)(rows + token);
+    for (int64_t word = 0; word < words; word += kLanes) {
+      F32 columns[kLanes];
+      transpose(lanes, word, columns);
+      for (int i = 0; i < kLanes; ++i) {
+        if constexpr (std::is_same_v<T, K>) {
+          store((float*)keys + (word + i) * kTile + token, columns[i]);
+        } else {
+          store(keys + 2 * (word + i) * kTile + token, even(as_pairs(columns[i])));
+          store(keys + (2 * (word + i) + 1) * kTile + token, odd(as_pairs(columns[i])));
+        }
+      }
+    }
+  }
+}
+
+// values[pair of tokens][column]: groups of two tokens, columns in the order of spans.
+inline void pack_values(const bf16* const* rows, int64_t tokens, int64_t columns, bf16* values) {
+  for (int64_t token = 0; token < tokens; token += 2)
+    for (int64_t column = 0; column < columns; column += kSpan) {
+      PairSpan groups = interleave(load_group(rows[token] + column), load_group(rows[token + 1] + column));
+      bf16* to = values + token * columns + 2 * column;
+      store_group(to, groups.low);
+      store_group(to + kSpan, groups.high);
+    }
+}
+
+// scores[row][token] = scale * queries[row] . keys[token], of Rows rows by Vectors * kLanes tokens.
+template <int Rows, int Vectors, class K>
+void score(const K* queries, int64_t stride, const K* keys, int64_t groups, F32 scale, float* scores) {
+  constexpr int G = kGroup<K>;
+  // Long sums of floats are made of short ones, or their rounding errors would pile up.
+  constexpr int64_t kShort = G == 1 ? 32 : int64_t(1) << 62;
+  for (int64_t g = 0, first = 1; g < groups; first = 0) {
+    F32 sums[Rows][Vectors];
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) sums[r][v] = zero();
+    for (const int64_t stop = groups - g > kShort ? g + kShort : groups; g < stop; ++g) {
+      decltype(load_group(keys)) k[Vectors];
+      for (int v = 0; v < Vectors; ++v) k[v] = load_group(keys + (g * kTile + v * kLanes) * G);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        auto query = splat_group(queries + r * stride + g * G);
+        for (int v = 0; v < Vectors; ++v) sums[r][v] = dot(sums[r][v], query, k[v]);
+      }
+    }
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vectors; ++v) {
+        float* to = scores + r * kTile + v * kLanes;
+        store(to, first ? mul(sums[r][v], scale) : fma(sums[r][v], scale, load(to)));
+      }
+  }
+}
+
+// Values for weights of type P: packed pairs of tokens, or the rows themselves. Columns are in the order of spans.
+struct PackedValues {
+  const bf16* values;
+  int64_t columns;
+  PairSpan load(int64_t pair, int64_t column) const {
+    const bf16* at = values + 2 * (pair * columns + column);
+    return {load_group(at), load_group(at + kSpan)};
+  }
+};
+template <class T>
+struct PlainValues {
+  const T* const* rows;
+  Span load(int64_t token, int64_t column) const { return load_span(rows[token] + column); }
+};
+
+// What is known of a query row: a record of floats, the weighted sum of values first.
+struct State {
+  float* records;
+  int64_t columns;
+  int64_t stride() const { return columns + 2 * kLanes; }
+  float* sums(int64_t row) const { return records + row * stride(); }
+  float* totals(int64_t row) const { return sums(row) + columns; }  // of weights, kLanes of them to be added
+  float& largest(int64_t row) const { return sums(row)[columns + kLanes]; }  // score
+};
+
+// sums = factor * sums + weights . values, of Rows rows from `row` and Spans spans from `column`, over `groups`
+// groups of tokens.
+template <int Rows, int Spans, class P, class V>
+void accumulate(const P* weights, const V& values, int64_t groups, const float* factors, const State& state,
+                int64_t row, int64_t column) {
+  constexpr int G = kGroup<P>;
+  F32 low[Rows][Spans], high[Rows][Spans];
+  for (int r = 0; r < Rows; ++r)
+    for (int s = 0; s < Spans; ++s) low[r][s] = high[r][s] = zero();
+  for (int64_t g = 0; g < groups; ++g) {
+    decltype(values.load(g, column)) x[Spans];
+    for (int s = 0; s < Spans; ++s) x[s] = values.load(g, column + s * kSpan);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      auto weight = splat_group(weights + r * kTile + g * G);
+      for (int s = 0; s < Spans; ++s) {
+        low[r][s] = dot(low[r][s], weight, x[s].low);
+        high[r][s] = dot(high[r][s], weight, x[s].high);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int s = 0; s < Spans; ++s) {
+      float* sum = state.sums(row + r) + column + s * kSpan;
+      store(sum, fma(load(sum), splat(factors[r]), low[r][s]));
+      store(sum + kLanes, fma(load(sum + kLanes), splat(factors[r]), high[r][s]));
+    }
+}
+
+// The tokens of a tile that a row sees: [begin, end), possibly empty.
+struct Seen {
+  int64_t begin, end;
+};
+
+// weights[r][token] = 2^(score - m), m the largest score so far of row `row + r`; 0 outside of what it sees. `width`
+// tokens, a multiple of kLanes. Writes by what the earlier sums of each row must be multiplied.
+template <class P>
+void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, const State& state, int64_t row,
+           float* factors) {
+  float before[kRows], now[kRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    float* s = scores + r * kTile;
+    std::fill(s, s + std::min(seen[r].begin, width), kUnseen);
+    std::fill(s + std::min(seen[r].end, width), s + width, kUnseen);
+    F32 most = load(s);
+    for (int64_t t = kLanes; t < width; t += kLanes) most = max(most, load(s + t));
+    before[r] = state.largest(row + r);
+    now[r] = state.largest(row + r) = std::max(before[r], largest(most));
+  }
+  store_n(factors, exp2(sub(load_n(before, int(rows)), load_n(now, int(rows)))), int(rows));
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* s = scores + r * kTile;
+    P* w = weights + r * kTile;
+    F32 total = mul(load(state.totals(row + r)), splat(factors[r]));
+    for (int64_t t = 0; t < width; t += kLanes) {
+      F32 weight = exp2(sub(load(s + t), splat(now[r])));
+      total = add(total, weight);
+      store(w + t, weight);
+    }
+    store(state.totals(row + r), total);
+  }
+}
+
+}  // namespace
+}  // namespace lorikeet
