@@ -45,6 +45,12 @@ def test_a_run_is_printed_and_written_with_every_request(server: FakeServer, tmp
     assert "secret" not in (tmp_path / "r.json").read_text()
 
 
+def test_a_clients_base_url_and_named_models_are_enough(server: FakeServer) -> None:
+    result = bench(f"{server.url}/v1/", "--model", "unlisted", "--adapters", "new", "--requests", "2")
+    assert result.exit_code == 0, result.output
+    assert [body["model"] for body in server.bodies] == ["unlisted", "new", "new"]
+
+
 def test_errors_are_printed_with_what_the_server_said(server: FakeServer) -> None:
     result = bench(server.url, "--adapters", "base,busy", "--adapter-choice", "round-robin", "--requests", "4")
     assert result.exit_code == 0
@@ -77,8 +83,11 @@ def test_a_search_prints_its_probes(server: FakeServer, tmp_path: Path) -> None:
         "--arrivals now --rate 3",
         "--endpoint embeddings",
         "--prompt-tokens many",
-        "--rate 0",
+        "--rate 0 --find-peak --slo ttft=1",
+        "--workload /dev/null",
         "--adapters all --model other",
+        "--adapter-as {name}",
+        "--json /no/such/folder/r.json",
         "--adapters a,b --adapter-choice distinct --requests 3",
     ],
 )

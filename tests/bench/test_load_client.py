@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.bench.arrivals import Range
+from lorikeet.bench.arrivals import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
 from lorikeet.bench.load_plan import LoadPlan
@@ -124,3 +124,8 @@ def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer
     assert (peak.rate, peak.missed_rate) == (None, 250.0)
     assert [run.figures.slo_attainment for run in runs] == [0.5, 0.5]
     assert [run.figures.requests for run in runs] == [10, 10]
+
+
+def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
+    with pytest.raises(ChoiceError, match="no limits"):
+        LoadRunner(Target(server.url, "base"), LoadPlan(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lorikeet.bench.arrivals import Range
+from lorikeet.bench.arrivals import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
 from lorikeet.bench.load_plan import LoadPlan
@@ -92,12 +92,15 @@ class LoadRunner:
         return run._replace(rate=rate, server=growth(before, after))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
-        """Search the highest rate at which the share ``attainment`` of requests meets the SLO, which must have limits.
+        """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
 
         Args:
             attainment: share of the requests that must.
             start: first rate.
             probe_s: length of a probe; longer if fewer than ten requests would come.
+
+        Raises:
+            ChoiceError: there are no limits, or a rule of the plan has no meaning for so many requests.
         """
         runs: list[Run] = []
 
@@ -105,7 +108,8 @@ class LoadRunner:
             count = max(_LEAST_PROBE_REQUESTS, round(rate * probe_s))
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
-            assert attained is not None
+            if attained is None:
+                raise ChoiceError("the requests have no limits to meet")
             return attained
 
         return find_peak(probe, attainment, start, lowest=1 / probe_s), runs

@@ -76,9 +76,19 @@ def bench_serve(
     has_rate = rate is not None or find_peak
     if arrivals and (workload is not None or has_rate == (arrivals == "now")):
         fail("--arrivals goes with a --rate (or now, without one), and not with a --workload", code=2)
-    if find_peak and not slo:
+    if not _is_name_form(adapter_as):
+        fail(f"{adapter_as!r} may contain {{base}} and {{adapter}}, and no other braces", code=2)
+    if json_file is not None and not json_file.parent.is_dir():
+        fail(f"there is no folder {str(json_file.parent)!r}", code=2)
+    if rate is not None and not rate > 0:
+        fail(f"a rate of {rate} is not positive", code=2)
+    if find_peak and not slo and workload is None:
         fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
+    url = url.rstrip("/").removesuffix("/v1")
     try:
+        given_requests = tuple(read_any(workload)) if workload else ()
+        if workload and not given_requests:
+            fail(f"{workload} holds no request", code=2)
         base, names = _models(ServerApi(url, api_key), model, adapters)
         target = Target(
             url=url,
@@ -93,7 +103,7 @@ def bench_serve(
             timeout_s=timeout_s,
         )
         plan = LoadPlan(
-            workload=tuple(read_any(workload)) if workload else (),
+            workload=given_requests,
             adapters=names,
             adapter_choice=adapter_choice,
             arrivals=arrivals or "poisson",
@@ -137,9 +147,19 @@ def bench_serve(
         fail("no request was answered whole")
 
 
+def _is_name_form(text: str) -> bool:
+    try:
+        text.format(base="", adapter="")
+    except (IndexError, KeyError, ValueError):
+        return False
+    return True
+
+
 def _models(api: ServerApi, base: str, adapters: str) -> tuple[str, tuple[str | None, ...]]:
-    """Return the base's name and the adapters to choose from; None stands for the base."""
-    cards = api.get("/v1/models")["data"]
+    """Return the base's name and the adapters to choose from, None for the base; asks the server only if it must."""
+    cards = api.get("/v1/models")["data"] if not base or adapters == "all" else []
+    if not base and not cards:
+        fail("the server lists no model; name one: --model")
     base = base or cards[0]["id"]
     if adapters == "all":
         names = [card["id"] for card in cards if card.get("parent") == base]
