@@ -8,34 +8,44 @@
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kWorthAThread = 1 << 14;  // elements below which waking a thread costs more than it brings
+constexpr int64_t kWorthAThread = 1 << 13;  // elements below which waking a thread costs more than it brings
 
 int64_t threads_for(int64_t elements, int64_t threads) { return elements < 2 * kWorthAThread ? 1 : threads; }
+
+// The lanes of a vector that are meant: all of them, known when the loop is compiled, or the first few.
+struct All {};
+struct First {
+  int lanes;
+};
+template <class T>
+inline F32 get(const T* p, All) { return load(p); }
+template <class T>
+inline F32 get(const T* p, First n) { return load_n(p, n.lanes); }
+template <class T>
+inline void set(T* p, F32 x, All) { store(p, x); }
+template <class T>
+inline void set(T* p, F32 x, First n) { store_n(p, x, n.lanes); }
 
 // f(position, lanes) for every vector of n elements.
 template <class F>
 inline void each_vector(int64_t n, const F& f) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-  if (i < n) f(i, int(n - i));
+  for (; i + kLanes <= n; i += kLanes) f(i, All{});
+  if (i < n) f(i, First{int(n - i)});
 }
-template <class T>
-inline F32 get(const T* p, int n) {
-  return n == kLanes ? load(p) : load_n(p, n);
-}
-template <class T>
-inline void set(T* p, F32 x, int n) {
-  n == kLanes ? store(p, x) : store_n(p, x, n);
+
+inline float inverse_root_mean(F32 squares, int64_t n, float eps) {
+  return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
 }
 
 template <class T>
-float root_mean_square_inverse(const T* x, int64_t n, float eps) {
+float inverse_root_mean_square(const T* x, int64_t n, float eps) {
   F32 squares = zero();
-  each_vector(n, [&](int64_t i, int lanes) {
+  each_vector(n, [&](int64_t i, auto lanes) {
     F32 v = get(x + i, lanes);
     squares = fma(v, v, squares);
   });
-  return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+  return inverse_root_mean(squares, n, eps);
 }
 
 template <class T>
@@ -44,12 +54,17 @@ void add_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64
     Range mine = part_of(rows, thread, count);
     for (int64_t row = mine.begin; row < mine.end; ++row) {
       T *xs = x + row * hidden, *to = out + row * hidden;
-      if (delta) {
-        const T* ds = delta + row * hidden;
-        each_vector(hidden, [&](int64_t i, int n) { set(xs + i, add(get(xs + i, n), get(ds + i, n)), n); });
-      }
-      F32 scale = splat(root_mean_square_inverse(xs, hidden, eps));
-      each_vector(hidden, [&](int64_t i, int n) {
+      F32 squares = zero();
+      each_vector(hidden, [&](int64_t i, auto n) {
+        F32 v = get(xs + i, n);
+        if (delta) {
+          set(xs + i, add(v, get(delta + row * hidden + i, n)), n);
+          v = get(xs + i, n);  // as it was rounded
+        }
+        squares = fma(v, v, squares);
+      });
+      const F32 scale = splat(inverse_root_mean(squares, hidden, eps));
+      each_vector(hidden, [&](int64_t i, auto n) {
         set(to + i, mul(mul(get(xs + i, n), scale), get(weight + i, n)), n);
       });
     }
@@ -70,12 +85,12 @@ struct Rotary {
   // Norm and rotate one head; `from` may be `to`.
   void rotate(const T* from, T* to, const T* norm, const T* cos_row, const T* sin_row) const {
     const int64_t half = head_dim / 2;
-    const F32 scale = norm ? splat(root_mean_square_inverse(from, head_dim, eps)) : zero();
-    auto head = [&](int64_t i, int n) {
+    const F32 scale = norm ? splat(inverse_root_mean_square(from, head_dim, eps)) : zero();
+    auto head = [&](int64_t i, auto n) {
       F32 v = get(from + i, n);
       return norm ? mul(mul(v, scale), get(norm + i, n)) : v;
     };
-    each_vector(half, [&](int64_t i, int n) {
+    each_vector(half, [&](int64_t i, auto n) {
       F32 a = head(i, n), b = head(half + i, n);
       F32 rotated_a = fma(a, get(cos_row + i, n), mul(sub(zero(), b), get(sin_row + i, n)));
       F32 rotated_b = fma(b, get(cos_row + half + i, n), mul(a, get(sin_row + half + i, n)));
@@ -110,7 +125,7 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads
     Range mine = part_of(rows, thread, count);
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       const T *gate = gate_up + r * 2 * n, *up = gate + n;
-      each_vector(n, [&](int64_t i, int lanes) {
+      each_vector(n, [&](int64_t i, auto lanes) {
         F32 g = get(gate + i, lanes);
         F32 silu = div(g, add(splat(1.0f), exp(sub(zero(), g))));
         set(out + r * n + i, mul(silu, get(up + i, lanes)), lanes);

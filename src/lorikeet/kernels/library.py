@@ -51,9 +51,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
     except OSError as error:
         raise NativeUnavailableError(f"the native module does not load: {error}") from error
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            continue
+        function = getattr(library, name)
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
     if not library.lorikeet_supported():
