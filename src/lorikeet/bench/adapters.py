@@ -73,6 +73,6 @@ def write_random_adapter(
 
 def spread_ranks(count: int, low: int = 8, high: int = 128) -> list[int]:
     """Return ``count`` ranks from ``low`` to ``high``, evenly spaced on a log scale, in multiples of 8."""
-    if count == 1:
-        return [low]
+    if count < 2:
+        return [low] * count
     return [round(low * (high / low) ** (i / (count - 1)) / 8) * 8 for i in range(count)]

@@ -1,6 +1,7 @@
 """Lorikeet's engine as one side of a comparison."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from lorikeet.adapters.store import reference
@@ -22,6 +23,7 @@ class LorikeetContestant:
         self._refs = [reference(folder.name, folder, sizes.geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0
+        self.versions = {name: version(name) for name in ("lorikeet", "torch")}
 
     def run(self, work: Work) -> Outcome:
         """Run one batch, greedily."""
@@ -32,13 +34,23 @@ class LorikeetContestant:
             request_id = RequestId(f"offline-{self._submitted}")
             self._submitted += 1
             tokens[request_id] = []
-            self._engine.submit(Request(request_id, prompt, sampling, start_s, self._refs[adapter]))
+            ref = None if adapter is None else self._refs[adapter]
+            self._engine.submit(Request(request_id, prompt, sampling, start_s, ref))
+        waiting = set(tokens)
+        decode_start_s, decoded = start_s, 0
         while self._engine.has_requests:
-            for output in self._engine.step().tokens:
+            outputs = self._engine.step().tokens
+            decoded += len(outputs)
+            for output in outputs:
                 tokens[output.request_id].append(output.token.token_id)
+            if waiting and outputs:
+                waiting.difference_update(output.request_id for output in outputs)
+                decode_start_s, decoded = self._clock.now(), 0
             if not self._engine.is_busy:
                 self._engine.wait_for_load()
-        return Outcome(self._clock.now() - start_s, list(tokens.values()))
+        end_s = self._clock.now()
+        decode_tok_s = decoded / (end_s - decode_start_s) if decoded else None
+        return Outcome(end_s - start_s, list(tokens.values()), decode_tok_s)
 
     def close(self) -> None:
         """Release the engine."""

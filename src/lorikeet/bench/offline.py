@@ -1,8 +1,8 @@
-"""Offline throughput, alone or beside a peer: all requests at once, every run timed from first to last token."""
+"""Offline throughput, alone or beside peers: all requests at once, every run timed from first to last token."""
 
-import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,18 @@ import msgspec
 import numpy as np
 import torch
 
-from lorikeet.bench.adapters import spread_ranks, write_random_adapter
+from lorikeet.bench.adapters import ATTENTION, spread_ranks, write_random_adapter
+from lorikeet.bench.ceilings import Ceilings, ModelCost, model_cost, work_ceilings
 from lorikeet.bench.contestants import Contestant, Outcome, Work
-from lorikeet.bench.statistics import median_interval
+from lorikeet.bench.limits import ROWS, LimitMeter, MachineLimits
+from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.kernels.base import torch_dtype
-from lorikeet.models.config import read_model_config
+from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]
+
+PEERS = ("peft", "vllm")
 
 
 class OfflineOptions(msgspec.Struct, frozen=True):
@@ -27,13 +31,15 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         model: folder of the base model.
         requests: size of the batch.
         prompt_tokens, output_tokens: lengths of every request.
-        adapters: how many, spread evenly over the requests; ranks 8 to 128 on q, k, v and o.
-        peer: ``peft``, or empty to measure Lorikeet alone.
+        adapters: how many, spread evenly over the requests, on q, k, v and o; 0 for the base model alone.
+        adapter_rank: of all adapters; 0 for ranks from 8 to 128.
+        peers: some of ``PEERS``; none to measure Lorikeet alone.
         pairs: timed runs of each side, taken in turns.
-        dtype: of weights, adapters and KV, on both sides.
-        threads: of both sides.
+        dtype: of weights, adapters and KV, on all sides.
+        threads: of all sides.
         row: system that the engine runs as.
         seed: of prompts and adapters.
+        vllm_python: of vLLM's environment; empty for the place where the project makes it.
     """
 
     model: str
@@ -41,40 +47,105 @@ class OfflineOptions(msgspec.Struct, frozen=True):
     prompt_tokens: int = 128
     output_tokens: int = 64
     adapters: int = 8
-    peer: str = ""
+    adapter_rank: int = 0
+    peers: tuple[str, ...] = ()
     pairs: int = 5
     dtype: str = "bfloat16"
     threads: int = 1
     row: str = "auto"
     seed: int = 0
+    vllm_python: str = ""
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if a peer is not known, or named twice."""
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise ValueError(f"peer {peer!r} is not one of: {', '.join(PEERS)}")
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("a peer is named twice")
+
+    def ranks(self) -> list[int]:
+        """Return the rank of each adapter."""
+        return [self.adapter_rank] * self.adapters if self.adapter_rank else spread_ranks(self.adapters)
 
 
-def run_offline(options: OfflineOptions, progress: Progress = lambda stage, done, total: None) -> dict[str, Any]:
-    """Measure, and return plain data for JSON.
+def run_offline(
+    options: OfflineOptions,
+    progress: Progress = lambda stage, done, total: None,
+    measure: Callable[[], MachineLimits] | None = None,
+) -> dict[str, Any]:
+    """Measure, and return plain data for JSON; see :mod:`lorikeet.bench.offline_report` for its keys.
 
     One warm-up run of each side loads the adapters and fills caches. Each pair has prompts of its own, the same for
-    both sides, so that prefix reuse finds nothing. The side that goes first alternates from pair to pair.
-    """
-    if options.peer not in ("", "peft"):
-        raise ValueError(f"peer {options.peer!r} is not one of: peft")
-    from lorikeet.bench.engine_contestant import LorikeetContestant
-    from lorikeet.bench.peft_contestant import PeftContestant
+    all sides, so that prefix reuse finds nothing. The order of the sides is turned round from pair to pair. What the
+    machine can do is measured before each pair, when every side rests.
 
+    Args:
+        options: what is run.
+        progress: called with (stage, done, total); 0 of 0 for a stage of unknown length.
+        measure: returns what the machine can do now; None measures it.
+
+    Raises:
+        ValueError: the options are not what they should be.
+        RuntimeError: a side did not do the work.
+    """
+    options.check()
     torch.set_num_threads(options.threads)
-    geometry = read_model_config(Path(options.model)).geometry(torch_dtype(options.dtype).itemsize)
-    ranks = spread_ranks(options.adapters)
-    with tempfile.TemporaryDirectory(prefix="lorikeet-bench-") as scratch:
+    config = read_model_config(Path(options.model))
+    dtype = torch_dtype(options.dtype)
+    cost = model_cost(config, dtype.itemsize, options.ranks()[: options.requests], ATTENTION)
+    with _sides(options, config, progress) as sides:
+        measure = measure or LimitMeter(dtype, (*ROWS, options.requests)).measure
+        pairs = list(_run_pairs(sides, measure, options, cost, config.vocab_size, progress))
+        versions = {name: text for side in sides for name, text in side.versions.items()}
+    report = offline_report(pairs, [side.name for side in sides], _tokens(options))
+    setup = msgspec.to_builtins(options) | {"model": Path(options.model).name}
+    return report | {"ranks": options.ranks(), "setup": setup, "versions": versions}
+
+
+@contextmanager
+def _sides(options: OfflineOptions, config: ModelConfig, progress: Progress) -> Iterator[list[Contestant]]:
+    """Load every side, Lorikeet first, with the same adapters; release them at the end."""
+    geometry = config.geometry(torch_dtype(options.dtype).itemsize)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-bench-")))
         folders = [
-            write_random_adapter(Path(scratch) / f"adapter-{i}-r{rank}", geometry, rank, seed=options.seed + i)
-            for i, rank in enumerate(ranks)
+            write_random_adapter(scratch / f"adapter-{i}-r{rank}", geometry, rank, seed=options.seed + i)
+            for i, rank in enumerate(options.ranks())
         ]
-        engine = LorikeetContestant(_settings(options), folders)
-        sides: list[Contestant] = [engine]
-        if options.peer:
-            sides.append(PeftContestant(Path(options.model), torch_dtype(options.dtype), folders))
-        outcomes = _interleave(sides, options, progress)
-        engine.close()
-    return _report(options, ranks, outcomes)
+        sides: list[Contestant] = []
+        for name in ("lorikeet", *options.peers):
+            progress(f"loading {name}", 0, 0)
+            side = _side(name, options, config, folders)
+            sides.append(stack.enter_context(closing(side)))
+        yield sides
+
+
+def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequence[Path]) -> Contestant:
+    # Imported where it is used: a side costs seconds to import, and a peer need not be installed.
+    request_tokens = options.prompt_tokens + options.output_tokens
+    if name == "lorikeet":
+        from lorikeet.bench.engine_contestant import LorikeetContestant
+
+        return LorikeetContestant(_settings(options), folders)
+    dtype = torch_dtype(options.dtype)
+    if name == "peft":
+        from lorikeet.bench.peft_contestant import PeftContestant
+
+        return PeftContestant(Path(options.model), dtype, folders)
+    from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, VllmContestant
+
+    return VllmContestant(
+        Path(options.model),
+        options.dtype,
+        folders,
+        options.ranks(),
+        requests=options.requests,
+        max_model_tokens=request_tokens,
+        kv_bytes=config.geometry(dtype.itemsize).block_bytes(options.requests * request_tokens),
+        threads=options.threads,
+        python=Path(options.vllm_python) if options.vllm_python else DEFAULT_PYTHON,
+    )
 
 
 def _settings(options: OfflineOptions) -> Settings:
@@ -86,70 +157,47 @@ def _settings(options: OfflineOptions) -> Settings:
     )
 
 
-def _interleave(sides: list[Contestant], options: OfflineOptions, progress: Progress) -> dict[str, list[Outcome]]:
-    """Run pairs in turns (A B, B A, A B, …); the first pair is the warm-up and is not kept."""
-    outcomes: dict[str, list[Outcome]] = {side.name: [] for side in sides}
+def _run_pairs(
+    sides: list[Contestant],
+    measure: Callable[[], MachineLimits],
+    options: OfflineOptions,
+    cost: ModelCost,
+    vocabulary: int,
+    progress: Progress,
+) -> Iterator[PairResult]:
+    """Run all sides in turns (A B, B A, A B, …); the first pair is the warm-up and is not kept."""
     for pair in range(options.pairs + 1):
-        work = _work(options, pair)
+        progress("pairs run", pair, options.pairs + 1)
+        work = _work(options, pair, vocabulary)
+        limits = measure()
+        outcomes: dict[str, Outcome] = {}
         for side in sides if pair % 2 else reversed(sides):
-            progress("pairs run", pair, options.pairs + 1)
-            outcome = side.run(work)
-            wrong = [len(tokens) for tokens in outcome.tokens if len(tokens) != options.output_tokens]
-            if wrong:
-                raise RuntimeError(f"{side.name} generated {wrong[0]} tokens instead of {options.output_tokens}")
-            if pair:
-                outcomes[side.name].append(outcome)
+            outcomes[side.name] = _checked(side, work)
+        if pair:
+            yield PairResult(outcomes, limits, _ceilings(options, cost, limits))
     progress("pairs run", options.pairs + 1, options.pairs + 1)
-    return outcomes
 
 
-def _work(options: OfflineOptions, pair: int) -> Work:
+def _checked(side: Contestant, work: Work) -> Outcome:
+    outcome = side.run(work)
+    wrong = [len(tokens) for tokens in outcome.tokens if len(tokens) != work.output_tokens]
+    if wrong:
+        raise RuntimeError(f"{side.name} generated {wrong[0]} tokens instead of {work.output_tokens}")
+    return outcome
+
+
+def _ceilings(options: OfflineOptions, cost: ModelCost, limits: MachineLimits) -> Ceilings:
+    return work_ceilings(cost, limits, options.requests, options.prompt_tokens, options.output_tokens)
+
+
+def _work(options: OfflineOptions, pair: int, vocabulary: int) -> Work:
     generator = np.random.default_rng([options.seed, pair])
-    vocabulary = read_model_config(Path(options.model)).vocab_size
     prompts = generator.integers(0, vocabulary, (options.requests, options.prompt_tokens)).tolist()
-    return Work(prompts, [i % options.adapters for i in range(options.requests)], options.output_tokens)
+    adapters = [i % options.adapters if options.adapters else None for i in range(options.requests)]
+    return Work(prompts, adapters, options.output_tokens)
 
 
-def _report(options: OfflineOptions, ranks: list[int], outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
-    output_tokens = options.requests * options.output_tokens
-    total_tokens = output_tokens + options.requests * options.prompt_tokens
-    runs_s = {name: [outcome.seconds for outcome in runs] for name, runs in outcomes.items()}
-    median_s = {name: statistics.median(seconds) for name, seconds in runs_s.items()}
-    report: dict[str, Any] = {
-        "output_tok_s": output_tokens / median_s["lorikeet"],
-        "total_tok_s": total_tokens / median_s["lorikeet"],
-    }
-    if options.peer:
-        ratios = [theirs / ours for ours, theirs in zip(runs_s["lorikeet"], runs_s[options.peer], strict=True)]
-        report |= {
-            "peer": options.peer,
-            "peer_output_tok_s": output_tokens / median_s[options.peer],
-            "peer_total_tok_s": total_tokens / median_s[options.peer],
-            "ratio": statistics.median(ratios),
-            "ratio_interval": median_interval(ratios),
-            "ratios": ratios,
-            "first_tokens_equal": _agreement(outcomes["lorikeet"], outcomes[options.peer]),
-        }
-    return report | {
-        "runs_s": runs_s,
-        "ranks": ranks,
-        "setup": msgspec.to_builtins(options) | {"model": Path(options.model).name},
-        "versions": _versions(options.peer),
-    }
-
-
-def _agreement(ours: list[Outcome], theirs: list[Outcome]) -> float:
-    """Share of requests whose first token is the same on both sides: a check that both did the same work."""
-    pairs = [
-        (a[0], b[0])
-        for mine, other in zip(ours, theirs, strict=True)
-        for a, b in zip(mine.tokens, other.tokens, strict=True)
-    ]
-    return sum(a == b for a, b in pairs) / len(pairs)
-
-
-def _versions(peer: str) -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("lorikeet", "torch", *(("transformers", "peft") if peer == "peft" else ()))
-    return {name: version(name) for name in names}
+def _tokens(options: OfflineOptions) -> tuple[int, int]:
+    """Generated tokens of a run, and all its tokens."""
+    output = options.requests * options.output_tokens
+    return output, output + options.requests * options.prompt_tokens

@@ -1,8 +1,10 @@
-"""transformers and PEFT as the other side of a comparison."""
+"""transformers, with PEFT where there are adapters, as the other side of a comparison."""
 
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,41 +12,55 @@ from lorikeet.bench.contestants import Outcome, Work
 
 
 class PeftContestant:
-    """transformers' ``generate`` on a PEFT model, the adapters of a batch mixed by ``adapter_names``.
+    """transformers' ``generate`` on the whole batch at once.
 
-    One call takes the whole batch: that is PEFT's way to serve several adapters at once
+    Several adapters are mixed in one call by ``adapter_names``: that is PEFT's way to serve them together
     (https://huggingface.co/docs/peft/developer_guides/lora, "inference with different LoRA adapters in the same
-    batch"). Requests are sorted by adapter, as the engine's are.
+    batch"). Requests are sorted by adapter, as the engine's are. A single adapter is simply the active one, which
+    spares PEFT the splitting of batches; without adapters PEFT is not involved.
     """
 
     name = "peft"
 
     def __init__(self, model_folder: Path, dtype: torch.dtype, folders: Sequence[Path]) -> None:
-        from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
         self._names = [folder.name for folder in folders]
-        model = PeftModel.from_pretrained(base, folders[0], adapter_name=self._names[0], autocast_adapter_dtype=False)
-        for name, folder in zip(self._names[1:], folders[1:], strict=True):
-            model.load_adapter(folder, adapter_name=name, autocast_adapter_dtype=False)
+        self.versions = {name: version(name) for name in ("transformers", *(["peft"] if folders else []))}
+        if folders:
+            from peft import PeftModel
+
+            first, *others = folders
+            model = PeftModel.from_pretrained(model, first, adapter_name=first.name, autocast_adapter_dtype=False)
+            for folder in others:
+                model.load_adapter(folder, adapter_name=folder.name, autocast_adapter_dtype=False)
         self._model = model.to(dtype).eval()
 
     def run(self, work: Work) -> Outcome:
-        """Run one batch, greedily."""
+        """Run one batch, greedily; either all requests have an adapter or none has."""
         start_s = time.monotonic()
-        order = sorted(range(len(work.prompts)), key=lambda i: work.adapters[i])
+        order = sorted(range(len(work.prompts)), key=lambda i: work.adapters[i] or 0)
         prompts = torch.tensor([work.prompts[i] for i in order])
         with torch.inference_mode():
             output = self._model.generate(
                 input_ids=prompts,
                 attention_mask=torch.ones_like(prompts),
-                adapter_names=[self._names[work.adapters[i]] for i in order],
                 do_sample=False,
                 min_new_tokens=work.output_tokens,
                 max_new_tokens=work.output_tokens,
+                **self._choice([work.adapters[i] for i in order]),
             )
         rows = output[:, prompts.shape[1] :].tolist()
         seconds = time.monotonic() - start_s
         by_request = dict(zip(order, rows, strict=True))
         return Outcome(seconds, [by_request[i] for i in range(len(order))])
+
+    def close(self) -> None:
+        """Do nothing: the model goes with this object."""
+
+    def _choice(self, adapters: Sequence[int | None]) -> dict[str, Any]:
+        """Arguments of ``generate`` that choose the adapters."""
+        if len(self._names) < 2:
+            return {}
+        return {"adapter_names": [self._names[index] for index in adapters if index is not None]}

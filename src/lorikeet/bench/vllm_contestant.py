@@ -1,0 +1,103 @@
+"""vLLM's CPU build, in its own environment, as the other side of a comparison."""
+
+import glob
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lorikeet.bench.contestants import Outcome, Work
+from lorikeet.bench.worker_process import WorkerProcess
+
+DEFAULT_PYTHON = Path(".venvs/vllm/bin/python")
+"""Where ``python -m benchmarks.vllm_environment`` makes it, seen from the project's folder."""
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+
+_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as ``max_lora_rank``; all adapters are padded to it."""
+
+_LEAST_KV_GIB = 2
+_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+_LIBRARY_FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/local/lib")
+
+
+class VllmContestant:
+    """``LLM.generate`` on the whole batch at once, timed around that call inside the other process.
+
+    vLLM at its best on CPUs: compiled, bound to the cores (``VLLM_CPU_OMP_THREADS_BIND``), tcmalloc and Intel's
+    OpenMP preloaded where they are found (``versions`` says so), ``max_lora_rank`` no larger than needed, room for
+    all adapters at once. Prefix caching is off: no prompt comes twice.
+
+    Args:
+        model_folder: of the base model.
+        dtype: by name.
+        folders: of the adapters.
+        ranks: of the adapters.
+        requests: most in a batch.
+        max_model_tokens: longest request.
+        kv_bytes: that a full batch takes.
+        threads: as many of this process's cores are used.
+        python: of vLLM's environment.
+
+    Raises:
+        WorkerError: vLLM did not load.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dtype: str,
+        folders: Sequence[Path],
+        ranks: Sequence[int],
+        *,
+        requests: int,
+        max_model_tokens: int,
+        kv_bytes: int,
+        threads: int,
+        python: Path = DEFAULT_PYTHON,
+    ) -> None:
+        libraries = _preloads(python)
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+            "VLLM_CPU_KVCACHE_SPACE": str(max(_LEAST_KV_GIB, math.ceil(kv_bytes / 2**30))),
+            "LD_PRELOAD": ":".join(str(library) for library in libraries),
+        }
+        # -P: the script's folder has modules that hide the standard library's.
+        self._worker = WorkerProcess([str(python), "-P", str(WORKER)], environment)
+        settings = {
+            "model": str(model_folder),
+            "dtype": dtype,
+            "max_model_tokens": max_model_tokens,
+            "max_running": requests,
+            "adapters": [[folder.name, str(folder)] for folder in folders],
+            "max_rank": next(rank for rank in _MAX_RANKS if rank >= max(ranks, default=1)),
+        }
+        try:
+            self.versions = dict(self._worker.ask(settings)["versions"])
+        except BaseException:
+            self._worker.close()
+            raise
+        self.versions["preloaded"] = " ".join(library.name for library in libraries) or "nothing"
+
+    def run(self, work: Work) -> Outcome:
+        """Run one batch, greedily."""
+        answer = self._worker.ask(work._asdict())
+        return Outcome(answer["seconds"], answer["tokens"])
+
+    def close(self) -> None:
+        """End the other process."""
+        self._worker.close()
+
+
+def _preloads(python: Path) -> list[Path]:
+    """Return where those of ``_LIBRARIES`` lie that are installed: in vLLM's environment or the system's folders."""
+    folders = [str(python.parent.parent / "lib"), *_LIBRARY_FOLDERS]
+    found = [[path for folder in folders for path in sorted(glob.glob(f"{folder}/{name}"))] for name in _LIBRARIES]
+    return [Path(paths[0]).absolute() for paths in found if paths]

@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.bench.ceilings import Ceilings
+from lorikeet.bench.contestants import Outcome
+from lorikeet.bench.limits import LimitMeter, MachineLimits
+from lorikeet.bench.offline import OfflineOptions
+from lorikeet.bench.offline_report import PairResult, offline_report
+from lorikeet.cli import app
+
+runner = CliRunner(env={"COLUMNS": "200"})
+LIMITS = MachineLimits(2, 10.0, {1: 10.0, 512: 100.0})
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[OfflineOptions]:
+    """Replace the run by one of two seconds beside peers of four; return what was asked for."""
+    seen: list[OfflineOptions] = []
+
+    def run(options: OfflineOptions, progress: object) -> dict[str, Any]:
+        seen.append(options)
+        names = ["lorikeet", *options.peers]
+        outcomes = {name: Outcome(2.0 if name == "lorikeet" else 4.0, [[1]], 30.0) for name in names}
+        report = offline_report([PairResult(outcomes, LIMITS, Ceilings(60, 60, 50, 100))], names, (40, 120))
+        setup = {"model": "m", "requests": 4, "prompt_tokens": 20, "output_tokens": 10, "adapters": options.adapters}
+        return report | {"setup": setup | {"dtype": "bfloat16", "pairs": 1}, "versions": {"torch": "2"}}
+
+    monkeypatch.setattr("lorikeet.bench.offline.run_offline", run)
+    return seen
+
+
+def test_the_table_has_a_line_for_each_side_and_the_limit(
+    asked: list[OfflineOptions], model_folder: Path, tmp_path: Path
+) -> None:
+    arguments = f"bench offline --model {model_folder} --adapters 0 --peer peft,vllm --plot {tmp_path}/p.svg".split()
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert asked[0].peers == ("peft", "vllm")
+    assert asked[0].adapters == 0
+    rows = [line.replace("│", " ").split() for line in result.stdout.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["lorikeet", "20.0", "60.0", "40%"],
+        ["peft", "10.0", "30.0", "20%", "2.00×", "(2.00", "to", "2.00)"],
+        ["vllm", "10.0", "30.0", "20%", "2.00×", "(2.00", "to", "2.00)"],
+        ["limit", "50.0", "100.0", "100%"],
+    ]
+    assert "4 × (20 + 10 tokens), base model" in result.stdout
+    assert "decode alone: 30.0 of 60.0 tok/s (50%)" in result.stdout
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def test_peers_can_be_named_one_by_one_and_the_result_be_json(asked: list[OfflineOptions], model_folder: Path) -> None:
+    result = runner.invoke(
+        app, ["bench", "offline", "--model", str(model_folder), *"--peer vllm --peer peft --json".split()]
+    )
+    assert asked[0].peers == ("vllm", "peft")
+    assert json.loads(result.stdout)["peers"].keys() == {"vllm", "peft"}
+
+
+def test_an_unknown_peer_ends_the_command_before_anything_runs(asked: list[OfflineOptions]) -> None:
+    assert runner.invoke(app, ["bench", "offline", "--peer", "tgi"]).exit_code == 2
+    assert not asked
+
+
+def test_the_limits_of_a_model_are_printed_for_people_and_programs(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
+    monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
+    arguments = ["bench", "limits", "--model", str(model_folder), "--dtype", "float32", "--threads", "1"]
+    report = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    layers, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), 128 * 32
+    assert report["decode_tok_s"]["1"] == pytest.approx(10e9 / (4 * (layers + head)))
+    assert report["prefill_tok_s"] == pytest.approx(100e9 / (2 * layers))
+    assert "memory read: 10.0 GB/s" in runner.invoke(app, arguments).stdout
