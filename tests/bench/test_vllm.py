@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.bench.base_only import BaseOnly
 from lorikeet.bench.contestants import Work
 from lorikeet.bench.vllm_contestant import VllmContestant
 
@@ -89,6 +90,13 @@ def test_the_base_model_alone_runs_without_lora(stand_in: Path) -> None:
     assert side.run(Work([[1]], [None], output_tokens=1)).tokens == [[0]]
     side.close()
     assert "enable_lora" not in json.loads(stand_in.read_text())["settings"]
+
+
+def test_without_adapters_it_answers_the_prompts_of_any_work() -> None:
+    side = BaseOnly(contestant([], []))
+    assert side.name == "vllm-base"
+    assert side.run(Work([[1], [2]], [1, 0], output_tokens=1)).tokens == [[0], [0]]
+    side.close()
 
 
 def test_it_is_bound_to_our_cores_and_has_room_for_the_whole_batch(stand_in: Path) -> None:

@@ -78,18 +78,21 @@ def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> flo
     """Return the bound of decoding ``rows`` sequences at a time.
 
     One row reads every weight once and is bound by memory: bandwidth / (s · (P + A)). A batch is bound by its
-    multiplications, B rows at the rate G measured with B rows: B / (2·P·B / G + adapters), where the adapters of a
-    step take the longer of reading each of them once and multiplying its rows:
-    max(s · ΣA / bandwidth, 2 · B · mean A / G).
+    multiplications, B rows at the rate G measured with B rows: B / (2·P·B / G + adapters).
     """
     read_bytes_s, flops_s = limits.read_gb_s * 1e9, limits.gemm_gflops[rows] * 1e9
     if rows == 1:
         return read_bytes_s / (cost.dtype_bytes * (cost.parameters + cost.mean_adapter()))
-    adapters_s = max(
-        cost.dtype_bytes * sum(cost.adapter_parameters) / read_bytes_s,
-        2 * rows * cost.mean_adapter() / flops_s,
-    )
-    return rows / (2 * cost.parameters * rows / flops_s + adapters_s)
+    return rows / (2 * cost.parameters * rows / flops_s + adapters_limit_s(cost, limits, rows))
+
+
+def adapters_limit_s(cost: ModelCost, limits: MachineLimits, rows: int) -> float:
+    """Return the least time that the adapters of a step take, in seconds.
+
+    The longer of reading each of them once and multiplying its rows: max(s · ΣA / bandwidth, 2 · B · mean A / G).
+    """
+    read_s = cost.dtype_bytes * sum(cost.adapter_parameters) / (limits.read_gb_s * 1e9)
+    return max(read_s, 2 * rows * cost.mean_adapter() / (limits.gemm_gflops[rows] * 1e9))
 
 
 def prefill_limit_tok_s(cost: ModelCost, limits: MachineLimits) -> float:

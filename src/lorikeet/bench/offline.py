@@ -21,7 +21,8 @@ from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]
 
-PEERS = ("peft", "vllm")
+PEERS = ("peft", "vllm", "vllm-base")
+"""The last one is vLLM without adapters: it answers the same prompts with the base model."""
 
 
 class OfflineOptions(msgspec.Struct, frozen=True):
@@ -133,19 +134,22 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
         from lorikeet.bench.peft_contestant import PeftContestant
 
         return PeftContestant(Path(options.model), dtype, folders)
+    from lorikeet.bench.base_only import BaseOnly
     from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, VllmContestant
 
-    return VllmContestant(
+    base_only = name == "vllm-base"
+    vllm = VllmContestant(
         Path(options.model),
         options.dtype,
-        folders,
-        options.ranks(),
+        [] if base_only else folders,
+        [] if base_only else options.ranks(),
         requests=options.requests,
         max_model_tokens=request_tokens,
         kv_bytes=config.geometry(dtype.itemsize).block_bytes(options.requests * request_tokens),
         threads=options.threads,
         python=Path(options.vllm_python) if options.vllm_python else DEFAULT_PYTHON,
     )
+    return BaseOnly(vllm) if base_only else vllm
 
 
 def _settings(options: OfflineOptions) -> Settings:

@@ -13,6 +13,9 @@ not drift with the machine; intervals are 95 % bootstrap intervals of those medi
                                    share_of_limit, first_tokens_equal
     runs_s                         name → seconds of each run
 
+A peer without adapters (``vllm-base``) is held against the same limit, that of the work with adapters, and its first
+tokens are the base model's.
+
 With one peer its figures stand at the top as well: peer, peer_output_tok_s, peer_total_tok_s, ratio, ….
 """
 

@@ -22,7 +22,10 @@ def bench_offline(
     adapters: Annotated[int, typer.Option(min=0, help="Adapters on q, k, v and o; 0: the base model alone.")] = 8,
     adapter_rank: Annotated[int, typer.Option(min=0, help="Of all adapters.", show_default="spread from 8 to 128")] = 0,
     peer: Annotated[
-        list[str] | None, typer.Option(help="peft, vllm or both (peft,vllm): measure them too, in turns.")
+        list[str] | None,
+        typer.Option(
+            help="peft, vllm, vllm-base (vLLM without adapters) or several, peft,vllm: measure them in turns."
+        ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 5,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32, on all sides.")] = "bfloat16",
