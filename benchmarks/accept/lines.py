@@ -3,7 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.accept.runs import StoredRuns
@@ -25,6 +25,7 @@ class Result:
         interval: low and high end of the 95 % interval of the figure, where there is one.
         cause: why the bound is not met; empty if it is.
         notes: anything a reader must know to believe the figure.
+        details: plain data for tables made from the line's file.
     """
 
     figure: Figure
@@ -32,6 +33,7 @@ class Result:
     interval: tuple[float, float] | None = None
     cause: str = ""
     notes: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 import tempfile
 from pathlib import Path
-from unittest import mock
 
-from benchmarks.accept.inprocess import replica, run_all
+from benchmarks.accept.inprocess import default_kernels, kernels_as, replica, run_all
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
@@ -13,7 +12,6 @@ from lorikeet.bench.adapters import write_random_adapter
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.kernels.recording import Call, RecordingKernels
-from lorikeet.kernels.reference import ReferenceKernels
 
 ADAPTERS, REQUESTS, TOKENS = 20, 8, 6
 
@@ -26,10 +24,10 @@ ADAPTERS, REQUESTS, TOKENS = 20, 8, 6
 def run(runs: StoredRuns) -> Result:
     """Record the calls of one base-only batch, before any adapter is known and with 20 on the device."""
     model = default_model()
-    kernels = RecordingKernels(ReferenceKernels())
+    kernels = RecordingKernels(default_kernels())
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-calls-") as scratch,
-        mock.patch("lorikeet.engine.rank_setup.ReferenceKernels", return_value=kernels),
+        kernels_as(kernels),
         replica(model, "bfloat16") as built,
     ):
 

@@ -32,6 +32,7 @@ def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
         "pass": result.passed,
         "cause": result.cause,
         "notes": result.notes,
+        "details": result.details,
         "revision": revision(),
         "machine": describe_machine(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
