@@ -28,6 +28,11 @@ inline void parallel(int64_t threads, const F& f) {
   f(int64_t(omp_get_thread_num()), int64_t(omp_get_num_threads()));
 }
 
+// Inside parallel(): waits for the other threads.
+inline void barrier() {
+#pragma omp barrier
+}
+
 }  // namespace lorikeet
 
 // What Python may call. Every function takes 64-bit integers, doubles and addresses only.

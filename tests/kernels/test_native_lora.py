@@ -1,0 +1,182 @@
+"""The native LoRA kernel, on every instruction set of this machine, against float64."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.library import load_library, supported_instruction_sets
+from lorikeet.kernels.native import NativeKernels
+from tests.kernels.exactness import check_error
+
+LAYERS, LAYER = 2, 1
+
+pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="the native module was not built")
+
+
+class Case(NamedTuple):
+    """A call: where the modules write, and per segment its rows and its adapter."""
+
+    inputs: int
+    targets: tuple[LoraTarget, ...]
+    rows: int
+    segments: list[tuple[int, int, LoraWeights]]
+    x: Tensor
+    out: Tensor
+
+
+def weights(
+    inputs: int, targets: tuple[LoraTarget, ...], pieces: dict[str, list[int]], dtype: torch.dtype, seed: int
+) -> LoraWeights:
+    """Return an adapter with random pieces of so many rows per module, on ``LAYER`` only."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[1] ** 0.5).to(dtype)
+
+    tensors = {
+        (LAYER, target.module): tuple((draw(r, inputs), draw(r, target.outputs)) for r in pieces[target.module])
+        for target in targets
+        if pieces.get(target.module)
+    }
+    return LoraWeights(tensors, LAYERS)
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
+    """Rows without an adapter between segments, adapters that occur twice, modules that are left alone."""
+    inputs = draw(st.integers(1, 150) | st.sampled_from([32, 64, 576]))
+    column, targets = draw(st.integers(0, 3)), []
+    for module in draw(st.sampled_from([("q", "k", "v"), ("gate", "up"), ("down",)])):
+        targets.append(LoraTarget(module, column, draw(st.integers(1, 100) | st.sampled_from([32, 64, 192]))))
+        column += targets[-1].outputs + draw(st.integers(0, 2))
+    pieces = st.lists(st.integers(1, 3) | st.integers(1, 40), max_size=3)
+    seed = draw(st.integers(0, 2**31))
+    adapters = [
+        weights(inputs, tuple(targets), {target.module: draw(pieces) for target in targets}, dtype, seed + i)
+        for i in range(draw(st.integers(1, 3)))
+    ]
+    row, segments = 0, []
+    for _ in range(draw(st.integers(0, 5))):
+        start = row + draw(st.integers(0, 2))
+        row = start + draw(st.integers(1, 8) | st.integers(1, 150))
+        segments.append((start, row, draw(st.sampled_from(adapters))))
+    rows = row + draw(st.integers(0, 2))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
+    return Case(inputs, tuple(targets), rows, segments, x, torch.randn(rows, column + 1, generator=generator).to(dtype))
+
+
+def run(
+    case: Case, instruction_set: str, threads: int = 2, form: KernelForm = KernelForm.UNPADDED, only: int | None = None
+) -> Tensor:
+    """Return ``out`` after the call, with all segments or one of them."""
+    out = case.out.clone()
+    segments = case.segments if only is None else case.segments[only : only + 1]
+    batch = LoraBatch([LoraSegment(*segment) for segment in segments], form)
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.threads = threads
+    kernels.add_lora(out, case.x, batch, LAYER, case.targets)
+    return out
+
+
+def dense(case: Case, dtype: torch.dtype) -> Tensor:
+    """Return the two dense products per segment and module, computed by torch in ``dtype``."""
+    out = case.out.to(dtype, copy=True)
+    for start, stop, adapter in case.segments:
+        for module, column, outputs in case.targets:
+            if pieces := adapter.pieces.get((LAYER, module)):
+                a, bt = (torch.cat(parts).to(dtype) for parts in zip(*pieces, strict=True))
+                out[start:stop, column : column + outputs] += case.x[start:stop].to(dtype) @ a.T @ bt
+    return out
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Leave torch as many threads as it had: a backend sets both."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=supported_instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+SETTINGS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@BOTH_DTYPES
+@SETTINGS
+@given(st.data())
+def test_its_error_is_at_most_twice_that_of_torch_in_the_same_dtype(
+    instruction_set: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(cases(dtype))
+    check_error("add_lora", run(case, instruction_set), dense(case, dtype), dense(case, torch.float64))
+
+
+@BOTH_DTYPES
+@SETTINGS
+@given(st.data())
+def test_a_result_has_the_same_bits_on_any_number_of_threads_and_beside_any_other_segments(
+    instruction_set: str, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = data.draw(cases(dtype))
+    together = run(case, instruction_set)
+    for threads in (1, 3):
+        assert torch.equal(together, run(case, instruction_set, threads=threads))
+    for i, (start, stop, _) in enumerate(case.segments):
+        assert torch.equal(together[start:stop], run(case, instruction_set, only=i)[start:stop])
+
+
+@BOTH_DTYPES
+@SETTINGS
+@given(st.data())
+def test_padding_changes_no_bit(instruction_set: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(cases(dtype))
+    if case.segments:
+        assert torch.equal(run(case, instruction_set), run(case, instruction_set, form=KernelForm.PADDED))
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_long_prefill(instruction_set: str) -> None:
+    targets = (LoraTarget("q", 0, 100),)
+    adapter = weights(96, targets, {"q": [20, 13]}, torch.bfloat16, 1)
+    x, out = torch.randn(200, 96).bfloat16(), torch.randn(200, 100).bfloat16()
+    all_rows = run(Case(96, targets, 200, [(0, 200, adapter)], x, out), instruction_set)
+    for row in (0, 63, 64, 199):
+        alone = run(Case(96, targets, 200, [(row, row + 1, adapter)], x, out), instruction_set)
+        assert torch.equal(all_rows[row], alone[row])
+
+
+def test_a_row_that_overflows_leaves_the_rows_of_others_alone(instruction_set: str) -> None:
+    targets = (LoraTarget("q", 0, 40),)
+    adapter = weights(24, targets, {"q": [9]}, torch.float32, 1)
+    x, out = torch.randn(3, 24), torch.zeros(3, 40)
+    calm = run(Case(24, targets, 3, [(0, 3, adapter)], x, out), instruction_set)
+    x[1] = torch.finfo(torch.float32).max
+    wild = run(Case(24, targets, 3, [(0, 3, adapter)], x, out), instruction_set)
+    assert not torch.isfinite(wild[1]).all()
+    assert torch.equal(calm[[0, 2]], wild[[0, 2]])
+
+
+def test_layers_and_modules_without_weights_stay_as_they_are(instruction_set: str) -> None:
+    targets = (LoraTarget("q", 0, 10), LoraTarget("k", 10, 10))
+    adapter = weights(16, targets, {"k": [4]}, torch.float32, 1)
+    case = Case(16, targets, 2, [(0, 2, adapter)], torch.randn(2, 16), torch.randn(2, 20))
+    found = run(case, instruction_set)
+    assert torch.equal(found[:, :10], case.out[:, :10])
+    assert not torch.equal(found[:, 10:], case.out[:, 10:])
+    other_layer = case.out.clone()
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.add_lora(other_layer, case.x, LoraBatch([LoraSegment(0, 2, adapter)]), LAYER - 1, targets)
+    assert torch.equal(other_layer, case.out)
