@@ -35,7 +35,7 @@ inline void each_vector(int64_t n, const F& f) {
 }
 
 inline float inverse_root_mean(F32 squares, int64_t n, float eps) {
-  return 1.0f / std::sqrt(sum(squares) / float(n) + eps);
+  return float(1.0 / std::sqrt(double(sum(squares)) / double(n) + double(eps)));
 }
 
 template <class T>

@@ -43,7 +43,7 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, const char* a
   const int64_t whole = p.inputs / G;
   // Long sums of floats are made of short ones, or their rounding errors would pile up; next to the rounding of a
   // bfloat16 result they do not count.
-  constexpr int64_t kShort = sizeof(T) == 4 ? 64 : int64_t(1) << 62;
+  constexpr int64_t kShort = sizeof(T) == 4 ? 16 : int64_t(1) << 62;
   F32 totals[Rows][kVectors];
   for (int64_t k = 0, stop = 0; k < whole;) {
     for (stop = whole - k > kShort ? k + kShort : whole; k < stop; ++k) {

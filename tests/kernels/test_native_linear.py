@@ -1,0 +1,73 @@
+"""The native matrix product against fp64, by the error that torch makes in the same dtype."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+
+from lorikeet.kernels.library import load_library, supported_instruction_sets
+from lorikeet.kernels.native import NativeKernels
+from tests.kernels.exactness import check_error
+
+DTYPES = (torch.bfloat16, torch.float32)
+instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
+# On both sides of every size that the kernel cuts at: tiles of 4 and 8 rows, panels of 48 columns, blocks of 64 rows.
+sizes = st.one_of(st.integers(1, 20), st.sampled_from([47, 48, 49, 63, 64, 65, 96, 130, 257]))
+
+
+def kernels(instruction_set: str, threads: int = 2) -> NativeKernels:
+    made = NativeKernels(instruction_set, load_library(instruction_set))
+    made.threads = threads
+    return made
+
+
+@instruction_sets
+@given(sizes, sizes, sizes, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 3))
+@settings(max_examples=150)
+def test_the_error_is_at_most_twice_that_of_torch(
+    instruction_set: str, rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=generator).to(dtype) if biased else None
+    native = kernels(instruction_set)
+    found = native.linear(x, native.pack(weight), bias)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    check_error("linear", found, F.linear(x, weight, bias), exact)
+
+
+@instruction_sets
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sums(instruction_set: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 9001).to(dtype), torch.randn(50, 9001).to(dtype)
+    native = kernels(instruction_set)
+    found = native.linear(x, native.pack(weight), None)
+    check_error("linear", found, F.linear(x, weight), F.linear(x.double(), weight.double()))
+
+
+@instruction_sets
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
+    instruction_set: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(70, 300).to(dtype), torch.randn(100, 300).to(dtype)
+    native, alone = kernels(instruction_set), kernels(instruction_set, threads=1)
+    together = native.linear(x, native.pack(weight), None)
+    packed = alone.pack(weight)
+    for row in (0, 7, 8, 37, 69):
+        assert torch.equal(alone.linear(x[row : row + 1], packed, None)[0], together[row])
+
+
+@instruction_sets
+def test_rows_may_be_part_of_wider_ones(instruction_set: str) -> None:
+    torch.manual_seed(2)
+    wide, weight = torch.randn(5, 40).bfloat16(), torch.randn(9, 24).bfloat16()
+    native = kernels(instruction_set)
+    packed = native.pack(weight)
+    assert packed.shape == (9, 24)
+    assert torch.equal(
+        native.linear(wide[:, 8:32], packed, None), native.linear(wide[:, 8:32].contiguous(), packed, None)
+    )
