@@ -124,7 +124,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``reference``, or ``auto``: native where it was built and fits dtype and device.
-        threads: threads of one rank; 0 divides the machine's cores.
+        threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: threads that read adapters.
     """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.engine import cores
-from lorikeet.engine.cores import REFRESH_S, CoreShare
+from lorikeet.engine.cores import REFRESH_S, CoreShare, asked_threads
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,13 @@ def test_ranks_that_idle_or_run_on_other_cores_do_not_count(tmp_path: Path, monk
     elsewhere = CoreShare(folder=tmp_path)
     assert elsewhere.threads(0.0) == 2
     assert first.threads(1.0) == 8
+
+
+def test_openmps_own_setting_counts_where_ours_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert (asked_threads(0), asked_threads(5)) == (3, 5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert asked_threads(0) == 0
 
 
 def test_files_left_behind_are_cleared_away(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ FLAGS = (
     Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native or reference."),
-    Flag("--threads", "engine.threads", int, "Threads of one rank; 0 divides the cores."),
+    Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
     Flag(
         "--lora-modules --lora-paths",

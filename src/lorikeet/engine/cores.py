@@ -87,6 +87,12 @@ class CoreShare:
         return teams
 
 
+def asked_threads(setting: int) -> int:
+    """Return the threads that a rank insists on, 0 for none: the setting, else what OpenMP was told."""
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return setting or (int(told) if told.isdecimal() else 0)
+
+
 def usable_cores() -> set[int]:
     """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -15,7 +15,7 @@ import torch
 from lorikeet.config import Settings
 from lorikeet.core.plan import AdapterLoadDone, StepPlan
 from lorikeet.engine.adapter_loader import AdapterLoader
-from lorikeet.engine.cores import CoreShare
+from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import allocate_arena, load_rank
 from lorikeet.models.parallel import DistributedGroup, Group
@@ -84,7 +84,7 @@ def _serve(
     connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, meet_at: str
 ) -> None:
     engine = settings.engine
-    cores = CoreShare(engine.threads)
+    cores = CoreShare(asked_threads(engine.threads))
     report(Ready())
     group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)

@@ -11,7 +11,7 @@ from lorikeet.config import Settings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
-from lorikeet.engine.cores import CoreShare
+from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
@@ -202,7 +202,7 @@ def build_torch_executor(
     config = read_model_config(model_folder)
     config.check_divides(engine.tensor_parallel)
     longest_tokens = max_model_tokens(settings, config)
-    cores = CoreShare(engine.threads)
+    cores = CoreShare(asked_threads(engine.threads))
     finished = FinishedLoads(engine.tensor_parallel, on_load_done)
     peers = RankProcesses(settings, model_folder, finished) if engine.tensor_parallel > 1 else None
     try:

@@ -24,6 +24,7 @@ class LoraWeights:
     Attributes:
         pieces: as tensors.
         rank: the largest of any module on any layer.
+        modules: those it touches.
         table: int64 ``[pieces, 3]``, the same as numbers: address of the A rows, address of the Bᵀ rows, how many.
             Ordered by layer, then module as in ``LORA_MODULES``.
         index: int64 ``[layers * modules + 1]``, the first piece of each (layer, module).
@@ -31,6 +32,7 @@ class LoraWeights:
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
         self.pieces = pieces
+        self.modules = frozenset(module for _, module in pieces)
         rows: list[tuple[int, int, int]] = []
         index, rank = [0], 0
         for layer in range(layers):
@@ -66,12 +68,14 @@ class LoraBatch:
     Attributes:
         segments: disjoint, in row order.
         form: how mixed ranks are computed.
+        modules: those that any of the adapters touches, on any layer.
         table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
     """
 
     def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
         self.segments = tuple(segments)
         self.form = form
+        self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
         self.table = torch.tensor(
             [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
             dtype=torch.int64,

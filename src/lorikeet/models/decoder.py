@@ -68,29 +68,30 @@ class Decoder:
     ) -> Tensor:
         config, kernels = self._config, self._kernels
         qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
-        if batch.lora is not None:
-            kernels.add_lora(qkv, x, batch.lora, index, self._qkv)
+        self._add_lora(qkv, x, batch, index, self._qkv)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
         mixed = kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
         out = kernels.linear(mixed, layer.o, layer.o_bias)
-        if batch.lora is not None:
-            # A is split by input as the weight is, so each rank adds its part before the parts are summed.
-            kernels.add_lora(out, mixed, batch.lora, index, self._o)
+        # A is split by input as the weight is, so each rank adds its part before the parts are summed.
+        self._add_lora(out, mixed, batch, index, self._o)
         return self._group.all_reduce(out)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch) -> Tensor:
         kernels = self._kernels
         gate_up = kernels.linear(x, layer.gate_up, layer.gate_up_bias)
-        if batch.lora is not None:
-            kernels.add_lora(gate_up, x, batch.lora, index, self._gate_up)
+        self._add_lora(gate_up, x, batch, index, self._gate_up)
         inner = kernels.silu_mul(gate_up)
         out = kernels.linear(inner, layer.down, layer.down_bias)
-        if batch.lora is not None:
-            kernels.add_lora(out, inner, batch.lora, index, self._down)
+        self._add_lora(out, inner, batch, index, self._down)
         return self._group.all_reduce(out)
+
+    def _add_lora(self, out: Tensor, x: Tensor, batch: Batch, index: int, targets: Sequence[LoraTarget]) -> None:
+        """Add what the adapters of the batch do to some modules of a layer, if there is any that touches them."""
+        if batch.lora is not None and any(target.module in batch.lora.modules for target in targets):
+            self._kernels.add_lora(out, x, batch.lora, index, targets)
 
 
 def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> tuple[LoraTarget, ...]:
