@@ -26,7 +26,7 @@ class VllmContestant:
     """``LLM.generate`` on the whole batch at once, timed around that call inside the other process.
 
     vLLM at its best on CPUs: compiled, bound to the cores (``VLLM_CPU_OMP_THREADS_BIND``), tcmalloc and Intel's
-    OpenMP preloaded where they are found (``versions`` says so), ``max_lora_rank`` no larger than needed, room for
+    OpenMP preloaded where they are found (``versions`` says which), ``max_lora_rank`` no larger than needed, room for
     all adapters at once. Prefix caching is off: no prompt comes twice.
 
     Args:
@@ -65,6 +65,9 @@ class VllmContestant:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # What it compiles ahead of time, vLLM 0.32 cannot load again ("finalize_loading"), and compiles at every
+            # start; its other cache works and the compiled code is as fast.
+            "VLLM_USE_AOT_COMPILE": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
             "VLLM_CPU_KVCACHE_SPACE": str(max(_LEAST_KV_GIB, math.ceil(kv_bytes / 2**30))),
             "LD_PRELOAD": ":".join(str(library) for library in libraries),
