@@ -1,30 +1,43 @@
 """How far a kernel is from the exact result, in units of what torch is off in the same dtype."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 WORST: dict[str, float] = {}
 """Kernel → the largest ratio that this process has seen."""
 
+Draw = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""Seed → results on random values: the kernel's, torch's in the same dtype, and the exact one in fp64."""
 
-def check_error(kernel: str, found: Tensor, by_torch: Tensor, exact: Tensor, bound: float = 2.0) -> None:
-    """Assert that the largest error of ``found`` is at most ``bound`` times torch's.
+_ELEMENTS, _DRAWS = 1000, 50
 
-    Over few elements torch may be right by luck, so its error counts as some of the largest result's unit in the last
-    place at least: half a unit in bfloat16, which the last rounding alone may cost, and a whole one in fp32, where every
-    step of a sum rounds.
+
+def check_error(kernel: str, draw: Draw, bound: float = 2.0) -> None:
+    """Assert that the error of a kernel is at most ``bound`` times torch's.
+
+    An error is the root of the mean square over the results of enough draws: of a few numbers, torch gets some right by
+    luck. It counts as an eighth of a unit in the last place at least, less than any rounding costs.
 
     Args:
         kernel: under what name the ratio is kept in ``WORST``.
-        found, by_torch: of one dtype and shape.
-        exact: in fp64.
+        draw: computes on one shape.
+        bound: the largest ratio that is right.
     """
-    if not exact.numel():
-        return
-    units = 1.0 if found.dtype == torch.float32 else 0.5
-    floor = units * torch.finfo(found.dtype).eps * exact.abs().max()
-    allowed = torch.maximum((by_torch.double() - exact).abs().max(), floor)
-    error = (found.double() - exact).abs().max()
-    ratio = float(error / allowed) if allowed else float(error > 0)
+    ours = theirs = size = 0.0
+    elements = 0
+    for seed in range(_DRAWS):
+        found, by_torch, exact = draw(seed)
+        ours += float((found.double() - exact).square().sum())
+        theirs += float((by_torch.double() - exact).square().sum())
+        size += float(exact.square().sum())
+        elements += exact.numel()
+        if elements >= _ELEMENTS or not exact.numel():
+            break
+    floor = torch.finfo(found.dtype).eps / 8 * size**0.5
+    allowed = max(theirs**0.5, floor)
+    ratio = ours**0.5 / allowed if allowed else float(ours > 0)
     WORST[kernel] = max(WORST.get(kernel, 0.0), ratio)
-    assert ratio <= bound, f"{kernel}: an error of {float(error):.3g} where torch's is {float(allowed):.3g}"
+    # Written this way round, so that NaN fails.
+    assert ratio <= bound, f"{kernel}: {ratio:.2f} times torch's error"

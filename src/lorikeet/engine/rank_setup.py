@@ -1,6 +1,5 @@
 """What a rank needs before its first step: its share of the model, and an arena."""
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels, torch_dtype
 from lorikeet.memory.packing import pack
@@ -123,15 +123,12 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
 def allocate_arena(model: RankModel, blocks: int, block_tokens: int) -> Tensor:
     """Return the arena, ``[blocks, elements]``.
 
-    On a CPU it is anonymous memory of the system: page-aligned, zero, and taken only as it is touched.
+    On a CPU it is zero, page-aligned, and taken only as it is touched.
     """
     elements = model.geometry.block_elements(block_tokens)
     if model.device.type != "cpu":
         return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
-    memory = mmap.mmap(-1, blocks * elements * model.dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer first touches, and fewer misses on the way to scattered blocks
-    return torch.frombuffer(memory, dtype=model.dtype).view(blocks, elements)
+    return huge_pages.allocate(blocks * elements, model.dtype).view(blocks, elements)
 
 
 def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:

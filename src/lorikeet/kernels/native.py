@@ -13,6 +13,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraTarget, Weight
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.native_choose import native_choose
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -40,6 +41,7 @@ class NativeKernels:
         self.name = f"native ({instruction_set})"
         self._threads = torch.get_num_threads()
         self._library = library
+        self._slabs = Slabs()
         self._targets: dict[tuple[LoraTarget, ...], npt.NDArray[np.int64]] = {}
 
     @property
@@ -57,7 +59,7 @@ class NativeKernels:
         outputs, inputs = weight.shape
         item_bytes = weight.element_size()
         elements = self._library.lorikeet_packed_elements(outputs, inputs, item_bytes)
-        panels = torch.empty(elements, dtype=weight.dtype)
+        panels = self._slabs.allocate(elements, weight.dtype)
         plain = weight.contiguous()
         self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self._threads)
         return PanelWeight(panels, weight.shape)
