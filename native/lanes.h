@@ -19,6 +19,13 @@ inline uint32_t bits(Where where) { return where; }
 inline F32 keep(Where where, F32 x) { return _mm512_maskz_mov_ps(where, x); }
 // The true lanes side by side from the first on; the others hold anything. (Straight to memory this is slow on Zen 4.)
 inline F32 pack_left(Where where, F32 x) { return _mm512_maskz_compress_ps(where, x); }
+// The floats whose bits are the whole numbers x; of numbers too large or too low, -0.
+inline F32 with_bits(F32 x) { return _mm512_castsi512_ps(_mm512_cvtps_epi32(x)); }
+// (2^32 - 1 - p[i]) / 2, rounded down to a whole number and then to a float.
+inline F32 halved_complement(const uint32_t* p) {
+  __m512i inverted = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-1));
+  return _mm512_cvtepi32_ps(_mm512_srli_epi32(inverted, 1));
+}
 
 #else  // AVX2
 
@@ -46,6 +53,11 @@ constexpr PackingOrders kPackingOrders;
 inline F32 pack_left(Where where, F32 x) {
   __m128i order = _mm_cvtsi64_si128((long long)kPackingOrders.of[bits(where)]);
   return _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(order));
+}
+inline F32 with_bits(F32 x) { return _mm256_castsi256_ps(_mm256_cvtps_epi32(x)); }
+inline F32 halved_complement(const uint32_t* p) {
+  __m256i inverted = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32(-1));
+  return _mm256_cvtepi32_ps(_mm256_srli_epi32(inverted, 1));
 }
 
 #endif

@@ -110,7 +110,8 @@ struct Mass {
   static double of(float value) { return std::exp(double(value)); }
 };
 
-// A value somewhat below the lowest that select() will return, by the look of a few of them.
+// A value not far from the lowest that select() will return, by the look of a few of them; on the side of it where
+// most values are, so that the fewer ones are left.
 template <class Weight>
 float guess(const float* values, int64_t n, double excess) {
   constexpr int kSample = 64;
@@ -122,7 +123,7 @@ float guess(const float* values, int64_t n, double excess) {
     below += Weight::of(sample[i]) * double(n) / kSample;
     if (below > excess) break;
   }
-  return sample[std::max(i - 2, 0)];
+  return sample[i > kSample / 2 ? i - 2 : i + 1];
 }
 
 // The lowest value above which there is less than `limit` of the weight; 0, the largest value, if there is none.
@@ -182,20 +183,6 @@ struct Best {
   }
 };
 
-#if defined(__AVX512F__)
-inline F32 halved_complement(const uint32_t* drawn) {
-  __m512i inverted = _mm512_xor_si512(_mm512_loadu_si512(drawn), _mm512_set1_epi32(-1));
-  return _mm512_cvtepi32_ps(_mm512_srli_epi32(inverted, 1));
-}
-inline F32 with_bits(F32 x) { return _mm512_castsi512_ps(_mm512_cvtps_epi32(x)); }
-#else
-inline F32 halved_complement(const uint32_t* drawn) {
-  __m256i inverted = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)drawn), _mm256_set1_epi32(-1));
-  return _mm256_cvtepi32_ps(_mm256_srli_epi32(inverted, 1));
-}
-inline F32 with_bits(F32 x) { return _mm256_castsi256_ps(_mm256_cvtps_epi32(x)); }
-#endif
-
 // What the random bits of a token must show for it to win.
 //
 // With u = (bits + 0.5) / 2^32, noise = -log(-log u) <= -log(1 - u), so value + noise > best needs
@@ -224,17 +211,14 @@ int64_t draw(const float* values, int64_t n, float lowest, int64_t most_likely, 
   Best best{noise.of(most_likely), most_likely};
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t size = std::min(kChunk, (n - start + kLanes - 1) / kLanes * kLanes);
+    if (size < kChunk) std::memset(wanted, 0, sizeof wanted);
     const F32 bound = splat(std::max(lowest, best.value - kLargestNoise - 1e-3f));
     for (int64_t i = 0; i < size; i += kLanes) {
       const uint32_t found = bits(at_least(load(values + start + i), bound));
       std::memcpy(wanted + i / kBlockTokens, &found, kLanes / 8);
     }
-    for (int64_t block = 0; block < size / kBlockTokens; ++block) {
-      if (!wanted[block]) continue;
-      uint64_t words[4];
-      noise.draw(start / kBlockTokens + block, words);
-      std::memcpy(drawn + block * kBlockTokens, words, sizeof words);
-    }
+    for (int64_t block = 0; block < kChunk / kBlockTokens; block += Noise::kGroup)
+      noise.draw(start / kBlockTokens + block, wanted + block, drawn + block * kBlockTokens);
     Hurdle hurdle(best.value);
     for (int64_t i = 0; i < size; i += kLanes) {
       uint32_t found = 0;
