@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
         sequences: in the order of their logits.
         chosen: parameters of all rows; those that are edited are greedy here, to see whether they are finite.
         edited: rows whose logits are edited, ascending.
-        chosen_edited: parameters of these.
+        chosen_edited: parameters of these, None if there are none.
         held: those of them that are edited only until they have ``min_tokens``.
         reported: rows that want log probabilities.
     """
@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
     sequences: tuple[Sampled, ...]
     chosen: ChoiceParameters
     edited: tuple[int, ...]
-    chosen_edited: ChoiceParameters
+    chosen_edited: ChoiceParameters | None
     held: tuple[int, ...]
     reported: tuple[int, ...]
 
@@ -82,7 +82,7 @@ class Sampler:
         positions = [len(sequence.token_ids) for sequence in sequences]
         rows.chosen.position.numpy()[:] = positions
         token_ids: list[int] = self._choose(logits, rows.chosen).tolist()
-        if rows.edited:
+        if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[list(rows.edited)].float()
             for edited_row, i in zip(edited, rows.edited, strict=True):
@@ -132,15 +132,16 @@ def _prepare(sequences: Sequence[Sampled]) -> _Rows:
     always = {i for i, params in enumerate(asked) if _edits(params)}
     held = {i for i, sequence in enumerate(sequences) if _is_held(sequence)} - always
     edited = tuple(sorted(always | held))
-    chosen = _parameters(asked)
-    chosen_edited = ChoiceParameters(*(values[list(edited)] for values in chosen))
-    chosen.temperature[list(edited)] = 0.0
+    chosen, chosen_edited = _parameters(asked), None
+    if edited:
+        chosen_edited = ChoiceParameters(*(values[list(edited)] for values in chosen))
+        chosen.temperature[list(edited)] = 0.0
     reported = tuple(i for i, params in enumerate(asked) if params.logprobs is not None)
     return _Rows(tuple(sequences), chosen, edited, chosen_edited, tuple(held), reported)
 
 
 def _parameters(asked: Sequence[SamplingParams]) -> ChoiceParameters:
-    seeds = np.array([params.seed % 2**64 for params in asked], dtype=np.uint64)
+    seeds = np.array([params.seed & (2**64 - 1) for params in asked], dtype=np.uint64)
     return ChoiceParameters(
         temperature=torch.tensor([params.temperature for params in asked], dtype=torch.float32),
         top_k=torch.tensor([params.top_k for params in asked], dtype=torch.int64),

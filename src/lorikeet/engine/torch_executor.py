@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorikeet.config import Settings
 from lorikeet.core.ids import RequestId
-from lorikeet.core.plan import AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
+from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult, Token
 from lorikeet.engine.adapter_loader import AdapterLoader
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
@@ -17,6 +17,7 @@ from lorikeet.engine.finished_loads import FinishedLoads
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import RankModel, allocate_arena, arena_blocks, load_rank, max_model_tokens
 from lorikeet.engine.sampler import Sampler
+from lorikeet.engine.sequences import Sequence as RankSequence
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleGroup
@@ -149,11 +150,12 @@ class TorchExecutor:
     def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
         """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
         steps = sampling_steps(plan)
+        sequences = [self._rank.sequence(step.request_id) for step in steps]
         tokens: list[list[Token]] = [[] for _ in steps]
         for ran in range(plan.repeat):
-            sampled = self._sample(steps, self._rank.forward(plan, ran))
+            sampled = self._sampler.sample(self._rank.forward(plan, ran), sequences)
             over = time.monotonic() - started_s >= plan.max_duration_s
-            go_on = ran + 1 < plan.repeat and not over and not self._any_ends(steps, sampled)
+            go_on = ran + 1 < plan.repeat and not over and not _any_ends(sequences, sampled)
             # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
             chosen = [0 if token is None else token.token_id for token in sampled]
             self._peers.tell(chosen, go_on=go_on)
@@ -165,17 +167,6 @@ class TorchExecutor:
                 break
         failed = tuple(step.request_id for step, token in zip(steps, sampled, strict=True) if token is None)
         return tokens, failed, ran + 1
-
-    def _sample(self, steps: Sequence[SequenceStep], logits: Tensor) -> list[Token | None]:
-        sequences = [self._rank.sequence(step.request_id) for step in steps]
-        return self._sampler.sample(logits, sequences)
-
-    def _any_ends(self, steps: Sequence[SequenceStep], sampled: Sequence[Token | None]) -> bool:
-        """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""
-        return any(
-            token is None or token.token_id in self._rank.sequence(step.request_id).sampling.stop_token_ids
-            for step, token in zip(steps, sampled, strict=True)
-        )
 
 
 def build_torch_executor(
@@ -228,3 +219,11 @@ def build_torch_executor(
         kernels=model.kernels.name,
     )
     return executor, config, sizes
+
+
+def _any_ends(sequences: Sequence[RankSequence], sampled: Sequence[Token | None]) -> bool:
+    """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""
+    return any(
+        token is None or token.token_id in sequence.sampling.stop_token_ids
+        for sequence, token in zip(sequences, sampled, strict=True)
+    )
