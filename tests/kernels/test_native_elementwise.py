@@ -1,5 +1,7 @@
 """Norm, rotary embedding, KV store and gating against fp64, by the error that torch makes in the same dtype."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -25,23 +27,31 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @instruction_sets
 @given(rows, st.one_of(st.integers(1, 70), st.just(1000)), st.booleans(), dtypes)
 def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, dtype: torch.dtype) -> None:
-    x, weight = random(rows, hidden, dtype=dtype), random(hidden, dtype=dtype, seed=1)
-    delta = random(rows, hidden, dtype=dtype, seed=2) if added else None
-    sums = {name: x.clone() for name in ("native", "torch")}
-    found = kernels(instruction_set).add_norm(sums["native"], delta, weight, 1e-5)
-    by_torch = REFERENCE.add_norm(sums["torch"], delta, weight, 1e-5)
-    assert torch.equal(sums["native"], sums["torch"])
-    wide = sums["torch"].double()
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    check_error("add_norm", found, by_torch, exact)
+    native = kernels(instruction_set)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
+        delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
+        sums = {name: x.clone() for name in ("native", "torch")}
+        found = native.add_norm(sums["native"], delta, weight, 1e-5)
+        by_torch = REFERENCE.add_norm(sums["torch"], delta, weight, 1e-5)
+        assert torch.equal(sums["native"], sums["torch"])
+        wide = sums["torch"].double()
+        return found, by_torch, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    check_error("add_norm", draw)
 
 
 @instruction_sets
 @given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
 def test_silu_mul(instruction_set: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    gate_up = random(rows, 2 * columns, dtype=dtype) * 4
-    found = kernels(instruction_set).silu_mul(gate_up)
-    check_error("silu_mul", found, REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double()))
+    native = kernels(instruction_set)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        gate_up = random(rows, 2 * columns, dtype=dtype, seed=seed) * 4
+        return native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double())
+
+    check_error("silu_mul", draw)
 
 
 @instruction_sets
@@ -56,12 +66,15 @@ def test_silu_of_what_is_far_out_or_not_a_number(instruction_set: str, dtype: to
 class Heads:
     """Random queries, keys and values of some rows, and where they go."""
 
-    def __init__(self, rows: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, seed: int
+    ) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.qkv = random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-        angle = random(rows, head_dim, dtype=torch.float32, seed=1) * 3
+        self.qkv = random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4 * seed)
+        angle = random(rows, head_dim, dtype=torch.float32, seed=4 * seed + 1) * 3
         self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        self.norms = HeadNorms(*(random(head_dim, dtype=dtype, seed=seed) for seed in (2, 3)), 1e-5) if normed else None
+        weights = (random(head_dim, dtype=dtype, seed=4 * seed + i) for i in (2, 3))
+        self.norms = HeadNorms(*weights, 1e-5) if normed else None
         none = torch.zeros(0, dtype=torch.int64)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(4))
         self.batch = Batch(none, none, order // 4, order % 4, none, none, none, none)
@@ -85,11 +98,15 @@ class Heads:
 def test_rotary_store(
     instruction_set: str, rows: int, group: int, kv_heads: int, half: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, normed, dtype)
-    found = heads.run(kernels(instruction_set), dtype)  # type: ignore[arg-type]
-    by_torch, exact = heads.run(REFERENCE, dtype), heads.run(_ExactNorms(), torch.float64)
-    for name, ours, theirs, truth in zip(("rotary", "store_kv"), found, by_torch, exact, strict=True):
-        check_error(name, ours, theirs, truth)
+    native = kernels(instruction_set)
+
+    def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, normed, dtype, seed)
+        found = heads.run(native, dtype)  # type: ignore[arg-type]
+        return found[part], heads.run(REFERENCE, dtype)[part], heads.run(_ExactNorms(), torch.float64)[part]
+
+    for part, name in enumerate(("rotary", "store_kv")):
+        check_error(name, partial(draw, part=part))
 
 
 class _ExactNorms(ReferenceKernels):
