@@ -1,0 +1,128 @@
+"""fast.5: `unpadded` costs the sum of the ranks in a batch, `padded` the largest for each of its adapters."""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.accept.inprocess import THREADS, default_kernels
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.models import default_model
+from benchmarks.accept.offline import interval_words
+from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.adapters import ATTENTION
+from lorikeet.bench.statistics import median_interval
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.packing import pack
+from lorikeet.models.config import read_model_config
+
+ROUNDS = 9
+WITHIN = 0.10
+EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
+"""Ranks of the adapters in a batch of eight decodes. EQUAL and MIXED have the same sum, LARGE and MIXED the same
+largest."""
+COLD_BYTES = 512 * 2**20
+"""At least so much is read before a batch's adapters come again, many times the largest cache."""
+BLOCK_TOKENS = 16
+_STD = 0.02
+
+
+@line(
+    "fast.5",
+    title="Eight decodes of ranks 6 × 8, 16, 64 beside eight of one rank",
+    bound=f"unpadded within {WITHIN:.0%} of eight of rank 16, padded within {WITHIN:.0%} of eight of rank 64",
+)
+def run(runs: StoredRuns) -> Result:
+    """Time LoRA over all layers, weights not in any cache, in turns."""
+    seconds = runs.get("kernel", _measure)["seconds"]
+    unpadded = _ratios(seconds["unpadded mixed"], seconds["unpadded 8 × 16"])
+    padded = _ratios(seconds["padded mixed"], seconds["unpadded 8 × 64"])
+    failures = [
+        f"{name} takes {statistics.median(ratios):.2f} × {other}"
+        for name, ratios, other in (
+            ("unpadded", unpadded, "eight of rank 16"),
+            ("padded", padded, "eight of rank 64"),
+        )
+        if abs(statistics.median(ratios) - 1) > WITHIN
+    ]
+    return Result(
+        figure={
+            "unpadded_to_8x16": statistics.median(unpadded),
+            "padded_to_8x64": statistics.median(padded),
+            "padded_interval": interval_words(median_interval(padded)),
+            **{f"{name} ms": statistics.median(times) * 1e3 for name, times in seconds.items()},
+        },
+        interval=median_interval(unpadded),
+        passed=not failures,
+        cause="; ".join(failures),
+        notes=f"q, k, v, o of all layers in pool blocks, {THREADS} threads, {ROUNDS} rounds in turns over adapters of "
+        f"{COLD_BYTES / 2**20:.0f} MiB for each batch; interval of unpadded",
+    )
+
+
+def _ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, others, strict=True)]
+
+
+def _measure() -> dict[str, Any]:
+    geometry = read_model_config(default_model()).geometry(2)
+    kernels = default_kernels()
+    kernels.threads = THREADS
+    batches = {
+        "unpadded mixed": _batches(MIXED, geometry, KernelForm.UNPADDED),
+        "unpadded 8 × 16": _batches(EQUAL, geometry, KernelForm.UNPADDED),
+        "padded mixed": _batches(MIXED, geometry, KernelForm.PADDED),
+        "unpadded 8 × 64": _batches(LARGE, geometry, KernelForm.UNPADDED),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
+    for turn in range(ROUNDS + 1):
+        for name in batches if turn % 2 else reversed(batches):
+            taken = [_lora_s(kernels, batch, geometry) for batch in batches[name]]
+            if turn:  # the first one warms up
+                seconds[name].append(statistics.median(taken))
+    return {"seconds": seconds}
+
+
+def _batches(ranks: Sequence[int], geometry: ModelGeometry, form: KernelForm) -> list[LoraBatch]:
+    """Return batches of one row for each rank, each of adapters of its own, of ``COLD_BYTES`` together."""
+    one_bytes = sum(_pack(rank, geometry).used_elements for rank in ranks) * geometry.dtype_bytes
+    return [
+        LoraBatch([LoraSegment(row, row + 1, _adapter(rank, geometry)) for row, rank in enumerate(ranks)], form)
+        for _ in range(-(-COLD_BYTES // one_bytes))
+    ]
+
+
+def _adapter(rank: int, geometry: ModelGeometry) -> LoraWeights:
+    """Return random weights in blocks of the pool's size, scattered."""
+    packing = _pack(rank, geometry)
+    arena = torch.empty(packing.blocks, geometry.block_elements(BLOCK_TOKENS), dtype=torch.bfloat16).normal_(std=_STD)
+    blocks = [BlockId(block) for block in random.Random(rank).sample(range(packing.blocks), packing.blocks)]
+    return weights_in_place(packing, blocks, arena, geometry)
+
+
+def _pack(rank: int, geometry: ModelGeometry) -> Any:
+    return pack(dict.fromkeys(ATTENTION, (rank,) * geometry.layers), geometry, geometry.block_elements(BLOCK_TOKENS))
+
+
+def _lora_s(kernels: Kernels, batch: LoraBatch, geometry: ModelGeometry) -> float:
+    """Return the seconds of a step's calls of ``add_lora`` on eight rows."""
+    rows, shapes = len(batch.segments), geometry.modules
+    q, kv = shapes["q"].out_features, shapes["k"].out_features
+    qkv = (LoraTarget("q", 0, q), LoraTarget("k", q, kv), LoraTarget("v", q + kv, kv))
+    o = (LoraTarget("o", 0, shapes["o"].out_features),)
+    x = torch.ones(rows, shapes["q"].in_features, dtype=torch.bfloat16)
+    mixed = torch.ones(rows, shapes["o"].in_features, dtype=torch.bfloat16)
+    fused = torch.zeros(rows, q + 2 * kv, dtype=torch.bfloat16)
+    out = torch.zeros(rows, shapes["o"].out_features, dtype=torch.bfloat16)
+    start_s = time.perf_counter()
+    for layer in range(geometry.layers):
+        kernels.add_lora(fused, x, batch, layer, qkv)
+        kernels.add_lora(out, mixed, batch, layer, o)
+    return time.perf_counter() - start_s
