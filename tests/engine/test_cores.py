@@ -1,12 +1,14 @@
 """Ranks on one machine share its cores."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from lorikeet.engine import cores
-from lorikeet.engine.cores import REFRESH_S, CoreShare, asked_threads
+from lorikeet.engine.cores import REFRESH_S, CoreShare, asked_threads, compute_alone
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,17 @@ def test_openmps_own_setting_counts_where_ours_says_nothing(monkeypatch: pytest.
     assert (asked_threads(0), asked_threads(5)) == (3, 5)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert asked_threads(0) == 0
+
+
+def test_a_thread_that_computes_alone_leaves_the_others_theirs() -> None:
+    def threads_of_a_thread() -> int:
+        compute_alone()
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(threads_of_a_thread).result() == 1
+    assert torch.get_num_threads() == before > 1
 
 
 def test_files_left_behind_are_cleared_away(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from lorikeet.adapters.weights import load_weights
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import AdapterLoad, AdapterLoadDone
+from lorikeet.engine.cores import compute_alone
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.kernels.base import LoraWeights
 from lorikeet.memory.adapter_blocks import weights_in_place, write_pieces
@@ -48,7 +49,7 @@ class AdapterLoader:
         self._rank = rank
         self._size = size
         self._on_done = on_done
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="adapter-load")
+        self._threads = ThreadPoolExecutor(threads, "adapter-load", initializer=compute_alone)
         self._lock = threading.Lock()
         self._generations: dict[AdapterDigest, int] = {}
         self._weights: dict[AdapterDigest, LoraWeights] = {}

@@ -6,6 +6,7 @@ and takes its part of the cores: alone all of them, half beside a second. A rank
 """
 
 import contextlib
+import ctypes
 import os
 import tempfile
 import time
@@ -13,6 +14,7 @@ import uuid
 from pathlib import Path
 
 import msgspec
+import torch
 
 REFRESH_S = 0.25
 """How old a rank's own sign of life, and its count of the others, may be."""
@@ -91,6 +93,19 @@ def asked_threads(setting: int) -> int:
     """Return the threads that a rank insists on, 0 for none: the setting, else what OpenMP was told."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return setting or (int(told) if told.isdecimal() else 0)
+
+
+def compute_alone() -> None:
+    """Let torch use no further threads in the calling thread, from now on.
+
+    Each thread that computes in parallel gets an OpenMP team of its own. Once a process has more threads in teams than
+    cores, libgomp's wait for work hardly spins any more, and every step of the engine's own team gets slower by
+    a third.
+    """
+    torch.get_num_threads()  # a thread takes over torch's setting when it first asks, and must not do so later
+    omp_set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if omp_set_num_threads is not None:
+        omp_set_num_threads(1)
 
 
 def usable_cores() -> set[int]:
