@@ -75,8 +75,8 @@ def run(runs: StoredRuns) -> Result:
         passed=not failures,
         cause="; ".join(failures),
         notes=f"{ROUNDS} rounds; processes with the environment as it is; {found['kernels']}; each engine decodes "
-        f"{ROWS} sequences of {WORK['prompt_tokens']} + {WORK['output_tokens']} tokens, output rates while all engines of the "
-        f"measurement do; P99 over {len(gaps)} steps of both engines; interval of two_to_one",
+        f"{ROWS} sequences of {WORK['prompt_tokens']} + {WORK['output_tokens']} tokens, output rates while all "
+        f"engines of the measurement do; P99 over {len(gaps)} steps of both engines; interval of two_to_one",
     )
 
 
