@@ -4,8 +4,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +27,13 @@ class PanelWeight(NamedTuple):
     shape: torch.Size
 
 
+class _TargetTable(NamedTuple):
+    """Some targets as numbers, int64 ``[3, targets]``."""
+
+    targets: Sequence[LoraTarget]
+    numbers: Tensor
+
+
 class NativeKernels:
     """See ``kernels.base.Kernels`` for what each method computes.
 
@@ -42,7 +47,7 @@ class NativeKernels:
         self._threads = torch.get_num_threads()
         self._library = library
         self._slabs = Slabs()
-        self._targets: dict[tuple[LoraTarget, ...], npt.NDArray[np.int64]] = {}
+        self._tables: dict[int, _TargetTable] = {}
 
     @property
     def threads(self) -> int:
@@ -87,7 +92,7 @@ class NativeKernels:
 
     def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
         """Read in place; the modules of one input together."""
-        numbers = self._numbers(tuple(targets))
+        modules, columns, outputs = self._addresses_of(targets)
         self._library.lorikeet_lora(
             x.data_ptr(),
             x.stride(0),
@@ -95,11 +100,11 @@ class NativeKernels:
             out.stride(0),
             x.shape[1],
             lora.table.data_ptr(),
-            len(lora.table),
+            len(lora.segments),
             layer,
-            numbers[0].ctypes.data,
-            numbers[1].ctypes.data,
-            numbers[2].ctypes.data,
+            modules,
+            columns,
+            outputs,
             len(targets),
             lora.largest_rank if lora.form is KernelForm.PADDED else 0,
             x.element_size(),
@@ -192,9 +197,17 @@ class NativeKernels:
         """Nothing is sorted; threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)
 
-    def _numbers(self, targets: tuple[LoraTarget, ...]) -> npt.NDArray[np.int64]:
-        """Return module numbers, columns and outputs, int64 ``[3, targets]``; there are four tuples per model."""
-        if targets not in self._targets:
+    def _addresses_of(self, targets: Sequence[LoraTarget]) -> tuple[int, int, int]:
+        """Return where the numbers of the modules, their columns and their outputs lie, int64 each.
+
+        Tables are kept by identity: a decoder has four tuples, and hashing them takes as long as a small kernel.
+        """
+        known = self._tables.get(id(targets))
+        if known is None or known.targets is not targets:
             rows = [(_MODULE_NUMBERS[target.module], target.column, target.outputs) for target in targets]
-            self._targets[targets] = np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
-        return self._targets[targets]
+            known = self._tables[id(targets)] = _TargetTable(
+                targets, torch.tensor(rows, dtype=torch.int64).T.contiguous()
+            )
+        first = known.numbers.data_ptr()
+        step = 8 * len(targets)
+        return first, first + step, first + 2 * step
