@@ -14,7 +14,17 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": [*_AVX512, "-mavx512bf16"]}
 
 # OpenMP is compiled in but not linked: the symbols come from the runtime that torch brings.
-_COMMON = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+_COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
 
 _can_build = sys.platform == "linux" and platform.machine() == "x86_64"
 

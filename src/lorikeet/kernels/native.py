@@ -73,7 +73,7 @@ class NativeKernels:
         """One function for any number of rows."""
         assert isinstance(weight, PanelWeight)
         outputs, inputs = weight.shape
-        rows = len(x)
+        rows = x.shape[0]
         out = x.new_empty((rows, outputs))
         self._library.lorikeet_linear(
             x.data_ptr(),
