@@ -82,7 +82,7 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
 ) -> None:
     versions = [None, *adapters.values()]
     requests = [
-        greedy(str(index), prompt(10 + index, seed=index), 60 + index, versions[index % 4]) for index in range(11)
+        greedy(str(index), prompt(10 + index, seed=index), 200 + index, versions[index % 4]) for index in range(11)
     ]
     requests.append(greedy("sampled", prompt(9), 60, adapters["a"], temperature=1.0, seed=3, presence_penalty=0.5))
     undisturbed = [client.submit(request) for request in requests]
