@@ -286,6 +286,20 @@ inline void store_span(float* p, Span s) {
   store(p + kLanes, s.high);
 }
 
+// Four floats, rounded as put() does.
+inline void put4(float* p, __m128 x) { _mm_storeu_ps(p, x); }
+inline void put4(bf16* p, __m128 x) {
+#if defined(__AVX512BF16__)
+  _mm_storel_epi64((__m128i*)p, (__m128i)_mm_cvtneps_pbh(x));
+#else
+  __m128i wide = _mm_castps_si128(x), odd = _mm_and_si128(_mm_srli_epi32(wide, 16), _mm_set1_epi32(1));
+  __m128i rounded = _mm_srli_epi32(_mm_add_epi32(wide, _mm_add_epi32(odd, _mm_set1_epi32(0x7fff))), 16);
+  __m128i quiet = _mm_or_si128(_mm_srli_epi32(wide, 16), _mm_set1_epi32(0x40));
+  __m128i kept = _mm_blendv_epi8(rounded, quiet, _mm_castps_si128(_mm_cmpunord_ps(x, x)));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi32(kept, kept));
+#endif
+}
+
 // Elements of a group.
 template <class T>
 constexpr int kGroup = 4 / int(sizeof(T));

@@ -1,0 +1,220 @@
+// What a LoRA call computes, cut into tiles and dealt out to the threads.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace lorikeet {
+
+constexpr int kShrinkRanks = 4;                   // of a tile: kShrinkRows rows of x times so many rows of A
+constexpr int kShrinkRows = kLanes == 16 ? 6 : 2;
+constexpr int kExpandGroups = 4;                  // of rank rows of Bᵀ that are held in registers, a span wide
+constexpr int64_t kSpan = 2 * kLanes;
+constexpr int64_t kAhead = 3;                     // tiles between the one at hand and the one that is being fetched
+constexpr int64_t kRowBlock = 64;
+constexpr int64_t kSums = 64 * kRowBlock;         // floats that hold sums between rank tiles, in the first cache
+constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
+
+static_assert(kExpandGroups >= kShrinkRanks, "a step holds the rows of either tile");
+
+// What a padded adapter reads for the ranks that it lacks: zeros from a ring too large for any cache. Such a kernel
+// would read them from the padded slots of its adapters, and they would not be in the cache there either.
+class ZeroRing {
+ public:
+  // Place of the next `bytes` bytes.
+  int64_t take(int64_t bytes) {
+    if (!zeros_) {
+      zeros_.reset(new (std::align_val_t(kAlign)) char[kBytes + kSlack]);
+      std::memset(zeros_.get(), 0, kBytes + kSlack);  // so that there are pages of its own to read
+    }
+    const int64_t at = at_;
+    at_ = (at_ + bytes) % kBytes;
+    return at;
+  }
+  const char* row(int64_t at) const { return zeros_.get() + at % kBytes; }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { operator delete[](p, std::align_val_t(kAlign)); }
+  };
+  static constexpr size_t kAlign = 64;
+  static constexpr int64_t kBytes = int64_t(64) << 20, kSlack = int64_t(1) << 20;  // the slack holds the longest row
+  std::unique_ptr<char[], Free> zeros_;
+  int64_t at_ = 0;
+};
+
+struct Piece {
+  int64_t a, bt, rows;  // addresses
+};
+
+// One module of up to kRowBlock rows of a segment.
+struct Part {
+  int64_t start, rows;
+  const Piece* pieces;
+  int64_t real_rank, rank;             // without and with padding
+  int64_t padding_a, padding_b;        // places in the ring
+  int64_t column, outputs;
+  int64_t inner, inner_stride;         // where its inner rows begin
+  int64_t shrink_cost, shrink_before;  // of a rank tile; of all parts before this one
+  int64_t expand_cost, expand_before;  // of a span; of all parts before this one
+  int64_t rank_tiles() const { return (rank + kShrinkRanks - 1) / kShrinkRanks; }
+  int64_t spans() const { return (outputs + kSpan - 1) / kSpan; }
+};
+
+// Those of `count` units of `cost` each, lying on the line of all costs from `before` on, that begin in [begin, end).
+inline Range units_in(Range line, int64_t before, int64_t cost, int64_t count) {
+  auto at = [&](int64_t point) { return std::clamp<int64_t>((point - before + cost - 1) / cost, 0, count); };
+  return {line.begin <= before ? 0 : at(line.begin), line.end <= before ? 0 : at(line.end)};
+}
+
+// One tile: rank rows [rank, rank + ranks) and columns [begin, end), of A or of Bᵀ.
+template <class T>
+struct Step {
+  const Part* part;
+  int64_t rank, ranks, begin, end;
+  const T* rows[kExpandGroups * kGroup<T>];  // those beyond `ranks` repeat the last
+};
+
+template <class T>
+struct Call {
+  const T* x;
+  int64_t x_stride;
+  T* out;
+  int64_t out_stride;
+  int64_t inputs;
+  std::vector<Part> parts;
+  std::vector<T> inner;
+  ZeroRing ring;
+  int64_t shrink_total, expand_total;
+
+  // Adds a module of a segment and returns the new size of `inner`.
+  int64_t add(int64_t start, int64_t stop, const Piece* pieces, const Piece* pieces_end, int64_t column,
+              int64_t outputs, int64_t padded_rank, int64_t inner_size) {
+    Part part{};
+    for (const Piece* piece = pieces; piece < pieces_end; ++piece) part.real_rank += piece->rows;
+    if (part.real_rank == 0) return inner_size;
+    part.pieces = pieces;
+    part.rank = std::max(part.real_rank, padded_rank);
+    const int64_t lacking = (part.rank - part.real_rank) * int64_t(sizeof(T));
+    if (lacking) {
+      part.padding_a = ring.take(lacking * inputs);
+      part.padding_b = ring.take(lacking * outputs);
+    }
+    part.column = column;
+    part.outputs = outputs;
+    part.inner_stride = part.rank_tiles() * kShrinkRanks;
+    for (part.start = start; part.start < stop; part.start += part.rows) {
+      part.rows = std::min(stop - part.start, kRowBlock);
+      part.inner = inner_size;
+      inner_size += part.rows * part.inner_stride;
+      part.shrink_cost = kShrinkRanks * inputs * (kFetch + part.rows);
+      part.shrink_before = shrink_total;
+      shrink_total += part.shrink_cost * part.rank_tiles();
+      part.expand_cost = kSpan * part.rank * (kFetch + part.rows);
+      part.expand_before = expand_total;
+      expand_total += part.expand_cost * part.spans();
+      parts.push_back(part);
+    }
+    return inner_size;
+  }
+
+  // Sets step.rows to rows of `width` elements: of Bᵀ (expand) or of A.
+  void find_rows(Step<T>& step, bool expand, int64_t width) const {
+    const Part& part = *step.part;
+    const Piece* piece = part.pieces;
+    int64_t first = 0;  // of the piece
+    for (int64_t i = 0; i < kExpandGroups * kGroup<T>; ++i) {
+      const int64_t rank = step.rank + i;
+      if (i >= step.ranks) {
+        step.rows[i] = step.rows[i - 1];
+      } else if (rank < part.real_rank) {
+        while (rank >= first + piece->rows) first += (piece++)->rows;
+        step.rows[i] = (const T*)(expand ? piece->bt : piece->a) + (rank - first) * width;
+      } else {
+        const int64_t at = expand ? part.padding_b : part.padding_a;
+        step.rows[i] = (const T*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(T)));
+      }
+    }
+  }
+};
+
+// The rank tiles of A in a thread's share of the shrink.
+template <class T>
+struct ShrinkWalk {
+  const Call<T>& call;
+  Range line;
+  size_t part = 0;
+  int64_t tile = -1;
+
+  bool next(Step<T>& step) {
+    for (; part < call.parts.size(); ++part, tile = -1) {
+      const Part& p = call.parts[part];
+      const Range tiles = units_in(line, p.shrink_before, p.shrink_cost, p.rank_tiles());
+      tile = std::max(tile + 1, tiles.begin);
+      if (tile >= tiles.end) continue;
+      const int64_t rank = tile * kShrinkRanks;
+      step = {&p, rank, std::min<int64_t>(kShrinkRanks, p.rank - rank), 0, call.inputs, {}};
+      call.find_rows(step, false, call.inputs);
+      return true;
+    }
+    return false;
+  }
+};
+
+// The rank tiles of Bᵀ in a thread's share of the expand: blocks of columns, from the first rank to the last.
+template <class T>
+struct ExpandWalk {
+  const Call<T>& call;
+  Range line;
+  size_t part = 0;
+  int64_t column = -1, rank = 0;
+
+  bool next(Step<T>& step) {
+    for (; part < call.parts.size(); ++part, column = -1) {
+      const Part& p = call.parts[part];
+      const Range spans = units_in(line, p.expand_before, p.expand_cost, p.spans());
+      const int64_t stop = std::min(spans.end * kSpan, p.outputs), block = kSums / p.rows / kSpan * kSpan;
+      if (column < 0) column = spans.begin * kSpan;
+      if (column >= stop) continue;
+      const int64_t tile = kExpandGroups * kGroup<T>;
+      step = {&p, rank, std::min(tile, p.rank - rank), column, std::min(column + block, stop), {}};
+      call.find_rows(step, true, p.outputs);
+      rank += tile;
+      if (rank >= p.rank) {
+        rank = 0;
+        column += block;
+      }
+      return true;
+    }
+    return false;
+  }
+};
+
+// Steps of a walk, each with the one that lies kAhead steps further on, whose rows are to be fetched meanwhile.
+template <class T, class Walk>
+class Pipeline {
+ public:
+  Pipeline(const Call<T>& call, Range line) : walk_{call, line} {
+    while (made_ < kAhead && walk_.next(steps_[made_])) ++made_;
+  }
+  template <class F>
+  void run(const F& f) {
+    for (int64_t done = 0;; ++done) {
+      if (walk_.next(steps_[made_ % kSteps])) ++made_;
+      if (done == made_) return;
+      f(steps_[done % kSteps], steps_[(made_ - 1) % kSteps]);
+    }
+  }
+
+ private:
+  static constexpr int64_t kSteps = kAhead + 1;
+  Walk walk_;
+  Step<T> steps_[kSteps];
+  int64_t made_ = 0;
+};
+
+}  // namespace lorikeet
