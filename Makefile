@@ -17,7 +17,7 @@ help:
 	@echo "make test                  lint, types, import rules and the test suite"
 	@echo "make lint                  the same without the test suite"
 	@echo "make accept LINE=serve.2   run one acceptance line and write docs/status/<line>.json"
-	@echo "make status                write docs/status.md from those files"
+	@echo "make status                write docs/status.md and docs/performance.md from those files"
 	@echo "make constraints           pin what .venv holds now in constraints.txt"
 
 setup: $(INSTALLED)

@@ -1,10 +1,11 @@
-"""``python -m benchmarks.accept serve.2``: run one line; ``--status``: make docs/status.md."""
+"""``python -m benchmarks.accept serve.2``: run one line; ``--status``: make docs/status.md and docs/performance.md."""
 
 import argparse
 import sys
 import traceback
 
 from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
+from benchmarks.accept.performance import write_performance
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.status import format_figure, write_result, write_status
 
@@ -14,10 +15,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.accept", description=__doc__)
     parser.add_argument("line", nargs="?", help="such as serve.2")
     parser.add_argument("--fresh", action="store_true", help="measure finished parts again")
-    parser.add_argument("--status", action="store_true", help="only make docs/status.md")
+    parser.add_argument("--status", action="store_true", help="only make docs/status.md and docs/performance.md")
     options = parser.parse_args()
     if options.status:
-        print(write_status())
+        print(write_status(), write_performance(), sep="\n")
         return 0
     if options.line is None:
         parser.error("name a line, or --status")

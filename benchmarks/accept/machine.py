@@ -33,10 +33,11 @@ def _cpu_model() -> str:
 
 
 def revision(root: Path = ROOT) -> str:
-    """Return the commit, with ``-dirty`` if tracked files other than the status files differ from it."""
+    """Return the commit, with ``-dirty`` if tracked files other than those made by measuring differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/status", ":!docs/status.md")
+    made = (":!docs/status", ":!docs/status.md", ":!docs/performance.md")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *made)
     return git("rev-parse", "--short=12", "HEAD").strip() + ("-dirty" if changed.strip() else "")

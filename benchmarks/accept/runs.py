@@ -9,7 +9,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = ROOT / "docs" / "status"
 
-_CODE = ("src", "benchmarks", "examples", "native", "tests/models", "setup.py", "pyproject.toml", "constraints.txt")
+_CODE = (
+    "src",
+    "benchmarks",
+    "examples",
+    "native",
+    "tests/kernels",
+    "tests/models",
+    "setup.py",
+    "pyproject.toml",
+    "constraints.txt",
+)
 
 
 def code_digest(root: Path = ROOT) -> str:

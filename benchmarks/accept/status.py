@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,11 @@ def _row(record: dict[str, Any]) -> str:
         f"`{record['revision']}`",
         record["date"],
     )
+    return table_row(cells)
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """Return one row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -88,12 +94,15 @@ def _causes(records: list[dict[str, Any]]) -> str:
     return "\n## Notes\n\n" + "".join(texts) if texts else ""
 
 
+def machine_words(machine: dict[str, Any]) -> str:
+    """Return what ``describe_machine`` found, in words."""
+    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    return f"{hardware}, {machine['os']}, Python {machine['python']}, torch {machine['torch']}"
+
+
 def _machines(records: list[dict[str, Any]]) -> str:
     lines_by_machine: dict[str, list[str]] = {}
     for record in records:
-        m = record["machine"]
-        hardware = f"{m['cpu']}, {m['cores']} cores, {m['memory_gib']} GiB"
-        words = f"{hardware}, {m['os']}, Python {m['python']}, torch {m['torch']}"
-        lines_by_machine.setdefault(words, []).append(record["line"])
+        lines_by_machine.setdefault(machine_words(record["machine"]), []).append(record["line"])
     texts = [f"- {words}: {', '.join(names)}\n" for words, names in lines_by_machine.items()]
     return "\n## Machines\n\n" + "".join(texts) if texts else ""

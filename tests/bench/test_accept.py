@@ -2,16 +2,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
+from benchmarks.accept.fast_9 import ROWS, common_window
 from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import revision
+from benchmarks.accept.performance import write_performance
 from benchmarks.accept.runs import StoredRuns, code_digest
 from benchmarks.accept.serve_1 import newcomer_environment
 from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
+from benchmarks.accept.stopwatch import Stopwatch
 from benchmarks.pip_bytes import sizes_bytes
 
 
@@ -84,6 +88,53 @@ def test_the_table_shows_each_line_in_order_with_its_cause(tmp_path: Path) -> No
     assert {"cpu", "cores", "memory_gib", "os", "python", "torch"} == record["machine"].keys()
 
 
+def test_the_performance_page_has_a_row_for_each_work_with_peers_limit_and_conditions(tmp_path: Path) -> None:
+    folder = tmp_path / "status"
+    limits = {"threads": 2, "read_gb_s": 33.6, "gemm_gflops": {"32": 319.0}}
+    peers = {
+        "peft": {"tok_s": 86.0, "ratio": 4.0, "interval": [3.5, 4.25]},
+        "vllm-base": {"tok_s": 155.0, "ratio": 2.0, "interval": [1.9, 2.1]},
+    }
+    both = {"work": "32 × 64", "unit": "output tokens/s", "lorikeet": 310.4, "limit": 460.0, "share": 0.675}
+    both |= {"peers": peers, "limits": limits, "versions": {"peft": "1.2"}, "command": "lorikeet bench offline"}
+    alone = both | {"work": "decode", "peers": {}, "versions": {}}
+    lora = {"adapters": 8, "rows": 8, "lora_ms": 2.5, "limit_ms": 2.0, "times_limit": 1.25, "step_ms": 20.0}
+    overhead = {"adapters": 8, "work": "32 × 64", "base_tok_s": 330.0, "tok_s": 310.0, "lost": 0.06}
+    details = {
+        "fast.10": {"throughput": [alone]},
+        "fast.2": {"throughput": [both]},
+        "fast.4": {"lora": [lora | {"interval": "1.2 to 1.3"}], "overhead": [overhead | {"interval": [0.05, 0.07]}]},
+        "other.1": {"throughput": [both]},
+    }
+    for name, data in details.items():
+        write_result(
+            Line(name, "t", "≥ 1", lambda runs: Result(0, passed=True)), Result(0, passed=True, details=data), folder
+        )
+    page = write_performance(folder).read_text()
+    rows = [row for row in page.splitlines() if row.startswith("|")]
+    assert rows[0] == (
+        "| work | unit | Lorikeet | transformers + PEFT | vLLM CPU without adapters | limit "
+        "| Lorikeet's share of the limit |"
+    )
+    assert rows[2:4] == [
+        "| 32 × 64 | output tokens/s | **310** | 86 (4.00 ×; 3.5 to 4.25) | 155 (2.00 ×; 1.9 to 2.1) | 460 | 68% |",
+        "| decode | output tokens/s | **310** |  |  | 460 | 68% |",
+    ]
+    assert "| 8 | 32 × 64 | 330 | 310 | 6.0% (5.0% to 7.0%) |" in rows
+    assert "| 8 | 8 | 2.50 ms | 2.00 ms | 1.25 (1.2 to 1.3) | 20.0 ms |" in rows
+    assert "* [fast.2](status/fast.2.json), `make accept LINE=fast.2`: " in page
+    assert (
+        "  * 32 × 64: `lorikeet bench offline`; 33.6 GB/s read, GFLOP/s 319 at 32 rows, 2 threads; peft 1.2\n" in page
+    )
+    assert "other.1" not in page
+
+
+def test_the_performance_page_can_be_made_before_anything_is_measured(tmp_path: Path) -> None:
+    page = write_performance(tmp_path / "status").read_text()
+    assert page.startswith("# Performance\n")
+    assert "|" not in page
+
+
 def test_figures_are_shown_to_four_digits_or_whole() -> None:
     assert format_figure({"a": 123456.789, "b": 0.00123456, "c": {"d": True}}) == "a 123,457, b 0.001235, c d True"
 
@@ -94,7 +145,7 @@ def test_a_line_without_a_runner_is_named(name: str) -> None:
         find_line(name)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "benchmarks" / "accept").glob("serve_*.py")))
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "benchmarks" / "accept").glob("*_[0-9]*.py")))
 def test_every_runner_is_found_under_its_name(path: Path) -> None:
     name = path.stem.replace("_", ".")
     assert find_line(name).name == name
@@ -141,3 +192,33 @@ def test_the_environment_of_a_server_is_the_whole_one(tmp_path: Path, monkeypatc
     with pytest.raises(ServerError), running_server([], log, command=command, environment={"A": "b"}, port=free_port()):
         pass
     assert log.read_text() == "A=b\n"
+
+
+def test_only_what_all_engines_did_at_the_same_time_counts() -> None:
+    early = [(0.0, ROWS), (1.0, ROWS), (2.0, ROWS), (3.0, ROWS)]
+    late = [(0.5, 1), (1.0, ROWS), (1.5, ROWS), (2.5, ROWS), (4.0, 5)]
+    assert common_window([early, late]) == (ROWS / 1.0 + ROWS * 2 / 1.5, [1.0, 0.5, 1.0])
+
+
+class OneByOne:
+    """Kernels of which only two are called here."""
+
+    threads = 1
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def choose(self, logits: torch.Tensor, parameters: object) -> torch.Tensor:
+        return logits
+
+
+def test_a_stopwatch_tells_decode_steps_from_those_that_finish_a_prompt() -> None:
+    watch = Stopwatch(cast(Any, OneByOne()), timed=("linear", "choose"))
+    for rows in (1, 2, 2, 2, 1):
+        watch.linear(torch.zeros(1))
+        watch.choose(torch.zeros(rows, 3), cast(Any, None))
+    decoded = watch.decode_steps(2)
+    assert [times for _, times in decoded] == watch.steps[2:4]
+    assert all(times.in_kernels_s.keys() == {"linear", "choose"} for _, times in decoded)
+    watch.threads = 3
+    assert watch.threads == 3
