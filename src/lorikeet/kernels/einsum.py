@@ -1,0 +1,31 @@
+"""LoRA as dLoRA computes it (its section on the implementation): one-hot adapter types and two einsums."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorikeet.kernels.base import LoraBatch, LoraTarget
+
+
+def add_lora_einsum(out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+    """See ``kernels.base.Kernels.add_lora`` for what is computed; here every row meets every adapter of the batch.
+
+    ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
+    and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
+    rows x adapters x largest rank.
+    """
+    adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
+    types = x.new_zeros(len(x), len(adapters))
+    for segment in lora.segments:
+        types[segment.start : segment.stop, adapters.index(segment.weights)] = 1
+    for module, column, outputs in targets:
+        a = x.new_zeros(len(adapters), lora.largest_rank, x.shape[1])
+        bt = x.new_zeros(len(adapters), lora.largest_rank, outputs)
+        for i, weights in enumerate(adapters):
+            if pieces := weights.pieces.get((layer, module)):
+                for padded, parts in zip((a, bt), zip(*pieces, strict=True), strict=True):
+                    rows = torch.cat(parts)
+                    padded[i, : len(rows)] = rows
+        inner = torch.einsum("ni,mri->nmr", x, a) * types[:, :, None]
+        out[:, column : column + outputs] += torch.einsum("nmr,mro->no", inner, bt)

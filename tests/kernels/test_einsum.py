@@ -1,0 +1,64 @@
+"""dLoRA's form against the reference."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.einsum import add_lora_einsum
+from lorikeet.kernels.reference import ReferenceKernels
+
+TARGETS = (LoraTarget("q", 1, 10), LoraTarget("k", 12, 5))
+
+
+def weights(ranks: dict[str, list[int]], seed: int) -> LoraWeights:
+    """Return an adapter of layer 1 with pieces of so many rows per module."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = {
+        (1, module): tuple(
+            (torch.randn(r, 12, generator=generator), torch.randn(r, outputs, generator=generator))
+            for r in ranks[module]
+        )
+        for module, _, outputs in TARGETS
+        if ranks[module]
+    }
+    return LoraWeights(pieces, layers=2)
+
+
+ranks = st.fixed_dictionaries({target.module: st.lists(st.integers(1, 9), max_size=3) for target in TARGETS})
+
+
+@given(
+    st.lists(ranks, min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=5),
+)
+@settings(max_examples=50)
+def test_the_einsum_form_gives_what_the_reference_gives(
+    adapters: list[dict[str, list[int]]], runs: list[tuple[int, int, int]]
+) -> None:
+    held = [weights(adapter, seed) for seed, adapter in enumerate(adapters)]
+    segments, row = [], 0
+    for gap, rows, adapter in runs:  # the same adapter may occur twice, some rows have none
+        segments.append(LoraSegment(row + gap, row + gap + rows, held[adapter % len(held)]))
+        row += gap + rows
+    torch.manual_seed(row)
+    x, out = torch.randn(row + 1, 12), torch.randn(row + 1, 18)
+    expected = out.clone()
+    ReferenceKernels().add_lora(expected, x, LoraBatch(segments), 1, TARGETS)
+    add_lora_einsum(out, x, LoraBatch(segments), 1, TARGETS)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
+    """W is the identity; x0 = (1, 2) under A = (1, 0), B = (1, 1); x1 = (3, 4) under A = (0, 1), B = (2, 0)."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    first, second = (
+        LoraWeights({(1, "q"): ((torch.tensor([a]), torch.tensor([bt])),)}, layers=2)
+        for a, bt in (([1.0, 0.0], [1.0, 1.0]), ([0.0, 1.0], [2.0, 0.0]))
+    )
+    out = x.clone()
+    batch = LoraBatch([LoraSegment(0, 1, first), LoraSegment(1, 2, second)])
+    add_lora_einsum(out, x, batch, layer, [LoraTarget("q", 0, 2)])
+    assert out.tolist() == ([[2.0, 3.0], [11.0, 4.0]] if layer else x.tolist())
