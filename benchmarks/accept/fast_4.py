@@ -130,13 +130,16 @@ def _measure() -> dict[str, Any]:
         run_all(built, make_requests("load", ADAPTERS, 4, 1, refs))
         meter = LimitMeter(rows=sorted({rows for _, rows in KERNEL_POINTS}))
         limits: list[MachineLimits] = []
+        after = meter.measure()
         kernel: dict[tuple[int, int], dict[str, list[float]]] = {}
         for turn in range(ROUNDS + 1):
             for adapters, rows in KERNEL_POINTS:
                 chosen = _spread(ranks, adapters)
                 cost = model_cost(config, 2, [ranks[i] for i in chosen], ATTENTION)
-                measured = meter.measure()
+                before = after
                 lora_s, step_s = _lora_s(built, watch, f"k{turn}-{adapters}-{rows}", [refs[i] for i in chosen], rows)
+                after = meter.measure()
+                measured = median_limits([before, after])
                 if turn:  # the first round warms up
                     limits.append(measured)
                     point = kernel.setdefault((adapters, rows), {"lora_s": [], "limit_s": [], "step_s": []})
