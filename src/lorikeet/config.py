@@ -64,6 +64,8 @@ ROWS: dict[str, Row] = {
     "lorikeet:plain": Row(),
     "lorikeet:plain-block": Row(cold_start=ColdStart.BLOCK),
     "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
+    "lorikeet:plain-padded": Row(kernel_form=KernelForm.PADDED),
+    "lorikeet:plain-einsum": Row(kernel_form=KernelForm.EINSUM),
 }
 """Every system by name. A new policy is one file and one row here."""
 

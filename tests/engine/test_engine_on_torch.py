@@ -33,11 +33,23 @@ def greedy(name: str, prompt: list[int], adapter: AdapterRef | None) -> Request:
     return Request(RequestId(name), prompt, params, arrival_s=0.0, adapter=adapter)
 
 
-@pytest.mark.parametrize(("memory_bytes", "is_scarce"), [(340_000, True), (4_000_000, False)])
+@pytest.mark.parametrize(
+    ("row", "kernels", "memory_bytes", "is_scarce"),
+    [
+        ("auto", "native", 340_000, True),
+        ("auto", "native", 4_000_000, False),
+        ("auto", "reference", 340_000, True),
+        ("lorikeet:plain-padded", "native", 4_000_000, False),
+        ("lorikeet:plain-einsum", "native", 4_000_000, False),
+        ("lorikeet:plain-einsum", "reference", 4_000_000, False),
+    ],
+)
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
-    models: Models, memory_bytes: int, is_scarce: bool
+    models: Models, row: str, kernels: str, memory_bytes: int, is_scarce: bool
 ) -> None:
-    settings = fp32_settings(memory_bytes=memory_bytes, max_running=8, max_step_tokens=24, max_repeat=4)
+    settings = fp32_settings(
+        row=row, kernels=kernels, memory_bytes=memory_bytes, max_running=8, max_step_tokens=24, max_repeat=4
+    )
     model = msgspec.structs.replace(settings.model, model=str(models.folder))
     engine = build_replica(msgspec.structs.replace(settings, model=model)).engine
     refs = [None, *models.adapters.values()]

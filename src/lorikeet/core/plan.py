@@ -17,7 +17,7 @@ class KernelForm(StrEnum):
     PADDED = "padded"
     """Work is the largest rank of the batch for every adapter in it."""
     EINSUM = "einsum"
-    """As padded, and the rows of every adapter are padded to the most that one has (dLoRA, §3)."""
+    """As padded, and every row meets every adapter of the batch (dLoRA's einsums over one-hot types)."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True):

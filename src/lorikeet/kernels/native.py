@@ -11,6 +11,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraTarget, Weight
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.native_choose import native_choose
 
@@ -91,7 +92,9 @@ class NativeKernels:
         return out
 
     def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
-        """Read in place; the modules of one input together."""
+        """Read in place, the modules of one input together; einsums are torch's."""
+        if lora.form is KernelForm.EINSUM:
+            return add_lora_einsum(out, x, lora, layer, targets)
         modules, columns, outputs = self._addresses_of(targets)
         self._library.lorikeet_lora(
             x.data_ptr(),

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraSegment, LoraTarget, Weight
 from lorikeet.kernels.choose import ChoiceParameters, choose
+from lorikeet.kernels.einsum import add_lora_einsum
 
 GROUP_RANKS = 512
 """Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
@@ -46,8 +48,11 @@ class ReferenceKernels:
     def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
         """Two matrix products per group of segments: in eager torch a small product costs more than its arithmetic.
 
-        A group multiplies all its rows with all its ranks and keeps what belongs together.
+        A group multiplies all its rows with all its ranks and keeps what belongs together. Padding would change nothing
+        but the time, so ``padded`` is computed as ``unpadded`` is.
         """
+        if lora.form is KernelForm.EINSUM:
+            return add_lora_einsum(out, x, lora, layer, targets)
         for target in targets:
             for group in _groups(lora.segments, layer, target.module):
                 first, last = group[0].segment.start, group[-1].segment.stop
