@@ -58,8 +58,8 @@ def _behind_vllm(report: dict[str, Any]) -> str:
     vllm = report["peers"]["vllm-base"]
     needed = VLLM * vllm["output_tok_s"]
     return (
-        f"{vllm['ratio']:.2f} × vLLM without adapters: it reaches {vllm['output_tok_s']:.0f} tokens/s, {VLLM:g} × that is "
-        f"{needed / report['limit_output_tok_s']:.0%} of this machine's limit for the work with adapters"
+        f"{vllm['ratio']:.2f} × vLLM without adapters: it reaches {vllm['output_tok_s']:.0f} tokens/s, {VLLM:g} × that "
+        f"is {needed / report['limit_output_tok_s']:.0%} of this machine's limit for the work with adapters"
     )
 
 
