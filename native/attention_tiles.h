@@ -1,25 +1,17 @@
-// The inner products of attention, over one tile of keys and values, and its softmax.
+// The products of attention over one tile of keys and values, and its softmax.
 //
-// T is the element of queries, keys, values and outputs. K is that of the first product (queries by keys), P that of
-// the second (weights by values): bf16 where its dot() is one instruction, else float.
+// K is the element of the first product (queries by keys), P that of the second (weights by values).
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
-#include "simd.h"
+#include "attention_load.h"
 
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kTile = 128;                   // tokens of a tile
-constexpr int kRows = 6;                         // query rows of a product, and
-constexpr int kVectors = kLanes == 16 ? 4 : 2;   // its columns, so that the sums fit the registers
-constexpr int64_t kSpan = 2 * kLanes;
-constexpr float kLowest = -1e30f;                // less than any score; finite, as inf - inf is no number
+constexpr int kRows = 6;                        // query rows of a product, and
+constexpr int kVectors = kLanes == 16 ? 4 : 2;  // its columns, so that the sums fit the registers
+constexpr float kLowest = -1e30f;               // less than any score; finite, as inf - inf is no number
 constexpr float kUnseen = 2 * kLowest;
-
-inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Calls f with n, 1 <= n <= Max, as a constant.
 template <int Max, class F>
@@ -29,55 +21,27 @@ inline void with_constant(int64_t n, const F& f) {
   f(std::integral_constant<int, Max>());
 }
 
-// keys[group][token]: groups of a head's columns, tokens side by side, of `tokens` rows (kTile places, a multiple of
-// kLanes is written). So a product needs no sums across lanes.
-template <class T, class K>
-void pack_keys(const T* const* rows, int64_t tokens, int64_t words, K* keys) {
-  for (int64_t token = 0; token < tokens; token += kLanes) {
-    const float* const* lanes = (const float* const*)(rows + token);
-    for (int64_t word = 0; word < words; word += kLanes) {
-      F32 columns[kLanes];
-      transpose(lanes, word, columns);
-      for (int i = 0; i < kLanes; ++i) {
-        if constexpr (std::is_same_v<T, K>) {
-          store((float*)keys + (word + i) * kTile + token, columns[i]);
-        } else {
-          store(keys + 2 * (word + i) * kTile + token, even(as_pairs(columns[i])));
-          store(keys + (2 * (word + i) + 1) * kTile + token, odd(as_pairs(columns[i])));
-        }
-      }
-    }
-  }
-}
-
-// values[pair of tokens][column]: groups of two tokens, columns in the order of spans.
-inline void pack_values(const bf16* const* rows, int64_t tokens, int64_t columns, bf16* values) {
-  for (int64_t token = 0; token < tokens; token += 2)
-    for (int64_t column = 0; column < columns; column += kSpan) {
-      PairSpan groups = interleave(load_group(rows[token] + column), load_group(rows[token + 1] + column));
-      bf16* to = values + token * columns + 2 * column;
-      store_group(to, groups.low);
-      store_group(to + kSpan, groups.high);
-    }
-}
-
 // scores[row][token] = scale * queries[row] . keys[token], of Rows rows by Vectors * kLanes tokens.
-template <int Rows, int Vectors, class K>
-void score(const K* queries, int64_t stride, const K* keys, int64_t groups, F32 scale, float* scores) {
+template <int Rows, int Vectors, class K, class T>
+void score(const K* queries, int64_t stride, const K* keys, int64_t groups, F32 scale, float* scores,
+           Ahead<T>& ahead) {
   constexpr int G = kGroup<K>;
   // Long sums of floats are made of short ones, or their rounding errors would pile up.
-  constexpr int64_t kShort = G == 1 ? 32 : int64_t(1) << 62;
+  constexpr int64_t kShort = G == 1 ? 32 : int64_t(1) << 60;
   for (int64_t g = 0, first = 1; g < groups; first = 0) {
     F32 sums[Rows][Vectors];
     for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < Vectors; ++v) sums[r][v] = zero();
-    for (const int64_t stop = groups - g > kShort ? g + kShort : groups; g < stop; ++g) {
-      decltype(load_group(keys)) k[Vectors];
-      for (int v = 0; v < Vectors; ++v) k[v] = load_group(keys + (g * kTile + v * kLanes) * G);
+    for (const int64_t stop = std::min(groups, g + kShort); g < stop;) {
+      ahead.fetch(kScoreFetch);
+      for (const int64_t pause = std::min(stop, g + kPause); g < pause; ++g) {
+        decltype(load_group(keys)) k[Vectors];
+        for (int v = 0; v < Vectors; ++v) k[v] = load_group(keys + (g * kTile + v * kLanes) * G);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        auto query = splat_group(queries + r * stride + g * G);
-        for (int v = 0; v < Vectors; ++v) sums[r][v] = dot(sums[r][v], query, k[v]);
+        for (int r = 0; r < Rows; ++r) {
+          auto query = splat_group(queries + r * stride + g * G);
+          for (int v = 0; v < Vectors; ++v) sums[r][v] = dot(sums[r][v], query, k[v]);
+        }
       }
     }
     for (int r = 0; r < Rows; ++r)
@@ -100,7 +64,8 @@ struct PackedValues {
 template <class T>
 struct PlainValues {
   const T* const* rows;
-  Span load(int64_t token, int64_t column) const { return load_span(rows[token] + column); }
+  int64_t offset;  // of the head
+  Span load(int64_t token, int64_t column) const { return load_span(rows[token] + offset + column); }
 };
 
 // What is known of a query row: a record of floats, the weighted sum of values first.
@@ -111,26 +76,35 @@ struct State {
   float* sums(int64_t row) const { return records + row * stride(); }
   float* totals(int64_t row) const { return sums(row) + columns; }  // of weights, kLanes of them to be added
   float& largest(int64_t row) const { return sums(row)[columns + kLanes]; }  // score
+  void clear(int64_t rows) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < columns + kLanes; i += kLanes) store(sums(row) + i, zero());
+      largest(row) = kLowest;
+    }
+  }
 };
 
 // sums = factor * sums + weights . values, of Rows rows from `row` and Spans spans from `column`, over `groups`
 // groups of tokens.
-template <int Rows, int Spans, class P, class V>
+template <int Rows, int Spans, class P, class V, class T>
 void accumulate(const P* weights, const V& values, int64_t groups, const float* factors, const State& state,
-                int64_t row, int64_t column) {
+                int64_t row, int64_t column, Ahead<T>& ahead) {
   constexpr int G = kGroup<P>;
   F32 low[Rows][Spans], high[Rows][Spans];
   for (int r = 0; r < Rows; ++r)
     for (int s = 0; s < Spans; ++s) low[r][s] = high[r][s] = zero();
-  for (int64_t g = 0; g < groups; ++g) {
-    decltype(values.load(g, column)) x[Spans];
-    for (int s = 0; s < Spans; ++s) x[s] = values.load(g, column + s * kSpan);
+  for (int64_t g = 0; g < groups;) {
+    ahead.fetch(kAccumulateFetch);
+    for (const int64_t pause = std::min(groups, g + kPause); g < pause; ++g) {
+      decltype(values.load(g, column)) x[Spans];
+      for (int s = 0; s < Spans; ++s) x[s] = values.load(g, column + s * kSpan);
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      auto weight = splat_group(weights + r * kTile + g * G);
-      for (int s = 0; s < Spans; ++s) {
-        low[r][s] = dot(low[r][s], weight, x[s].low);
-        high[r][s] = dot(high[r][s], weight, x[s].high);
+      for (int r = 0; r < Rows; ++r) {
+        auto weight = splat_group(weights + r * kTile + g * G);
+        for (int s = 0; s < Spans; ++s) {
+          low[r][s] = dot(low[r][s], weight, x[s].low);
+          high[r][s] = dot(high[r][s], weight, x[s].high);
+        }
       }
     }
   }

@@ -144,7 +144,7 @@ def test_the_error_is_at_most_twice_that_of_torch(instruction_set: str, shape: S
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_and_prompts(instruction_set: str, dtype: torch.dtype) -> None:
-    check(Shape([(1, 5000), (512, 512), (64, 2000)]), dtype, instruction_set)
+    check(Shape([(1, 5000), (512, 512), (64, 2000), (8, 65)]), dtype, instruction_set)
 
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())

@@ -1,0 +1,141 @@
+// How attention gets queries, keys and values to where its products want them.
+//
+// T is the element of queries, keys, values and outputs; K that of the product of queries and keys: bf16 where its
+// dot() is one instruction, else float.
+#pragma once
+
+#include <type_traits>
+
+#include "attention_plan.h"
+#include "simd.h"
+
+namespace lorikeet {
+namespace {
+
+constexpr int64_t kTile = 128;  // tokens of a tile
+constexpr int64_t kSpan = 2 * kLanes;
+
+// Lines of the next tile to be fetched per transposed block of keys, and per kPause groups in the two products:
+// together somewhat more than there are, as even as possible over the time that a tile takes.
+constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9;
+
+// A tile of an item.
+struct Step {
+  const Item* item;
+  int64_t tile;
+  int64_t tokens() const { return std::min(kTile, item->end - tile); }
+};
+
+// Where the keys and values of a tile's tokens are. Places beyond the last token repeat it.
+template <class T>
+struct Rows {
+  const T* keys[kTile];
+  const T* values[kTile];
+};
+
+template <class T>
+void locate(const Call<T>& c, const Step& step, Rows<T>& rows) {
+  const int64_t row = c.kv_heads * c.head_dim, tokens = step.tokens();
+  const int64_t* table = c.tables + step.item->sequence * c.table_stride + step.tile / c.block_tokens;
+  int64_t offset = step.tile % c.block_tokens;
+  for (int64_t t = 0; t < tokens; ++table, offset = 0) {
+    const T* at = c.kv + *table * c.block_stride + offset * row;
+    for (; offset < c.block_tokens && t < tokens; ++offset, ++t, at += row) {
+      rows.keys[t] = at;
+      rows.values[t] = at + c.block_tokens * row;
+    }
+  }
+  const int64_t padded = round_up(tokens, kLanes);
+  std::fill(rows.keys + tokens, rows.keys + padded, rows.keys[tokens - 1]);
+  std::fill(rows.values + tokens, rows.values + padded, rows.values[tokens - 1]);
+}
+
+// Copies one head's rows, `stride` elements each, to where zeros can follow them, so that whole spans can be read.
+template <class T>
+void stage(const Rows<T>& rows, int64_t offset, int64_t tokens, int64_t head_dim, int64_t stride, T* to,
+           Rows<T>& staged) {
+  const int64_t padded = round_up(tokens, kLanes);
+  for (int64_t i = 0; i < 2 * padded; ++i, to += stride) {
+    const int64_t t = i / 2;
+    std::memcpy(to, (i % 2 ? rows.values : rows.keys)[t] + offset, size_t(head_dim) * sizeof(T));
+    std::fill(to + head_dim, to + stride, T{});
+    (i % 2 ? staged.values : staged.keys)[t] = to;
+  }
+}
+
+// Copies a span.
+inline void copy_span(const float* from, float* to) { store_span(to, load_span(from)); }
+inline void copy_span(const bf16* from, bf16* to) { store_group(to, load_group(from)); }
+inline void copy_span(const bf16* from, float* to) {
+  store(to, load(from));
+  store(to + kLanes, load(from + kLanes));
+}
+
+// The queries of one kv head: [row, head of the group][column], with zeros up to `stride`.
+template <class T, class K>
+void load_queries(const Call<T>& c, const Item& item, int64_t head, int64_t stride, K* queries) {
+  const int64_t group = c.group();
+  for (int64_t row = 0; row < item.rows; ++row)
+    for (int64_t h = 0; h < group; ++h, queries += stride) {
+      const T* from = c.q + (c.row_starts[item.sequence] + item.row + row) * c.q_stride +
+                      (head * group + h) * c.head_dim;
+      const int64_t whole = c.head_dim / kSpan * kSpan;
+      for (int64_t column = 0; column < whole; column += kSpan) copy_span(from + column, queries + column);
+      for (int64_t column = whole; column < stride; ++column)
+        put(queries + column, column < c.head_dim ? to_float(from[column]) : 0.0f);
+    }
+}
+
+// Fetches the rows of the next tile, some lines at a time: with few query rows, memory is what takes long. Into the
+// second-level cache, which can wait for twice as many lines at once as the first can.
+template <class T>
+struct Ahead {
+  const Rows<T>* rows;
+  int64_t tokens, first, bytes;  // of each row the first element and the bytes that will be wanted
+  int64_t token = 0, byte = 0;
+  void fetch(int64_t lines) {
+    for (; lines > 0 && token < tokens; --lines) {
+      _mm_prefetch((const char*)(rows->keys[token] + first) + byte, _MM_HINT_T1);
+      _mm_prefetch((const char*)(rows->values[token] + first) + byte, _MM_HINT_T1);
+      if ((byte += 64) >= bytes) byte = 0, ++token;
+    }
+  }
+};
+
+// keys[group][token]: groups of a head's columns, tokens side by side, of `tokens` rows (kTile places, a multiple of
+// kLanes is written). So a product needs no sums across lanes.
+template <class T, class K>
+void pack_keys(const T* const* rows, int64_t offset, int64_t tokens, int64_t words, K* keys, Ahead<T>& ahead) {
+  for (int64_t token = 0; token < tokens; token += kLanes) {
+    const float* lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = (const float*)(rows[token + i] + offset);
+    for (int64_t word = 0; word < words; word += kLanes) {
+      F32 columns[kLanes];
+      ahead.fetch(kPackFetch);
+      transpose(lanes, word, columns);
+      for (int i = 0; i < kLanes; ++i) {
+        if constexpr (std::is_same_v<T, K>) {
+          store((float*)keys + (word + i) * kTile + token, columns[i]);
+        } else {
+          store(keys + 2 * (word + i) * kTile + token, even(as_pairs(columns[i])));
+          store(keys + (2 * (word + i) + 1) * kTile + token, odd(as_pairs(columns[i])));
+        }
+      }
+    }
+  }
+}
+
+// values[pair of tokens][column]: groups of two tokens, columns in the order of spans.
+inline void pack_values(const bf16* const* rows, int64_t offset, int64_t tokens, int64_t columns, bf16* values) {
+  for (int64_t token = 0; token < tokens; token += 2)
+    for (int64_t column = 0; column < columns; column += kSpan) {
+      const bf16 *even = rows[token] + offset + column, *odd = rows[token + 1] + offset + column;
+      const PairSpan groups = interleave(load_group(even), load_group(odd));
+      bf16* to = values + token * columns + 2 * column;
+      store_group(to, groups.low);
+      store_group(to + kSpan, groups.high);
+    }
+}
+
+}  // namespace
+}  // namespace lorikeet

@@ -1,0 +1,98 @@
+// How a call of attention is cut into items that threads take one after the other.
+//
+// An item of a prefill is a block of query rows with the heads that share one kv head, over all that they see. A
+// sequence with few rows is cut along its context instead, all heads together as their keys lie side by side. How a
+// sequence is cut depends on itself alone, so neither threads nor neighbours change a result.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+
+namespace lorikeet {
+namespace {
+
+constexpr int64_t kItemRows = 96;     // of a prefill's item, heads counted
+constexpr int64_t kFewRows = 8;       // a sequence with at most so many is cut along its context,
+constexpr int64_t kPieceTokens = 64;  // into pieces of a multiple of this,
+constexpr int64_t kPieces = 32;       // at most so many
+
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+template <class T>
+struct Call {
+  const T* q;
+  int64_t q_stride;
+  const T* kv;
+  int64_t block_stride;
+  T* out;
+  int64_t out_stride;
+  const int64_t *row_starts, *contexts, *tables;
+  int64_t table_stride, sequences, heads, kv_heads, head_dim, block_tokens;
+  float scale;
+  int64_t window;
+
+  int64_t group() const { return heads / kv_heads; }
+  int64_t rows(int64_t sequence) const { return row_starts[sequence + 1] - row_starts[sequence]; }
+  // The first position that a row at `position` sees.
+  int64_t seen_from(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+};
+
+// A block of query rows, or a piece of a context.
+struct Item {
+  int64_t sequence, row, rows;  // rows [row, row + rows) of the sequence
+  int64_t position;             // of the first of them
+  int64_t begin, end;           // tokens
+  int64_t head;                 // kv head, if it is a block
+  int64_t cut, piece;           // if it is a piece
+};
+
+// A sequence cut along its context. Its states begin at row `first` of all; they are [piece][kv head][row].
+struct Cut {
+  int64_t sequence, pieces, first;
+};
+
+// Fills items and cuts; returns how many states the pieces need.
+template <class T>
+int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts) {
+  items.clear();
+  cuts.clear();
+  static thread_local std::vector<int64_t> prefills;
+  prefills.clear();
+  for (int64_t s = 0; s < c.sequences; ++s)
+    if (c.rows(s) > kFewRows) prefills.push_back(s);
+  // From the largest sequence to the smallest, and from late rows, which see most, to early ones: so no thread is left
+  // with much at the end, and neighbours in the list share keys and values.
+  std::sort(prefills.begin(), prefills.end(), [&](int64_t a, int64_t b) {
+    return c.rows(a) * c.contexts[a] > c.rows(b) * c.contexts[b];
+  });
+  const int64_t most_rows = std::max<int64_t>(1, kItemRows / c.group());
+  for (int64_t s : prefills) {
+    const int64_t rows = c.rows(s), start = c.contexts[s] - rows;
+    const int64_t blocks = std::max<int64_t>(2, (rows + most_rows - 1) / most_rows);
+    for (int64_t block = blocks - 1; block >= 0; --block) {
+      const Range part = part_of(rows, block, blocks);
+      const int64_t position = start + part.begin, end = start + part.end;
+      for (int64_t head = 0; head < c.kv_heads; ++head)
+        items.push_back({s, part.begin, part.end - part.begin, position, c.seen_from(position), end, head, -1, -1});
+    }
+  }
+  int64_t states = 0;
+  for (int64_t s = 0; s < c.sequences; ++s) {
+    const int64_t rows = c.rows(s), position = c.contexts[s] - rows, end = c.contexts[s];
+    if (rows == 0 || rows > kFewRows) continue;
+    const int64_t begin = c.seen_from(position);
+    const int64_t length = round_up(end - begin, kPieces * kPieceTokens) / kPieces;
+    const int64_t pieces = (end - begin + length - 1) / length;
+    for (int64_t p = 0; p < pieces; ++p)
+      items.push_back({s, 0, rows, position, begin + p * length, std::min(end, begin + (p + 1) * length), -1,
+                       int64_t(cuts.size()), p});
+    cuts.push_back({s, pieces, states});
+    states += pieces * rows * c.heads;
+  }
+  return states;
+}
+
+}  // namespace
+}  // namespace lorikeet
