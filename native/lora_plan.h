@@ -1,6 +1,8 @@
 // What a LoRA call computes, cut into tiles and dealt out to the threads.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -28,8 +30,9 @@ class ZeroRing {
   // Place of the next `bytes` bytes.
   int64_t take(int64_t bytes) {
     if (!zeros_) {
-      zeros_.reset(new (std::align_val_t(kAlign)) char[kBytes + kSlack]);
-      std::memset(zeros_.get(), 0, kBytes + kSlack);  // so that there are pages of its own to read
+      zeros_.reset(new (std::align_val_t(kHugePage)) char[kBytes + kSlack]);
+      madvise(zeros_.get(), kBytes + kSlack, MADV_HUGEPAGE);  // as adapters lie
+      std::memset(zeros_.get(), 0, kBytes + kSlack);          // so that there are pages of its own to read
     }
     const int64_t at = at_;
     at_ = (at_ + bytes) % kBytes;
@@ -39,10 +42,10 @@ class ZeroRing {
 
  private:
   struct Free {
-    void operator()(char* p) const { operator delete[](p, std::align_val_t(kAlign)); }
+    void operator()(char* p) const { operator delete[](p, std::align_val_t(kHugePage)); }
   };
-  static constexpr size_t kAlign = 64;
-  static constexpr int64_t kBytes = int64_t(64) << 20, kSlack = int64_t(1) << 20;  // the slack holds the longest row
+  static constexpr size_t kHugePage = size_t(2) << 20;
+  static constexpr int64_t kBytes = int64_t(64) << 20, kSlack = int64_t(2) << 20;  // the slack holds the longest row
   std::unique_ptr<char[], Free> zeros_;
   int64_t at_ = 0;
 };
