@@ -3,10 +3,10 @@
 import os
 from importlib.metadata import version
 
-# How long a thread of torch's OpenMP team spins for the next piece of work before it sleeps, about 0.1 ms: longer
+# How long a thread of torch's OpenMP team spins for the next piece of work before it sleeps, some 30 µs: longer
 # than the gaps inside a step, much shorter than the turn of another process on the same core. The runtime reads it
 # once, when torch is imported, so it is set here, before anything of ours can do that (docs/decisions/threads.md).
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __version__ = version("lorikeet")
