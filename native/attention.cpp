@@ -63,7 +63,9 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
   const Rows<T>* from = &located;
   int64_t offset = head * c.head_dim;
   if (c.head_dim != stride) {
-    stage(located, offset, tokens, c.head_dim, stride, work.staged.of(2 * kTile * stride), work.staged_rows);
+    T* staged = work.staged.of(2 * kTile * stride);
+    stage(located.keys, offset, tokens, c.head_dim, stride, staged, work.staged_rows.keys);
+    stage(located.values, offset, tokens, c.head_dim, stride, staged + kTile * stride, work.staged_rows.values);
     from = &work.staged_rows;
     offset = 0;
   }
@@ -91,18 +93,20 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     const int64_t end = see(c, step, part, seen);
     if (end == 0) continue;
     const int64_t width = round_up(end, kLanes), pairs = (end + kGroup<P> - 1) / kGroup<P>;
-    with_constant<kRows>(count, [&](auto r) {
-      for (int64_t token = 0; token < width; token += kVectors * kLanes)
+    for (int64_t token = 0; token < width; token += kVectors * kLanes)
+      with_constant<kRows>(count, [&](auto r) {
         with_constant<kVectors>((width - token) / kLanes, [&](auto v) {
           score<r(), v()>(queries + row * stride, stride, keys + token * kGroup<K>, groups, scale,
                           work.scores + token, ahead);
         });
-      weigh(work.scores, weights, r(), width, seen, state, row, factors);
-      for (int64_t column = 0; column < stride; column += kVectors * kLanes)
+      });
+    weigh(work.scores, weights, count, width, seen, state, row, factors);
+    for (int64_t column = 0; column < stride; column += kVectors * kLanes)
+      with_constant<kRows>(count, [&](auto r) {
         with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
           accumulate<r(), s()>(weights, values, pairs, factors, state, row, column, ahead);
         });
-    });
+      });
   }
 }
 

@@ -50,25 +50,36 @@ void locate(const Call<T>& c, const Step& step, Rows<T>& rows) {
   std::fill(rows.values + tokens, rows.values + padded, rows.values[tokens - 1]);
 }
 
-// Copies one head's rows, `stride` elements each, to where zeros can follow them, so that whole spans can be read.
-template <class T>
-void stage(const Rows<T>& rows, int64_t offset, int64_t tokens, int64_t head_dim, int64_t stride, T* to,
-           Rows<T>& staged) {
-  const int64_t padded = round_up(tokens, kLanes);
-  for (int64_t i = 0; i < 2 * padded; ++i, to += stride) {
-    const int64_t t = i / 2;
-    std::memcpy(to, (i % 2 ? rows.values : rows.keys)[t] + offset, size_t(head_dim) * sizeof(T));
-    std::fill(to + head_dim, to + stride, T{});
-    (i % 2 ? staged.values : staged.keys)[t] = to;
-  }
+// Copies n elements of a span, 0 < n <= kSpan; zeros follow.
+inline void copy_span(const bf16* from, int64_t n, bf16* to) {
+  store_group(to, n == kSpan ? load_group(from) : load_group_n(from, int(n)));
+}
+inline void copy_span(const float* from, int64_t n, float* to) {
+  const int64_t low = std::min<int64_t>(n, kLanes);
+  store(to, load_n(from, int(low)));
+  store(to + kLanes, load_n(from + low, int(n - low)));
+}
+inline void copy_span(const bf16* from, int64_t n, float* to) {
+  const int64_t low = std::min<int64_t>(n, kLanes);
+  store(to, load_n(from, int(low)));
+  store(to + kLanes, load_n(from + low, int(n - low)));
 }
 
-// Copies a span.
-inline void copy_span(const float* from, float* to) { store_span(to, load_span(from)); }
-inline void copy_span(const bf16* from, bf16* to) { store_group(to, load_group(from)); }
-inline void copy_span(const bf16* from, float* to) {
-  store(to, load(from));
-  store(to + kLanes, load(from + kLanes));
+template <class T, class K>
+inline void copy_row(const T* from, int64_t n, K* to) {
+  for (int64_t column = 0; column < n; column += kSpan)
+    copy_span(from + column, std::min(kSpan, n - column), to + column);
+}
+
+// Copies one head's rows, `stride` elements each, to where zeros can follow them, so that whole spans can be read.
+template <class T>
+void stage(const T* const* rows, int64_t offset, int64_t tokens, int64_t head_dim, int64_t stride, T* to,
+           const T** staged) {
+  const int64_t padded = round_up(tokens, kLanes);
+  for (int64_t t = 0; t < padded; ++t, to += stride) {
+    copy_row(rows[t] + offset, head_dim, to);
+    staged[t] = to;
+  }
 }
 
 // The queries of one kv head: [row, head of the group][column], with zeros up to `stride`.
@@ -79,10 +90,7 @@ void load_queries(const Call<T>& c, const Item& item, int64_t head, int64_t stri
     for (int64_t h = 0; h < group; ++h, queries += stride) {
       const T* from = c.q + (c.row_starts[item.sequence] + item.row + row) * c.q_stride +
                       (head * group + h) * c.head_dim;
-      const int64_t whole = c.head_dim / kSpan * kSpan;
-      for (int64_t column = 0; column < whole; column += kSpan) copy_span(from + column, queries + column);
-      for (int64_t column = whole; column < stride; ++column)
-        put(queries + column, column < c.head_dim ? to_float(from[column]) : 0.0f);
+      copy_row(from, c.head_dim, queries);
     }
 }
 
