@@ -91,6 +91,8 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     Seen seen[kRows];
     float factors[kRows];
     const int64_t end = see(c, step, part, seen);
+    const bool first = step.tile == step.item->begin;
+    if (first && (sizeof(P) == 2 || end == 0)) state.clear_sums(part);
     if (end == 0) continue;
     const int64_t width = round_up(end, kLanes), pairs = (end + kGroup<P> - 1) / kGroup<P>;
     for (int64_t token = 0; token < width; token += kVectors * kLanes)
@@ -104,7 +106,8 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     for (int64_t column = 0; column < stride; column += kVectors * kLanes)
       with_constant<kRows>(count, [&](auto r) {
         with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
-          accumulate<r(), s()>(weights, values, pairs, factors, state, row, column, ahead);
+          accumulate<r(), s()>(weights, values, pairs, sizeof(P) == 4 && first ? nullptr : factors, state, row,
+                                column, ahead);
         });
       });
   }

@@ -76,16 +76,21 @@ struct State {
   float* sums(int64_t row) const { return records + row * stride(); }
   float* totals(int64_t row) const { return sums(row) + columns; }  // of weights, kLanes of them to be added
   float& largest(int64_t row) const { return sums(row)[columns + kLanes]; }  // score
-  void clear(int64_t rows) const {
+  void clear(int64_t rows) const {  // but for the sums
     for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t i = 0; i < columns + kLanes; i += kLanes) store(sums(row) + i, zero());
+      store(totals(row), zero());
       largest(row) = kLowest;
     }
+  }
+  void clear_sums(Range rows) const {
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      for (int64_t i = 0; i < columns; i += kLanes) store(sums(row) + i, zero());
   }
 };
 
 // sums = factor * sums + weights . values, of Rows rows from `row` and Spans spans from `column`, over `groups`
-// groups of tokens.
+// groups of tokens. If P is float there may be no factors: then there are no sums yet. (Zeros would do, but the sums of
+// pieces are not in the cache.)
 template <int Rows, int Spans, class P, class V, class T>
 void accumulate(const P* weights, const V& values, int64_t groups, const float* factors, const State& state,
                 int64_t row, int64_t column, Ahead<T>& ahead) {
@@ -111,8 +116,13 @@ void accumulate(const P* weights, const V& values, int64_t groups, const float* 
   for (int r = 0; r < Rows; ++r)
     for (int s = 0; s < Spans; ++s) {
       float* sum = state.sums(row + r) + column + s * kSpan;
-      store(sum, fma(load(sum), splat(factors[r]), low[r][s]));
-      store(sum + kLanes, fma(load(sum + kLanes), splat(factors[r]), high[r][s]));
+      if (sizeof(P) == 4 && !factors) {
+        store(sum, low[r][s]);
+        store(sum + kLanes, high[r][s]);
+      } else {
+        store(sum, fma(load(sum), splat(factors[r]), low[r][s]));
+        store(sum + kLanes, fma(load(sum + kLanes), splat(factors[r]), high[r][s]));
+      }
     }
 }
 
