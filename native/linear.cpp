@@ -4,6 +4,7 @@
 // columns side by side. So a tile streams the panel once from front to back at any number of rows, one row
 // included, and a product needs no shuffles. Columns beyond the last are zero.
 #include <algorithm>
+#include <vector>
 
 #include "parallel.h"
 #include "simd.h"
@@ -16,6 +17,14 @@ constexpr int kVectors = kLanes == 16 ? 3 : 2;    // of a tile's columns
 constexpr int kTileRows = kLanes == 16 ? 8 : 4;   // so that sums, weights and one input fit the registers
 constexpr int64_t kTileColumns = kVectors * kLanes;
 constexpr int64_t kRowBlock = 64;                 // rows of one work item
+constexpr int64_t kMostRowsAhead = 128;           // beyond, LoRA itself is bound by arithmetic
+constexpr int64_t kLine = 64;                     // bytes of a cache line
+
+// Neighbouring bytes.
+struct Run {
+  const char* begin;
+  int64_t bytes, lines;
+};
 
 int64_t groups_of(int64_t inputs, int group) { return (inputs + group - 1) / group; }
 
@@ -31,9 +40,77 @@ struct Product {
   int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel; }
 };
 
-// Rows x kTileColumns of the product; `ahead` is memory that the next tiles will want, `ahead_step` bytes per group.
+// Lines of memory that will be wanted soon: one every `step` bytes, for each k-group of a tile.
+struct Lines {
+  const char* at;
+  int64_t step;
+};
+
+// What the LoRA kernel will read right after a product of few rows. The product is bound by arithmetic and LoRA by
+// memory, so most of LoRA's reading is done meanwhile, into the second-level caches.
+class LoraAhead {
+ public:
+  // The pieces of some modules of a layer, as lorikeet_lora is given them. Their inputs are the product's.
+  LoraAhead(const int64_t* segments, int64_t count, int64_t layer, const int64_t* modules, const int64_t* outputs,
+            int64_t module_count, int64_t inputs, int64_t bytes) {
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t *pieces = (const int64_t*)segments[4 * s + 2], *index = (const int64_t*)segments[4 * s + 3];
+      for (int64_t m = 0; m < module_count; ++m)
+        for (int64_t i = index[layer * kModules + modules[m]]; i < index[layer * kModules + modules[m] + 1]; ++i) {
+          const int64_t* piece = pieces + 3 * i;
+          add((const char*)piece[0], piece[2] * inputs * bytes);
+          add((const char*)piece[1], piece[2] * outputs[m] * bytes);
+        }
+    }
+  }
+
+  // The part of one thread: as LoRA deals its work, neighbours together.
+  class Part {
+   public:
+    Part(const LoraAhead& all, int64_t thread, int64_t count) : runs_(all.runs_) {
+      Range mine = part_of(all.lines_, thread, count);
+      left_ = std::min(mine.end - mine.begin, kMostLines);
+      for (skip_ = mine.begin; run_ < runs_.size() && skip_ >= runs_[run_].lines; ++run_) skip_ -= runs_[run_].lines;
+    }
+    // Up to `wanted` lines side by side; without any left a line that is in the cache anyway.
+    Lines take(int64_t wanted, const void* cached) {
+      if (left_ <= 0 || run_ == runs_.size()) return {(const char*)cached, 0};
+      const Lines lines{runs_[run_].begin + skip_ * kLine, kLine};
+      const int64_t taken = std::min(wanted, runs_[run_].lines - skip_);
+      left_ -= taken;
+      skip_ += taken;
+      if (skip_ == runs_[run_].lines) ++run_, skip_ = 0;
+      return lines;
+    }
+
+   private:
+    static constexpr int64_t kMostLines = (768 << 10) / kLine;  // most of a second-level cache
+    const std::vector<Run>& runs_;
+    size_t run_ = 0;
+    int64_t skip_ = 0, left_ = 0;
+  };
+
+ private:
+  static constexpr int64_t kModules = 7;
+  void add(const char* begin, int64_t bytes) {
+    const int64_t lines = (bytes + kLine - 1) / kLine;
+    if (!runs_.empty() && runs_.back().begin + runs_.back().bytes == begin) {
+      lines_ -= runs_.back().lines;
+      runs_.back().bytes += bytes;
+      runs_.back().lines = (runs_.back().bytes + kLine - 1) / kLine;
+      lines_ += runs_.back().lines;
+      return;
+    }
+    runs_.push_back({begin, bytes, lines});
+    lines_ += lines;
+  }
+  std::vector<Run> runs_;
+  int64_t lines_ = 0;
+};
+
+// Rows x kTileColumns of the product; `ahead` and `also` are memory that will be wanted soon.
 template <class T, int Rows>
-inline void tile(const Product<T>& p, int64_t row, int64_t column, const char* ahead, int64_t ahead_step) {
+inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
   constexpr int G = kGroup<T>;
   F32 sums[Rows][kVectors];
   for (int r = 0; r < Rows; ++r)
@@ -49,7 +126,8 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, const char* a
     for (stop = whole - k > kShort ? k + kShort : whole; k < stop; ++k) {
       decltype(load_group(weights)) w[kVectors];
       for (int v = 0; v < kVectors; ++v) w[v] = load_group(weights + k * kPanel * G + v * kLanes * G);
-      _mm_prefetch(ahead + k * ahead_step, _MM_HINT_T1);
+      _mm_prefetch(ahead.at + k * ahead.step, _MM_HINT_T1);
+      _mm_prefetch(also.at + k * also.step, _MM_HINT_T1);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         auto input = splat_group(x + r * p.x_stride + k * G);
@@ -88,24 +166,24 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, const char* a
 }
 
 template <class T>
-void tile_of(int64_t rows, const Product<T>& p, int64_t row, int64_t column, const char* ahead, int64_t step) {
+void tile_of(int64_t rows, const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
   switch (rows) {
-    case 1: return tile<T, 1>(p, row, column, ahead, step);
-    case 2: return tile<T, 2>(p, row, column, ahead, step);
-    case 3: return tile<T, 3>(p, row, column, ahead, step);
-    case 4: return tile<T, 4>(p, row, column, ahead, step);
+    case 1: return tile<T, 1>(p, row, column, ahead, also);
+    case 2: return tile<T, 2>(p, row, column, ahead, also);
+    case 3: return tile<T, 3>(p, row, column, ahead, also);
+    case 4: return tile<T, 4>(p, row, column, ahead, also);
 #if defined(__AVX512F__)
-    case 5: return tile<T, 5>(p, row, column, ahead, step);
-    case 6: return tile<T, 6>(p, row, column, ahead, step);
-    case 7: return tile<T, 7>(p, row, column, ahead, step);
-    case 8: return tile<T, 8>(p, row, column, ahead, step);
+    case 5: return tile<T, 5>(p, row, column, ahead, also);
+    case 6: return tile<T, 6>(p, row, column, ahead, also);
+    case 7: return tile<T, 7>(p, row, column, ahead, also);
+    case 8: return tile<T, 8>(p, row, column, ahead, also);
 #endif
   }
 }
 
-// The rows [begin, end) of one panel. Meanwhile the next panel is fetched into the second-level cache.
+// The rows [begin, end) of one panel. Meanwhile the next panel is fetched into the second-level cache, and `lora`.
 template <class T>
-void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end) {
+void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, LoraAhead::Part& lora) {
   const int64_t bytes = p.panel_elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
   const char* next = (const char*)(p.packed + (index + 1) * p.panel_elements());
@@ -115,18 +193,21 @@ void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end) {
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 30 rows are better served by 8 8 7 7 than 8 8 8 6
     Range rows = part_of(end - begin, i, tiles);
     for (int64_t column = index * kPanel; column < limit; column += kTileColumns, at += groups * step)
-      tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, next + std::min(at, bytes), step);
+      tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, {next + std::min(at, bytes), step},
+                 lora.take(groups, p.x));
   }
 }
 
 template <class T>
-void multiply(const Product<T>& p, int64_t rows, int64_t threads) {
+void multiply(const Product<T>& p, int64_t rows, const LoraAhead& lora, int64_t threads) {
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
   parallel(threads, [&](int64_t thread, int64_t count) {
     Range items = part_of(panels * blocks, thread, count);
+    LoraAhead::Part lora_part(lora, thread, count);
     for (int64_t item = items.begin; item < items.end; ++item) {
       const int64_t block = item % blocks;
-      panel(p, item / blocks, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock));
+      panel(p, item / blocks, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock),
+            lora_part);
     }
   });
 }
@@ -167,14 +248,18 @@ LORIKEET_EXPORT void lorikeet_pack(
     pack((const float*)weight, (float*)packed, outputs, inputs, threads);
 }
 
-// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float.
+// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float. The arguments from `segments` on are those of the
+// lorikeet_lora call that follows, if one does; else `lora_segments` is 0.
 LORIKEET_EXPORT void lorikeet_linear(
     const void* x, int64_t x_stride, const void* packed, const void* bias, void* out, int64_t out_stride, int64_t rows,
-    int64_t inputs, int64_t outputs, int64_t bytes, int64_t threads) {
+    int64_t inputs, int64_t outputs, int64_t bytes, int64_t threads, const int64_t* segments, int64_t lora_segments,
+    int64_t layer, const int64_t* modules, const int64_t* module_outputs, int64_t module_count) {
+  const bool ahead = rows >= kTileRows && rows <= kMostRowsAhead;
+  const LoraAhead lora(segments, ahead ? lora_segments : 0, layer, modules, module_outputs, module_count, inputs, bytes);
   if (bytes == 2)
     multiply<bf16>({(const bf16*)x, x_stride, (const bf16*)packed, (const bf16*)bias, (bf16*)out, out_stride, inputs,
-                    outputs}, rows, threads);
+                    outputs}, rows, lora, threads);
   else
     multiply<float>({(const float*)x, x_stride, (const float*)packed, (const float*)bias, (float*)out, out_stride,
-                     inputs, outputs}, rows, threads);
+                     inputs, outputs}, rows, lora, threads);
 }

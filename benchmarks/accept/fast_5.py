@@ -18,7 +18,7 @@ from lorikeet.bench.statistics import median_interval
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
@@ -123,6 +123,6 @@ def _lora_s(kernels: Kernels, batch: LoraBatch, geometry: ModelGeometry) -> floa
     out = torch.zeros(rows, shapes["o"].out_features, dtype=torch.bfloat16)
     start_s = time.perf_counter()
     for layer in range(geometry.layers):
-        kernels.add_lora(fused, x, batch, layer, qkv)
-        kernels.add_lora(out, mixed, batch, layer, o)
+        kernels.add_lora(fused, x, LoraDelta(batch, layer, qkv))
+        kernels.add_lora(out, mixed, LoraDelta(batch, layer, o))
     return time.perf_counter() - start_s

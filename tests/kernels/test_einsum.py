@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.reference import ReferenceKernels
 
@@ -45,8 +45,8 @@ def test_the_einsum_form_gives_what_the_reference_gives(
     torch.manual_seed(row)
     x, out = torch.randn(row + 1, 12), torch.randn(row + 1, 18)
     expected = out.clone()
-    ReferenceKernels().add_lora(expected, x, LoraBatch(segments), 1, TARGETS)
-    add_lora_einsum(out, x, LoraBatch(segments), 1, TARGETS)
+    ReferenceKernels().add_lora(expected, x, LoraDelta(LoraBatch(segments), 1, TARGETS))
+    add_lora_einsum(out, x, LoraDelta(LoraBatch(segments), 1, TARGETS))
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -60,5 +60,5 @@ def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
     )
     out = x.clone()
     batch = LoraBatch([LoraSegment(0, 1, first), LoraSegment(1, 2, second)])
-    add_lora_einsum(out, x, batch, layer, [LoraTarget("q", 0, 2)])
+    add_lora_einsum(out, x, LoraDelta(batch, layer, [LoraTarget("q", 0, 2)]))
     assert out.tolist() == ([[2.0, 3.0], [11.0, 4.0]] if layer else x.tolist())

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
 from lorikeet.kernels.library import load_library, supported_instruction_sets
 from lorikeet.kernels.native import NativeKernels
 from tests.kernels.exactness import check_error
@@ -94,7 +94,7 @@ def run(
     batch = LoraBatch([LoraSegment(*segment) for segment in segments], form)
     kernels = NativeKernels(instruction_set, load_library(instruction_set))
     kernels.threads = threads
-    kernels.add_lora(out, case.x, batch, LAYER, case.targets)
+    kernels.add_lora(out, case.x, LoraDelta(batch, LAYER, case.targets))
     return out
 
 
@@ -195,5 +195,5 @@ def test_layers_and_modules_without_weights_stay_as_they_are(instruction_set: st
     assert not torch.equal(found[:, 10:], case.out[:, 10:])
     other_layer = case.out.clone()
     kernels = NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.add_lora(other_layer, case.x, LoraBatch([LoraSegment(0, 2, adapter)]), LAYER - 1, targets)
+    kernels.add_lora(other_layer, case.x, LoraDelta(LoraBatch([LoraSegment(0, 2, adapter)]), LAYER - 1, targets))
     assert torch.equal(other_layer, case.out)

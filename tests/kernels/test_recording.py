@@ -3,7 +3,7 @@
 import torch
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, LoraBatch, LoraPieces, LoraSegment, LoraTarget, LoraWeights, kv_view
+from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraPieces, LoraSegment, LoraTarget, LoraWeights, kv_view
 from lorikeet.kernels.recording import RecordingKernels
 from lorikeet.kernels.reference import ReferenceKernels
 
@@ -24,7 +24,7 @@ def drive(kernels: ReferenceKernels | RecordingKernels, lora: LoraBatch | None) 
     mixed = kernels.attention(qkv, kv, batch, 1.0, None)
     out = kernels.linear(kernels.add_norm(mixed, x, torch.ones(8), 1e-5), kernels.pack(torch.eye(8)), torch.ones(8))
     if batch.lora is not None:
-        kernels.add_lora(out, x, batch.lora, 0, [LoraTarget("q", 0, 8)])
+        kernels.add_lora(out, x, LoraDelta(batch.lora, 0, [LoraTarget("q", 0, 8)]))
     return [kv, out, kernels.silu_mul(out)]
 
 

@@ -13,6 +13,7 @@ from lorikeet.kernels.base import (
     Batch,
     HeadNorms,
     LoraBatch,
+    LoraDelta,
     LoraPieces,
     LoraSegment,
     LoraTarget,
@@ -66,10 +67,10 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
             expected[start:stop, column : column + 10] += x[start:stop].double() @ a.T @ bt
     untouched = out.clone()
     lora, v = LoraBatch(segments), LoraTarget("v", column, 10)
-    KERNELS.add_lora(out, x, lora, 0, [v])
-    KERNELS.add_lora(out, x, lora, 1, [LoraTarget("q", column, 10)])
+    KERNELS.add_lora(out, x, LoraDelta(lora, 0, [v]))
+    KERNELS.add_lora(out, x, LoraDelta(lora, 1, [LoraTarget("q", column, 10)]))
     assert torch.equal(out, untouched)
-    KERNELS.add_lora(out, x, lora, 1, [v])
+    KERNELS.add_lora(out, x, LoraDelta(lora, 1, [v]))
     bound = 1e-3 if dtype == torch.float32 else 1.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
 
@@ -81,7 +82,7 @@ def test_a_row_that_overflows_under_its_adapter_leaves_the_rows_of_others_alone(
     out = torch.zeros(2, 3)
     weights = LoraWeights(pieces, layers=1)
     lora = LoraBatch([LoraSegment(0, 1, weights), LoraSegment(1, 2, weights)])
-    KERNELS.add_lora(out, x, lora, 0, [LoraTarget("q", 0, 3)])
+    KERNELS.add_lora(out, x, LoraDelta(lora, 0, [LoraTarget("q", 0, 3)]))
     assert torch.equal(out[1], torch.full((3,), 72.0))
     assert not torch.isfinite(out[0]).any()
 

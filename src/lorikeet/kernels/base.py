@@ -87,6 +87,14 @@ class LoraBatch:
         return max(segment.weights.rank for segment in self.segments)
 
 
+class LoraDelta(NamedTuple):
+    """What the adapters of a batch do to some modules of a layer."""
+
+    lora: LoraBatch
+    layer: int
+    targets: Sequence[LoraTarget]
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's metadata, built once per step.
@@ -139,12 +147,15 @@ class Kernels(Protocol):
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""
         ...
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
+        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
+
+        ``ahead`` is what :meth:`add_lora` will add to the result; a backend may fetch it from memory meanwhile.
+        """
         ...
 
-    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
-        """For each segment and target add ``x[rows] @ Aᵀ @ Bᵀ`` to ``out[rows, column : column + outputs]``, in place.
+    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
+        """Add ``x[rows] @ Aᵀ @ Bᵀ`` to ``out[rows, column : column + outputs]`` for each segment and target, in place.
 
         Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ.
         """

@@ -1,20 +1,19 @@
 """LoRA as dLoRA computes it (its section on the implementation): one-hot adapter types and two einsums."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import LoraBatch, LoraTarget
+from lorikeet.kernels.base import LoraDelta
 
 
-def add_lora_einsum(out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     """See ``kernels.base.Kernels.add_lora`` for what is computed; here every row meets every adapter of the batch.
 
     ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
     and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
     rows x adapters x largest rank.
     """
+    lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
     types = x.new_zeros(len(x), len(adapters))
     for segment in lora.segments:

@@ -14,7 +14,8 @@ def allocate(elements: int, dtype: torch.dtype) -> Tensor:
 
     Huge pages make first touches fewer and reading faster: the way to a page is looked up for 2 MiB at a time.
     """
-    memory = mmap.mmap(-1, elements * dtype.itemsize)
+    # Private, since Linux grants shared anonymous memory no huge pages unless told to for the whole machine.
+    memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=elements)

@@ -15,7 +15,10 @@ _SIGNATURES = {
     "lorikeet_supported": (),
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
-    "lorikeet_linear": (_ADDRESS, _INT, _ADDRESS, _ADDRESS, _ADDRESS) + (_INT,) * 6,
+    "lorikeet_linear": (
+        *(_ADDRESS, _INT, _ADDRESS, _ADDRESS, _ADDRESS, *(_INT,) * 6),
+        *(_ADDRESS, _INT, _INT, _ADDRESS, _ADDRESS, _INT),
+    ),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
     + (_INT,) * 3,

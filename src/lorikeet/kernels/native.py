@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, LoraTarget, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.huge_pages import Slabs
@@ -18,6 +18,7 @@ from lorikeet.kernels.native_choose import native_choose
 DTYPES = (torch.bfloat16, torch.float32)
 """What the native functions compute in."""
 
+_NO_LORA = (0, 0, 0, 0, 0, 0)
 _MODULE_NUMBERS = {module: number for number, module in enumerate(LORA_MODULES)}
 
 
@@ -70,7 +71,7 @@ class NativeKernels:
         self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self._threads)
         return PanelWeight(panels, weight.shape)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
         """One function for any number of rows."""
         assert isinstance(weight, PanelWeight)
         outputs, inputs = weight.shape
@@ -88,13 +89,15 @@ class NativeKernels:
             outputs,
             x.element_size(),
             self._threads,
+            *(_NO_LORA if ahead is None else self._lora_numbers(ahead)),
         )
         return out
 
-    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
         """Read in place, the modules of one input together; einsums are torch's."""
+        lora, layer, targets = delta
         if lora.form is KernelForm.EINSUM:
-            return add_lora_einsum(out, x, lora, layer, targets)
+            return add_lora_einsum(out, x, delta)
         modules, columns, outputs = self._addresses_of(targets)
         self._library.lorikeet_lora(
             x.data_ptr(),
@@ -199,6 +202,14 @@ class NativeKernels:
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
         """Nothing is sorted; threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)
+
+    def _lora_numbers(self, delta: LoraDelta) -> tuple[int, int, int, int, int, int]:
+        """Return a delta as the native product wants it; nothing of it for einsums, which copy weights first."""
+        lora, layer, targets = delta
+        if lora.form is KernelForm.EINSUM:
+            return _NO_LORA
+        modules, _, outputs = self._addresses_of(targets)
+        return lora.table.data_ptr(), len(lora.segments), layer, modules, outputs, len(targets)
 
     def _addresses_of(self, targets: Sequence[LoraTarget]) -> tuple[int, int, int]:
         """Return where the numbers of the modules, their columns and their outputs lie, int64 each.

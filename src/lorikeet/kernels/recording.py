@@ -1,10 +1,8 @@
 """Kernels that write down what they are asked, to prove that two batches make the same calls."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 
 Call = tuple[object, ...]
@@ -32,16 +30,16 @@ class RecordingKernels:
         """Not recorded: weights are packed once, before any batch."""
         return self._inner.pack(weight)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
         """Record shapes, and that of the bias."""
         self.calls.append(("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias)))
-        return self._inner.linear(x, weight, bias)
+        return self._inner.linear(x, weight, bias, ahead)
 
-    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
         """Record shapes, row ranges, layer and targets."""
-        rows = tuple((segment.start, segment.stop) for segment in lora.segments)
-        self.calls.append(("add_lora", _shape(out), _shape(x), rows, lora.form, layer, *targets))
-        self._inner.add_lora(out, x, lora, layer, targets)
+        rows = tuple((segment.start, segment.stop) for segment in delta.lora.segments)
+        self.calls.append(("add_lora", _shape(out), _shape(x), rows, delta.lora.form, delta.layer, *delta.targets))
+        self._inner.add_lora(out, x, delta)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Record the shape, and whether something is added."""

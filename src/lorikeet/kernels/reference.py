@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraSegment, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, LoraSegment, Weight
 from lorikeet.kernels.choose import ChoiceParameters, choose
 from lorikeet.kernels.einsum import add_lora_einsum
 
@@ -40,19 +40,20 @@ class ReferenceKernels:
         """Plain."""
         return weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``."""
         assert isinstance(weight, Tensor)
         return F.linear(x, weight, bias)
 
-    def add_lora(self, out: Tensor, x: Tensor, lora: LoraBatch, layer: int, targets: Sequence[LoraTarget]) -> None:
+    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
         """Two matrix products per group of segments: in eager torch a small product costs more than its arithmetic.
 
         A group multiplies all its rows with all its ranks and keeps what belongs together. Padding would change nothing
         but the time, so ``padded`` is computed as ``unpadded`` is.
         """
+        lora, layer, targets = delta
         if lora.form is KernelForm.EINSUM:
-            return add_lora_einsum(out, x, lora, layer, targets)
+            return add_lora_einsum(out, x, delta)
         for target in targets:
             for group in _groups(lora.segments, layer, target.module):
                 first, last = group[0].segment.start, group[-1].segment.stop

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraTarget
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraDelta, LoraTarget, Weight
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
 from lorikeet.models.rotary import Rotary
@@ -67,31 +67,40 @@ class Decoder:
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         config, kernels = self._config, self._kernels
-        qkv = kernels.linear(x, layer.qkv, layer.qkv_bias)
-        self._add_lora(qkv, x, batch, index, self._qkv)
+        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch, index, self._qkv)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
         mixed = kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
-        out = kernels.linear(mixed, layer.o, layer.o_bias)
         # A is split by input as the weight is, so each rank adds its part before the parts are summed.
-        self._add_lora(out, mixed, batch, index, self._o)
+        out = self._adapted(mixed, layer.o, layer.o_bias, batch, index, self._o)
         return self._group.all_reduce(out)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch) -> Tensor:
         kernels = self._kernels
-        gate_up = kernels.linear(x, layer.gate_up, layer.gate_up_bias)
-        self._add_lora(gate_up, x, batch, index, self._gate_up)
+        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, batch, index, self._gate_up)
         inner = kernels.silu_mul(gate_up)
-        out = kernels.linear(inner, layer.down, layer.down_bias)
-        self._add_lora(out, inner, batch, index, self._down)
+        out = self._adapted(inner, layer.down, layer.down_bias, batch, index, self._down)
         return self._group.all_reduce(out)
 
-    def _add_lora(self, out: Tensor, x: Tensor, batch: Batch, index: int, targets: Sequence[LoraTarget]) -> None:
-        """Add what the adapters of the batch do to some modules of a layer, if there is any that touches them."""
-        if batch.lora is not None and any(target.module in batch.lora.modules for target in targets):
-            self._kernels.add_lora(out, x, batch.lora, index, targets)
+    def _adapted(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        batch: Batch,
+        index: int,
+        targets: Sequence[LoraTarget],
+    ) -> Tensor:
+        """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
+        lora = batch.lora
+        if lora is None or not any(target.module in lora.modules for target in targets):
+            return self._kernels.linear(x, weight, bias)
+        delta = LoraDelta(lora, index, targets)
+        out = self._kernels.linear(x, weight, bias, delta)
+        self._kernels.add_lora(out, x, delta)
+        return out
 
 
 def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> tuple[LoraTarget, ...]:
