@@ -72,8 +72,9 @@ def run(runs: StoredRuns) -> Result:
         interval=(low, high),
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"add_lora as called in real decode steps, and what products take longer than the base's, median of {ROUNDS} rounds in turns; one adapter has rank "
-        f"{found['single_rank']}, the others ranks from 8 to 128 on q, k, v, o; {describe_limits(found['limits'])}; "
+        notes="add_lora as called in real decode steps, and what products take longer than the base's, median of "
+        f"{ROUNDS} rounds in turns; one adapter has rank {found['single_rank']}, the others ranks from 8 to "
+        f"128 on q, k, v, o; {describe_limits(found['limits'])}; "
         "throughput in pairs with the base: "
         + ", ".join(f"{a} adapters {r} × ({p} + {o})" for a, r, p, o in THROUGHPUT_POINTS)
         + "; interval of the loss at 8 adapters",
