@@ -75,6 +75,18 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
 
 
+@given(lora_batches(), st.randoms(use_true_random=False))
+def test_the_adapters_of_some_rows_are_those_that_the_rows_had(batch, random) -> None:  # type: ignore[no-untyped-def]
+    rows, plan = batch
+    segments = [LoraSegment(start, stop, LoraWeights({}, layers=1)) for start, stop, _ in plan]
+    chosen = random.sample(range(rows), random.randint(1, rows))
+    found: list[LoraWeights | None] = [None] * len(chosen)
+    lora = LoraBatch(segments).of_rows(chosen)
+    for segment in lora.segments if lora else ():
+        found[segment.start : segment.stop] = [segment.weights] * (segment.stop - segment.start)
+    assert found == [next((s.weights for s in segments if s.start <= row < s.stop), None) for row in chosen]
+
+
 def test_a_row_that_overflows_under_its_adapter_leaves_the_rows_of_others_alone() -> None:
     x = torch.ones(2, 4)
     x[0] = torch.finfo(torch.float32).max

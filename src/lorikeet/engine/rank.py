@@ -77,7 +77,7 @@ class Rank:
             ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
         """
         rows = [
-            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples and logits)
+            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
             for step in plan.sequences
         ]
         used = {row.sequence.adapter for row in rows} - {None}
@@ -86,7 +86,7 @@ class Rank:
             batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
-        return self._decoder.forward(batch, self._kv)
+        return self._decoder.forward(batch, self._kv, logits=logits)
 
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
         """Append one sampled token to each of ``steps``, which are those that sample."""

@@ -5,6 +5,7 @@ All tensors of a batch lie on the executor's device. ``T`` is the number of toke
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -81,6 +82,19 @@ class LoraBatch:
             dtype=torch.int64,
         )
 
+    def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
+        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
+        segments: list[LoraSegment] = []
+        for row, was in enumerate(rows):
+            own = next((segment for segment in self.segments if segment.start <= was < segment.stop), None)
+            if own is None:
+                continue
+            if segments and segments[-1].weights is own.weights and segments[-1].stop == row:
+                segments[-1] = segments[-1]._replace(stop=row + 1)
+            else:
+                segments.append(LoraSegment(row, row + 1, own.weights))
+        return LoraBatch(segments, self.form) if segments else None
+
     @property
     def largest_rank(self) -> int:
         """What a ``padded`` batch pads to."""
@@ -108,7 +122,7 @@ class Batch:
         contexts: int64 ``[n]``, tokens in a sequence's KV once the step has stored its own; its last row has
             position ``contexts[i] - 1``.
         block_tables: int64 ``[n, N]``, padded with block 0.
-        sample_rows: int64 ``[S]``, rows whose logits are wanted.
+        sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
         lora: the adapters, None if no row has one.
     """
 
@@ -121,6 +135,13 @@ class Batch:
     block_tables: Tensor
     sample_rows: Tensor
     lora: LoraBatch | None = None
+
+    @cached_property
+    def sample_lora(self) -> LoraBatch | None:
+        """The adapters of the sample rows alone."""
+        if self.lora is None or len(self.sample_rows) == len(self.token_ids):
+            return self.lora
+        return self.lora.of_rows(self.sample_rows.tolist())
 
 
 class PackedWeight(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraDelta, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTarget, Weight
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
 from lorikeet.models.rotary import Rotary
@@ -40,48 +40,51 @@ class Decoder:
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+    def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
         """Compute one step and store its keys and values.
+
+        What the last layer does after attention is needed, and done, for the sample rows alone.
 
         Args:
             batch: what to compute.
             kv: ``[layers, blocks, 2, block_tokens, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed.
+            logits: False leaves the output layer out, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype.
+            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype; ``[0, vocab]`` without ``logits``.
         """
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
         x = weights.embedding[batch.token_ids]
         cos, sin = self._rotary(batch.positions, x.dtype)
-        delta = None
+        lora, delta = batch.lora, None
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = kernels.add_norm(x, delta, layer.input_norm, eps)
-            delta = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
+            mixed = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
+            if layer is weights.layers[-1]:
+                x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
+            # A is split by input as the weight is, so each rank adds its part before the parts are summed.
+            delta = self._group.all_reduce(self._adapted(mixed, layer.o, layer.o_bias, lora, index, self._o))
             normed = kernels.add_norm(x, delta, layer.post_norm, eps)
-            delta = self._mlp(index, layer, normed, batch)
-        rows = batch.sample_rows
-        normed = kernels.add_norm(x[rows], None if delta is None else delta[rows], weights.final_norm, eps)
-        return kernels.linear(normed, weights.lm_head, None)
+            delta = self._mlp(index, layer, normed, lora)
+        normed = kernels.add_norm(x, delta, weights.final_norm, eps)
+        return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         config, kernels = self._config, self._kernels
-        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch, index, self._qkv)
+        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, self._qkv)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
-        mixed = kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
-        # A is split by input as the weight is, so each rank adds its part before the parts are summed.
-        out = self._adapted(mixed, layer.o, layer.o_bias, batch, index, self._o)
-        return self._group.all_reduce(out)
+        return kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, batch: Batch) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None) -> Tensor:
         kernels = self._kernels
-        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, batch, index, self._gate_up)
+        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, lora, index, self._gate_up)
         inner = kernels.silu_mul(gate_up)
-        out = self._adapted(inner, layer.down, layer.down_bias, batch, index, self._down)
+        out = self._adapted(inner, layer.down, layer.down_bias, lora, index, self._down)
         return self._group.all_reduce(out)
 
     def _adapted(
@@ -89,12 +92,11 @@ class Decoder:
         x: Tensor,
         weight: Weight,
         bias: Tensor | None,
-        batch: Batch,
+        lora: LoraBatch | None,
         index: int,
         targets: Sequence[LoraTarget],
     ) -> Tensor:
         """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
-        lora = batch.lora
         if lora is None or not any(target.module in lora.modules for target in targets):
             return self._kernels.linear(x, weight, bias)
         delta = LoraDelta(lora, index, targets)

@@ -57,7 +57,8 @@ class DistributedGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over all ranks in place and return it. All ranks get the same bits."""
-        dist.all_reduce(x)
+        if x.numel():  # a step that samples nothing has no rows left in the end
+            dist.all_reduce(x)
         return x
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
