@@ -18,6 +18,7 @@ from lorikeet.bench.statistics import median_interval
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels import huge_pages
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.packing import pack
@@ -100,9 +101,11 @@ def _batches(ranks: Sequence[int], geometry: ModelGeometry, form: KernelForm) ->
 
 
 def _adapter(rank: int, geometry: ModelGeometry) -> LoraWeights:
-    """Return random weights in blocks of the pool's size, scattered."""
+    """Return random weights in blocks of the pool's size, scattered; in memory of the engine's kind."""
     packing = _pack(rank, geometry)
-    arena = torch.empty(packing.blocks, geometry.block_elements(BLOCK_TOKENS), dtype=torch.bfloat16).normal_(std=_STD)
+    block_elements = geometry.block_elements(BLOCK_TOKENS)
+    arena = huge_pages.allocate(packing.blocks * block_elements, torch.bfloat16).normal_(std=_STD)
+    arena = arena.view(packing.blocks, block_elements)
     blocks = [BlockId(block) for block in random.Random(rank).sample(range(packing.blocks), packing.blocks)]
     return weights_in_place(packing, blocks, arena, geometry)
 
