@@ -1,10 +1,13 @@
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from lorikeet import SPIN_COUNT
 from lorikeet.bench.ceilings import Ceilings
 from lorikeet.bench.contestants import Outcome
 from lorikeet.bench.limits import LimitMeter, MachineLimits
@@ -12,7 +15,24 @@ from lorikeet.bench.offline import OfflineOptions
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.cli import app
 
-runner = CliRunner(env={"COLUMNS": "200"})
+runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})
+
+
+def test_beside_peft_the_process_starts_again_with_libgomps_own_spin_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedAgainError(Exception):
+        pass
+
+    def start_again(program: str, arguments: list[str]) -> None:
+        assert (program, arguments) == (sys.executable, [sys.executable, *sys.argv])
+        raise StartedAgainError(os.environ["GOMP_SPINCOUNT"])
+
+    monkeypatch.setattr(os, "execv", start_again)
+    ours = CliRunner(env={"GOMP_SPINCOUNT": SPIN_COUNT})
+    result = ours.invoke(app, ["bench", "offline", "--peer", "vllm,peft"])
+    assert isinstance(result.exception, StartedAgainError)
+    assert str(result.exception) == "300000"
+
+
 LIMITS = MachineLimits(2, 10.0, {1: 10.0, 512: 100.0})
 
 
