@@ -15,8 +15,6 @@ inline Where equal(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); 
 inline Where both(Where a, Where b) { return a & b; }
 // Lane i is bit i.
 inline uint32_t bits(Where where) { return where; }
-// x where true, else 0.
-inline F32 keep(Where where, F32 x) { return _mm512_maskz_mov_ps(where, x); }
 // The true lanes side by side from the first on; the others hold anything. (Straight to memory this is slow on Zen 4.)
 inline F32 pack_left(Where where, F32 x) { return _mm512_maskz_compress_ps(where, x); }
 // The floats whose bits are the whole numbers x; of numbers too large or too low, -0.
@@ -36,7 +34,6 @@ inline Where at_least(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
 inline Where equal(F32 a, F32 b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 inline Where both(Where a, Where b) { return _mm256_and_ps(a, b); }
 inline uint32_t bits(Where where) { return uint32_t(_mm256_movemask_ps(where)); }
-inline F32 keep(Where where, F32 x) { return _mm256_and_ps(where, x); }
 
 // For each set of lanes, which lane goes to the first place, the second and so on: a byte each.
 struct PackingOrders {
