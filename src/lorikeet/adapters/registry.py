@@ -1,5 +1,7 @@
 """Which names point to which versions, kept in a database so that it outlives the server."""
 
+import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -219,8 +221,21 @@ def _with_driver(url: URL) -> URL:
 
 
 def _tune_sqlite(connection: Any, _record: Any) -> None:
-    """Readers and the writer do not wait for each other (WAL); two writers wait up to 10 s."""
+    """Readers and the writer do not wait for each other (WAL); two writers wait up to 10 s.
+
+    A new file changes to WAL once. Connections that ask for it at the same moment could wait for each other
+    forever, so SQLite refuses some of them at once, whatever the busy timeout; they ask again.
+    """
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=10000"):
+    for pragma in ("busy_timeout=10000", "synchronous=NORMAL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
+    deadline_s = time.monotonic() + 10.0
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
     cursor.close()
