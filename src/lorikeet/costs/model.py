@@ -1,0 +1,202 @@
+"""The performance model: what a step costs, as a sum over the work in it.
+
+Whole steps are a sum of parts that each depend on one count. The tokens of a step pass through its products, norms and
+collectives together; attention depends on the context of each sequence; adapters on the ranks of the rows. TOPPINGS
+(section 5) and dLoRA (section 4) model LoRA by the sum of ranks or by the padded product, and so does this.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.profile import CostProfile, Curve, LoraCosts
+
+
+class SequenceWork(NamedTuple):
+    """What one sequence adds to a step.
+
+    Attributes:
+        start: tokens whose KV is there already.
+        tokens: computed in the step.
+        samples: whether it yields a token.
+        adapter: its version, None for the base model; any value that tells versions apart.
+        rank: of its adapter in the profile's unit, 0 for the base model.
+    """
+
+    start: int
+    tokens: int
+    samples: bool
+    adapter: object
+    rank: float
+
+
+class LoraWork(NamedTuple):
+    """Ranks of a step as its kernel form counts them.
+
+    Attributes:
+        decode_row_ranks: over the decoding rows.
+        prefill_token_ranks: over the prefilled tokens.
+        adapter_ranks: over the distinct adapters.
+    """
+
+    decode_row_ranks: float
+    prefill_token_ranks: float
+    adapter_ranks: float
+
+
+class StepWork(NamedTuple):
+    """Everything the model looks at.
+
+    Attributes:
+        tokens: computed in the step.
+        sampled_rows: sequences that yield a token.
+        decodes: sequences that compute one token and had others before.
+        decode_context_tokens: tokens that the decodes attend to, themselves included.
+        prefills: the other sequences.
+        prefill_pairs: pairs of query and key in their attention.
+        lora: None without adapters.
+    """
+
+    tokens: int
+    sampled_rows: int
+    decodes: int
+    decode_context_tokens: int
+    prefills: int
+    prefill_pairs: int
+    lora: LoraWork | None
+
+
+def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
+    """Count the work of a step."""
+    tokens = sampled = decodes = context = prefills = pairs = 0
+    rows: list[tuple[bool, int, float]] = []
+    ranks: dict[object, float] = {}
+    for sequence in sequences:
+        count = sequence.tokens
+        tokens += count
+        sampled += sequence.samples
+        is_decode = count == 1 and sequence.start > 0
+        if is_decode:
+            decodes += 1
+            context += sequence.start + 1
+        else:
+            prefills += 1
+            pairs += count * sequence.start + count * (count + 1) // 2
+        if sequence.adapter is not None:
+            rows.append((is_decode, count, sequence.rank))
+            ranks[sequence.adapter] = sequence.rank
+    lora = _lora_work(rows, list(ranks.values()), form) if rows else None
+    return StepWork(tokens, sampled, decodes, context, prefills, pairs, lora)
+
+
+def _lora_work(rows: list[tuple[bool, int, float]], ranks: list[float], form: KernelForm) -> LoraWork:
+    if form is KernelForm.UNPADDED:
+        decode = sum(count * rank for is_decode, count, rank in rows if is_decode)
+        prefill = sum(count * rank for is_decode, count, rank in rows if not is_decode)
+        return LoraWork(decode, prefill, sum(ranks))
+    padded = max(ranks) * (len(ranks) if form is KernelForm.EINSUM else 1)
+    decode = padded * sum(count for is_decode, count, _ in rows if is_decode)
+    prefill = padded * sum(count for is_decode, count, _ in rows if not is_decode)
+    return LoraWork(decode, prefill, max(ranks) * len(ranks))
+
+
+class CostModel:
+    """Seconds for steps and transfers, by one profile. Pure: the same work always costs the same.
+
+    Args:
+        profile: whose constants it uses.
+        form: kernel form of the adapters.
+    """
+
+    def __init__(self, profile: CostProfile, form: KernelForm) -> None:
+        self.profile = profile
+        self.form = form
+        self._step = profile.step
+        self._tokens = _Interpolation(profile.step.tokens)
+        self._rows = _Interpolation(profile.step.sampled_rows)
+        one_rank = dict.fromkeys(profile.lora_modules, (1,) * profile.geometry.layers)
+        self._elements_of_a_rank = adapter_elements(one_rank, profile.geometry)
+
+    def step_s(self, work: StepWork) -> float:
+        """Return the time of a step in the executor.
+
+        Raises:
+            ProfileError: the step has adapters, and the profile does not know the kernel form.
+        """
+        step = self._step
+        seconds = (
+            self._tokens.at(work.tokens)
+            + self._rows.at(work.sampled_rows)
+            + step.decode_sequence.value * work.decodes
+            + step.decode_attention.value * work.decode_context_tokens
+            + step.prefill_sequence.value * work.prefills
+            + step.prefill_attention.value * work.prefill_pairs
+        )
+        return seconds if work.lora is None else seconds + lora_s(self.profile.lora_costs(self.form), work.lora)
+
+    def growth_s(self, work: StepWork) -> float:
+        """Return by how much each step of a repeat takes longer than the one before: the context grows."""
+        return self._step.decode_attention.value * work.decodes
+
+    def loop_s(self, sequences: int) -> float:
+        """Return the time that the loop takes beside a step of so many sequences."""
+        return self._step.loop.value + self._step.loop_sequence.value * sequences
+
+    def adapter_rank(self, ref: AdapterRef) -> float:
+        """Return an adapter's rank in the profile's unit: its size in ranks over all layers and ``lora_modules``."""
+        return adapter_elements(ref.ranks, self.profile.geometry) / self._elements_of_a_rank
+
+    def load_s(self, ref: AdapterRef) -> float:
+        """Return the time of a transfer from an adapter's files to the device.
+
+        Raises:
+            ProfileError: the profile does not know it.
+        """
+        link = self.profile.need(self.profile.transfers.source_to_device, "transfers.source_to_device")
+        geometry = self.profile.geometry
+        weight_bytes = adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes
+        return link.fixed.value + weight_bytes / link.bandwidth.value
+
+
+def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry) -> int:
+    """Return the elements of an adapter's A and B, by module the rank on every layer (``AdapterRef.ranks``)."""
+    shapes = geometry.modules
+    return sum(
+        sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
+    )
+
+
+def lora_s(costs: LoraCosts, work: LoraWork) -> float:
+    """Return what adapters add to a step."""
+    return (
+        costs.fixed.value
+        + costs.decode_row_rank.value * work.decode_row_ranks
+        + costs.prefill_token_rank.value * work.prefill_token_ranks
+        + costs.adapter_rank.value * work.adapter_ranks
+    )
+
+
+class _Interpolation:
+    """A curve made ready to be asked for one integer after another."""
+
+    def __init__(self, curve: Curve) -> None:
+        self._counts = [count for count, _ in curve.points]
+        self._seconds = [seconds for _, seconds in curve.points]
+        self._known: dict[int, float] = {0: 0.0}
+
+    def at(self, count: int) -> float:
+        if count not in self._known:
+            self._known[count] = self._interpolate(count)
+        return self._known[count]
+
+    def _interpolate(self, count: int) -> float:
+        counts, seconds = self._counts, self._seconds
+        if len(counts) == 1 or count <= counts[0]:
+            return seconds[0]
+        # Beyond the last point the last stretch goes on.
+        right = min(bisect_left(counts, count), len(counts) - 1)
+        slope = (seconds[right] - seconds[right - 1]) / (counts[right] - counts[right - 1])
+        return seconds[right - 1] + slope * (count - counts[right - 1])

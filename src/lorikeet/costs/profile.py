@@ -1,0 +1,261 @@
+"""The profile of one (device, model, parallelism): every constant that a decision or a simulation may ask for.
+
+A profile is a TOML file that people can read. It is measured by ``lorikeet profile``, or composed from published
+timings and data sheets. What nobody has measured stays empty, and whoever needs it fails with the field's name:
+there are no defaults to be wrong by.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import tomli_w
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.plan import KernelForm
+
+FORMAT = 1
+"""Version of the file format; others are refused."""
+
+T = TypeVar("T")
+
+
+class ProfileError(ValueError):
+    """A profile cannot be read, or lacks a constant that is needed; the message names profile and field."""
+
+
+class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One constant.
+
+    Attributes:
+        value: in ``unit``.
+        unit: such as ``s``, ``s/token`` or ``bytes/s``.
+        error: half the width of the 95 % interval of ``value``, in ``unit``; None where it was not measured.
+        source: where a value that was not measured here comes from.
+    """
+
+    value: float
+    unit: str
+    error: float | None = None
+    source: str = ""
+
+
+class Curve(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds as a function of a count, linear between points.
+
+    Attributes:
+        unit: what is counted, such as ``tokens``.
+        points: (count, seconds), ascending, at least one.
+        error: the largest relative error of a point left out and interpolated from its neighbours.
+        source: where points that were not measured here come from.
+    """
+
+    unit: str
+    points: tuple[tuple[int, float], ...]
+    error: float | None = None
+    source: str = ""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """How well a model meets the measurements it was made from.
+
+    Attributes:
+        r2: coefficient of determination.
+        worst: largest relative error of a single measurement.
+        points: how many measurements.
+    """
+
+    r2: float
+    worst: float
+    points: int
+
+
+class StepCosts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Time of one step of the base model: the sum of all parts.
+
+    Attributes:
+        tokens: operators that work on each token alone (projections, norms, all-reduce), over the tokens of the step.
+        sampled_rows: the head and the choice of tokens, over the rows that sample.
+        decode_attention: per token of context that a decoding sequence reads.
+        decode_sequence: per decoding sequence.
+        prefill_attention: per pair of query and key of a prefill chunk.
+        prefill_sequence: per prefill chunk.
+        loop: time of the engine's loop between two steps.
+        loop_sequence: the same, per sequence of the step.
+        fit: of whole steps, None if composed.
+    """
+
+    tokens: Curve
+    sampled_rows: Curve
+    decode_attention: Figure
+    decode_sequence: Figure
+    prefill_attention: Figure
+    prefill_sequence: Figure
+    loop: Figure
+    loop_sequence: Figure
+    fit: Fit | None = None
+
+
+class LoraCosts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What adapters add to a step under one kernel form, in a step that has any.
+
+    The form decides what is counted (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own rank,
+    ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every adapter.
+    A rank counts as one over all of the profile's ``lora_modules``; adapters of other modules count by their size.
+
+    Attributes:
+        fixed: once per step.
+        decode_row_rank: per rank of a decoding row.
+        prefill_token_rank: per rank of a prefilled token.
+        adapter_rank: per rank of a distinct adapter of the step.
+        decode_fit, prefill_fit: None if published.
+    """
+
+    fixed: Figure
+    decode_row_rank: Figure
+    prefill_token_rank: Figure
+    adapter_rank: Figure
+    decode_fit: Fit | None = None
+    prefill_fit: Fit | None = None
+
+
+class Link(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A way for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
+
+    Attributes:
+        fixed: seconds.
+        bandwidth: bytes per second.
+        fit: None if from a data sheet.
+    """
+
+    fixed: Figure
+    bandwidth: Figure
+    fit: Fit | None = None
+
+
+class Transfers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Links between the tiers of memory.
+
+    Attributes:
+        source_to_device: an adapter from its files into device blocks.
+        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike.
+    """
+
+    source_to_device: Link | None = None
+    host_to_device: Link | None = None
+    device_to_host: Link | None = None
+
+
+class Switching(msgspec.Struct, frozen=True):
+    """Changing the merged adapter, in seconds per rank: merge into the base, take out again, and both in one."""
+
+    merge: Figure
+    unmerge: Figure
+    switch: Figure
+
+
+class HostLora(msgspec.Struct, frozen=True):
+    """LoRA computed by host cores: per step and layer, and per rank of a token."""
+
+    fixed: Figure
+    token_rank: Figure
+
+
+class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """See the module.
+
+    Attributes:
+        name: such as ``a40-llama-2-7b``.
+        device: in words.
+        model: its name.
+        tensor_parallel: ranks.
+        origin: ``measured``, or what it was composed from, in words.
+        made: date, and for measured ones revision and machine.
+        geometry: sizes of the whole model.
+        vocabulary: number of token ids.
+        max_model_tokens: longest sequence.
+        pool_bytes: device memory for adapters and KV over all ranks, weights and workspace excluded.
+        lora_modules: modules over which a rank counts as one.
+        step: the base model's steps.
+        lora: by kernel form.
+        transfers: links between tiers.
+        switching, merged_token, host_lora: of mechanisms that not every profile knows.
+        kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
+        format: of the file.
+    """
+
+    name: str
+    device: str
+    model: str
+    tensor_parallel: int
+    origin: str
+    made: str
+    geometry: ModelGeometry
+    vocabulary: int
+    max_model_tokens: int
+    pool_bytes: int
+    lora_modules: tuple[str, ...]
+    step: StepCosts
+    lora: dict[KernelForm, LoraCosts] = {}
+    transfers: Transfers = Transfers()
+    switching: Switching | None = None
+    merged_step: Curve | None = None
+    host_lora: HostLora | None = None
+    kernel_efficiency: dict[str, Figure] = {}
+    format: int = FORMAT
+
+    def need(self, value: T | None, field: str) -> T:
+        """Return ``value``, a field of this profile called ``field``.
+
+        Raises:
+            ProfileError: it is empty.
+        """
+        if value is None:
+            raise ProfileError(f"profile {self.name} knows no {field}")
+        return value
+
+    def lora_costs(self, form: KernelForm) -> LoraCosts:
+        """Return the costs of a kernel form.
+
+        Raises:
+            ProfileError: there are none.
+        """
+        return self.need(self.lora.get(form), f"lora.{form}")
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Read a profile.
+
+    Raises:
+        ProfileError: it cannot be read, or is of another format.
+    """
+    try:
+        return decode_profile(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: {error}") from error
+
+
+def decode_profile(text: str, where: str) -> CostProfile:
+    """Read a profile from TOML; ``where`` names it in errors.
+
+    Raises:
+        ProfileError: it is not one, or of another format.
+    """
+    try:
+        tables = tomllib.loads(text)
+        if tables.get("format") != FORMAT:
+            raise ProfileError(f"{where}: format {tables.get('format')!r}, this version reads {FORMAT}")
+        return msgspec.convert(tables, CostProfile)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ProfileError(f"{where}: {error}") from error
+
+
+def encode_profile(profile: CostProfile) -> str:
+    """Return a profile as TOML."""
+    return tomli_w.dumps(msgspec.to_builtins(profile) | {"format": FORMAT})
+
+
+def write_profile(profile: CostProfile, path: Path) -> None:
+    """Write a profile to ``path``."""
+    path.write_text(encode_profile(profile), encoding="utf-8")
