@@ -17,10 +17,11 @@ from benchmarks.accept.offline import describe_limits, interval_words
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.stopwatch import Stopwatch
 from lorikeet.adapters.store import reference
-from lorikeet.bench.adapters import ATTENTION, spread_ranks, write_random_adapter
+from lorikeet.bench.adapters import spread_ranks, write_random_adapter
 from lorikeet.bench.ceilings import adapters_limit_s, model_cost
 from lorikeet.bench.limits import LimitMeter, MachineLimits, median_limits
 from lorikeet.bench.statistics import median_interval
+from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.engine.build import Replica
 from lorikeet.kernels.base import LoraDelta, Weight

@@ -13,8 +13,8 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.runs import StoredRuns
-from lorikeet.bench.adapters import ATTENTION
 from lorikeet.bench.statistics import median_interval
+from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import KernelForm

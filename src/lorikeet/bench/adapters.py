@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet.adapters.checkpoint import PROJECTIONS
+from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.core.geometry import ModelGeometry
-
-ATTENTION = ("q", "k", "v", "o")
 
 _B_STD = 0.02
 """Large enough that greedy answers differ from the base model's, small enough that they stay text."""

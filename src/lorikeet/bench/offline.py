@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 import torch
 
-from lorikeet.bench.adapters import ATTENTION, spread_ranks, write_random_adapter
+from lorikeet.bench.adapters import spread_ranks, write_random_adapter
 from lorikeet.bench.ceilings import Ceilings, ModelCost, model_cost, work_ceilings
 from lorikeet.bench.contestants import Contestant, Outcome, Work
 from lorikeet.bench.limits import ROWS, LimitMeter, MachineLimits
 from lorikeet.bench.offline_report import PairResult, offline_report
+from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config

@@ -1,0 +1,74 @@
+"""Adapters that exist by name, rank and size alone: for executors that compute nothing."""
+
+import hashlib
+from collections.abc import Sequence
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterDigest, AdapterName
+
+PAPER_RANKS = (8, 16, 32, 64, 128)
+"""Ranks of the adapters of Chameleon (section 6) and LoRAServe (section V-E), each of as many adapters."""
+
+ATTENTION = ("q", "k", "v", "o")
+"""Modules that adapters change in the papers unless they say otherwise."""
+
+
+def adapter_names(count: int) -> list[str]:
+    """Return ``count`` names, ``adapter-0000``, ``adapter-0001`` and so on, in the order that popularity rules use."""
+    return [f"adapter-{index:04d}" for index in range(count)]
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read ranks to spread over adapters: ``32``, ``8,16,64``, or ``8-128`` for all doublings from 8 to 128.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    try:
+        low, dash, high = text.partition("-")
+        ranks = tuple(int(low) << i for i in range(64) if int(low) << i <= int(high)) if dash else ()
+        ranks = ranks or tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ranks = ()
+    if not ranks or min(ranks) < 1:
+        raise ValueError(f"{text!r} is no rank, list of ranks such as 8,16,64 or range such as 8-128")
+    return ranks
+
+
+def spread(ranks: Sequence[int], count: int) -> list[int]:
+    """Return the rank of each of ``count`` adapters: ``ranks`` in turn, so that each has as many adapters, ± 1."""
+    return [ranks[index % len(ranks)] for index in range(count)]
+
+
+def synthetic_adapters(
+    count: int,
+    ranks: Sequence[int],
+    geometry: ModelGeometry,
+    *,
+    modules: Sequence[str] = ATTENTION,
+    seed: int = 0,
+) -> list[AdapterRef]:
+    """Return ``count`` adapters without files, called as ``adapter_names`` calls them.
+
+    Args:
+        count: how many.
+        ranks: dealt in turn, see ``spread``; equal on all layers and modules of an adapter.
+        geometry: of the base model; gives layers, shapes and the bytes of an element.
+        modules: those of ``LORA_MODULES`` that they change.
+        seed: another one gives other digests, as if all had been trained anew.
+    """
+    shapes = [geometry.modules[module] for module in modules]
+    rank_bytes = (
+        geometry.layers * geometry.dtype_bytes * sum(shape.in_features + shape.out_features for shape in shapes)
+    )
+    return [
+        AdapterRef(
+            AdapterName(name),
+            AdapterDigest(hashlib.sha256(f"synthetic {seed} {name} {rank} {','.join(modules)}".encode()).hexdigest()),
+            "",
+            dict.fromkeys(modules, (rank,) * geometry.layers),
+            rank * rank_bytes,
+        )
+        for name, rank in zip(adapter_names(count), spread(ranks, count), strict=True)
+    ]
