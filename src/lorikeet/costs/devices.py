@@ -1,0 +1,165 @@
+"""Devices and models that profiles are composed for: what data sheets and model cards say.
+
+Rates are of dense bf16 on the tensor cores. PCI Express and NVLink count one direction: PCI Express 4.0 and 5.0 carry
+16 and 32 GT/s a lane, of which 128 of 130 bits are payload; packet headers are not taken off.
+"""
+
+from dataclasses import dataclass
+
+from lorikeet.core.geometry import ModelGeometry, ModuleShape
+from lorikeet.costs.profile import Figure
+
+_GIB = 2**30
+_PCIE_4_LANE, _PCIE_5_LANE = (transfers * 128 / 130 / 8 for transfers in (16e9, 32e9))
+
+DEVICE_MEMORY_SHARE = 0.9
+"""Of device memory that an engine may use, what vLLM takes by default; the rest is workspace."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: as in the names of profiles.
+        words: for people.
+        memory_bytes: of one.
+        bandwidth_bytes_per_s: of its memory.
+        flops: dense bf16 operations per second.
+        host_bytes_per_s: of its PCI Express link.
+        drive_bytes_per_s: of an NVMe drive's four lanes of the same generation.
+        peer_bytes_per_s: of a device's links to the others.
+        measured: the device whose measured tables it uses; its own name if they are its own.
+        degrees: of tensor parallelism that are composed.
+        prefill_attention: share of ``flops`` that attention over a long prompt reaches.
+    """
+
+    name: str
+    words: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    flops: float
+    host_bytes_per_s: float
+    drive_bytes_per_s: float
+    peer_bytes_per_s: float
+    measured: str
+    degrees: tuple[int, ...]
+    prefill_attention: Figure
+
+
+@dataclass(frozen=True)
+class Model:
+    """One base model in bf16.
+
+    Attributes:
+        name: as in the names of profiles.
+        words: for people.
+        geometry: of the whole model.
+        vocabulary: token ids.
+        max_model_tokens: longest sequence.
+    """
+
+    name: str
+    words: str
+    geometry: ModelGeometry
+    vocabulary: int
+    max_model_tokens: int
+
+    @property
+    def hidden(self) -> int:
+        """Features of the residual stream."""
+        return self.geometry.modules["q"].in_features
+
+    @property
+    def query_features(self) -> int:
+        """Elements of all query heads."""
+        return self.geometry.modules["q"].out_features
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all linear weights, the embedding and the head; norms are too small to count."""
+        shapes = self.geometry.modules.values()
+        layer = sum(shape.in_features * shape.out_features for shape in shapes)
+        return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
+
+
+def _llama_2(name: str, words: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
+    kv = kv_heads * 128
+    into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
+    square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
+    modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
+    geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
+    return Model(name, words, geometry, vocabulary=32000, max_model_tokens=4096)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        _llama_2("llama-2-7b", "Llama-2-7B", layers=32, hidden=4096, kv_heads=32, feed_forward=11008),
+        _llama_2("llama-2-70b", "Llama-2-70B", layers=80, hidden=8192, kv_heads=8, feed_forward=28672),
+    )
+}
+
+_AMPERE_ATTENTION = Figure(
+    0.615,
+    "share of peak",
+    error=0.115,
+    source="FlashAttention-2 (Dao, 2023): 50 to 73 % of the peak on A100, the middle taken",
+)
+_HOPPER_ATTENTION = Figure(
+    0.35, "share of peak", source="FlashAttention-3 (Shah et al., 2024): FlashAttention-2 reaches 35 % on H100"
+)
+
+
+def _ampere(
+    name: str,
+    words: str,
+    *,
+    gib: int,
+    bandwidth: float,
+    flops: float,
+    measured: str,
+    peer: float = 16 * _PCIE_4_LANE,
+    degrees: tuple[int, ...] = (1, 2, 4, 8),
+) -> Device:
+    return Device(
+        name,
+        words,
+        memory_bytes=gib * _GIB,
+        bandwidth_bytes_per_s=bandwidth,
+        flops=flops,
+        host_bytes_per_s=16 * _PCIE_4_LANE,
+        drive_bytes_per_s=4 * _PCIE_4_LANE,
+        peer_bytes_per_s=peer,
+        measured=measured,
+        degrees=degrees,
+        prefill_attention=_AMPERE_ATTENTION,
+    )
+
+
+def _hopper(name: str, words: str, *, peer: float) -> Device:
+    return Device(
+        name,
+        words,
+        memory_bytes=80 * _GIB,
+        bandwidth_bytes_per_s=3.35e12,
+        flops=989e12,
+        host_bytes_per_s=16 * _PCIE_5_LANE,
+        drive_bytes_per_s=4 * _PCIE_5_LANE,
+        peer_bytes_per_s=peer,
+        measured="h100",
+        degrees=(1, 2, 4, 8),
+        prefill_attention=_HOPPER_ATTENTION,
+    )
+
+
+_DEVICES = (
+    _ampere("a40", "A40 48 GB", gib=48, bandwidth=696e9, flops=149.7e12, measured="a40"),
+    _ampere("a100-80", "A100 SXM 80 GB", gib=80, bandwidth=2039e9, flops=312e12, measured="a100-80", peer=300e9),
+    _hopper("h100", "H100 SXM 80 GB", peer=450e9),
+    _ampere("a10", "A10 24 GB", gib=24, bandwidth=600e9, flops=125e12, measured="a40", degrees=(1,)),
+    _ampere("a100-40", "A100 SXM 40 GB", gib=40, bandwidth=1555e9, flops=312e12, measured="a100-80", peer=300e9),
+    _hopper("h800", "H800 SXM 80 GB", peer=200e9),
+)
+DEVICES = {device.name: device for device in _DEVICES}
+"""By name; figures from NVIDIA's data sheets of these products."""

@@ -1,0 +1,173 @@
+"""Profiles of devices that one does not have, composed from measured tables and data sheets.
+
+What each part is made of stands in its ``source``; docs/profiles.md lists all. Nothing here was adjusted to a result
+of any paper.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lorikeet import __version__
+from lorikeet.core.geometry import ModuleShape
+from lorikeet.costs.collectives import all_reduce
+from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, Device, Model
+from lorikeet.costs.profile import CostProfile, Curve, Figure, Link, ProfileError, StepCosts, Transfers
+from lorikeet.costs.published_lora import MODULES, LoraPaper, Setting, lora_costs
+from lorikeet.costs.rooflines import Shares, gemm_s, gemms, measured_shares, operator_ratio
+from lorikeet.costs.tables import EMBEDDING, OPERATORS_OF_A_LAYER, SOURCE, operator_medians
+
+_NOT_MODELLED = "not modelled"
+_MOST_ROWS = 4096
+
+
+def profile_name(device: Device, model: Model, tensor_parallel: int) -> str:
+    """Return the name of a profile, such as ``h100x8-llama-2-70b``."""
+    degree = f"x{tensor_parallel}" if tensor_parallel > 1 else ""
+    return f"{device.name}{degree}-{model.name}"
+
+
+def pool_bytes(device: Device, model: Model, tensor_parallel: int) -> int:
+    """Return what the weights leave of the usable device memory over all ranks; negative if they do not fit."""
+    return int(tensor_parallel * device.memory_bytes * DEVICE_MEMORY_SHARE) - model.weight_bytes
+
+
+def compose_profile(
+    device: Device, model: Model, tensor_parallel: int, lora_paper: LoraPaper | None = None
+) -> CostProfile:
+    """Compose the profile of a device, a model and a tensor-parallel degree.
+
+    Args:
+        device: one rank's.
+        model: the base model.
+        tensor_parallel: ranks.
+        lora_paper: whose LoRA constants; None for those of the nearest settings.
+
+    Raises:
+        ProfileError: the weights do not fit.
+    """
+    name = profile_name(device, model, tensor_parallel)
+    pool = pool_bytes(device, model, tensor_parallel)
+    if pool <= 0:
+        raise ProfileError(f"{name}: the weights do not fit, {-pool / 1e9:.1f} GB are missing")
+    shares = measured_shares(DEVICES[device.measured], model, tensor_parallel)
+    step = _step_costs(device, model, tensor_parallel, shares)
+    setting = Setting(device, model, tensor_parallel, shares, _prefill_s(step), _interpolation(step.tokens))
+    return CostProfile(
+        name=f"{name}@{lora_paper}" if lora_paper else name,
+        device=f"{tensor_parallel} × {device.words}" if tensor_parallel > 1 else device.words,
+        model=model.words,
+        tensor_parallel=tensor_parallel,
+        origin=_origin(device),
+        made=f"composed by lorikeet {__version__}",
+        geometry=model.geometry,
+        vocabulary=model.vocabulary,
+        max_model_tokens=model.max_model_tokens,
+        pool_bytes=pool,
+        lora_modules=MODULES,
+        step=step,
+        lora=lora_costs(setting, lora_paper),
+        transfers=_transfers(device, tensor_parallel),
+        kernel_efficiency=_kernel_efficiency(device, shares),
+    )
+
+
+def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
+    """Return the time of a step's operators that work on each token alone, at every measured number of tokens.
+
+    It is layers × (operators of a layer + two all-reduces) + the embedding, as Vidur adds them up.
+    """
+    reduce_s, reduce_source = all_reduce(device, tensor_parallel)
+    operator_s = _operators(device, model, tensor_parallel)
+    medians = operator_medians(device.measured, model.name, tensor_parallel)
+    points = []
+    for tokens in medians:
+        message_bytes = tokens * model.hidden * model.geometry.dtype_bytes
+        layer_s = sum(operator_s(name, tokens) for name in OPERATORS_OF_A_LAYER) + 2 * reduce_s(message_bytes)
+        points.append((tokens, model.geometry.layers * layer_s + operator_s(EMBEDDING, tokens)))
+    scaled = "" if device.measured == device.name else f" of {device.measured}, scaled by rooflines of data sheets"
+    return Curve("tokens", tuple(points), source=f"{SOURCE}{scaled}; {reduce_source}")
+
+
+def _operators(device: Device, model: Model, tensor_parallel: int) -> Callable[[str, int], float]:
+    """Return seconds by operator and tokens: measured, or carried over from the measured device."""
+    medians = operator_medians(device.measured, model.name, tensor_parallel)
+    if device.measured == device.name:
+        return lambda name, tokens: medians[tokens][name]
+    shapes, measured = gemms(model, tensor_parallel), DEVICES[device.measured]
+    return lambda name, tokens: medians[tokens][name] * operator_ratio(device, measured, shapes.get(name), tokens)
+
+
+def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: Shares) -> StepCosts:
+    kv_bytes = model.geometry.kv_elements_per_token() * model.geometry.dtype_bytes / tensor_parallel
+    # Two products over the query heads: queries with keys, their weights with values.
+    pair_operations = 4 * model.query_features * model.geometry.layers / tensor_parallel
+    peak = device.flops * device.prefill_attention.value
+    nothing = Figure(0.0, "s", source=_NOT_MODELLED)
+    return StepCosts(
+        tokens=token_curve(device, model, tensor_parallel),
+        sampled_rows=_head_curve(device, model, tensor_parallel, shares),
+        decode_attention=Figure(
+            kv_bytes / (device.bandwidth_bytes_per_s * shares.bandwidth),
+            "s/token",
+            source="bytes of KV over memory bandwidth, at the share that products reach at one token",
+        ),
+        decode_sequence=nothing,
+        prefill_attention=Figure(
+            pair_operations / peak, "s/pair", source=f"operations over peak; share: {device.prefill_attention.source}"
+        ),
+        prefill_sequence=nothing,
+        loop=nothing,
+        loop_sequence=nothing,
+    )
+
+
+def _head_curve(device: Device, model: Model, tensor_parallel: int, shares: Shares) -> Curve:
+    """Return the head as one product, at the shares that the measured products reach; choosing costs nothing."""
+    shape = ModuleShape(model.hidden, model.vocabulary // tensor_parallel)
+    rows = [2**exponent for exponent in range(_MOST_ROWS.bit_length())]
+    return Curve(
+        "rows",
+        tuple((count, gemm_s(device, shape, count, shares)) for count in rows),
+        source="the head is not in the tables: larger of bytes over bandwidth and operations over peak, at the shares "
+        "that products reach; sampling not modelled",
+    )
+
+
+def _interpolation(curve: Curve) -> Callable[[int], float]:
+    counts, seconds = zip(*curve.points, strict=True)
+    return lambda count: float(np.interp(count, counts, seconds))
+
+
+def _prefill_s(step: StepCosts) -> Callable[[int], float]:
+    """Return the time of a step that is one sequence's whole prompt."""
+    tokens_s, head_s = _interpolation(step.tokens), step.sampled_rows.points[0][1]
+    return lambda count: tokens_s(count) + head_s + step.prefill_attention.value * count * (count + 1) / 2
+
+
+def _transfers(device: Device, tensor_parallel: int) -> Transfers:
+    host = _link(
+        device.host_bytes_per_s * tensor_parallel,
+        "16 lanes of PCI Express by data sheet, every rank its part",
+    )
+    source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
+    return Transfers(source_to_device=source, host_to_device=host, device_to_host=host)
+
+
+def _link(bytes_per_s: float, source: str) -> Link:
+    return Link(Figure(0.0, "s", source=_NOT_MODELLED), Figure(bytes_per_s, "bytes/s", source=source))
+
+
+def _kernel_efficiency(device: Device, shares: Shares) -> dict[str, Figure]:
+    measured = f"largest product of a layer in the tables of {device.measured}"
+    return {
+        "gemm_bandwidth": Figure(shares.bandwidth, "share of bandwidth", source=f"{measured}, fewest tokens"),
+        "gemm_flops": Figure(shares.flops, "share of peak", source=f"{measured}, most tokens"),
+        "prefill_attention": device.prefill_attention,
+    }
+
+
+def _origin(device: Device) -> str:
+    if device.measured == device.name:
+        return "Vidur's tables, data sheet, papers"
+    return f"scaled from {device.measured} by data sheets"

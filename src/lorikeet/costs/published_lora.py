@@ -1,0 +1,191 @@
+"""LoRA costs as the papers print them, each tied to its setting (docs/decisions/published-lora-costs.md).
+
+No paper prints all constants, and those printed twice disagree by a factor of ten. So every constant says which paper
+and which setting it is from, and what no paper prints is computed from the device's limits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
+from lorikeet.costs.profile import Figure, LoraCosts
+from lorikeet.costs.rooflines import Shares
+
+MODULES = ("q", "k", "v", "o")
+"""Modules over which a rank counts as one; Chameleon and LoRAServe adapt these, TOPPINGS all but the last."""
+
+
+class LoraPaper(StrEnum):
+    """Whose LoRA constants a profile uses beside dLoRA's ``einsum``."""
+
+    CHAMELEON = "chameleon"
+    LORASERVE = "loraserve"
+    TOPPINGS = "toppings"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the constants of one profile depend on.
+
+    Attributes:
+        device: whose.
+        model: the base model.
+        tensor_parallel: ranks; each holds its part of an adapter.
+        shares: of the device's limits that products reach.
+        prefill_s: time of one sequence's prefill without adapters, by tokens.
+        tokens_s: time of the operators that work on each token alone, by tokens.
+    """
+
+    device: Device
+    model: Model
+    tensor_parallel: int
+    shares: Shares
+    prefill_s: Callable[[int], float]
+    tokens_s: Callable[[int], float]
+
+    @property
+    def rank_bytes(self) -> float:
+        """Bytes of one rank over :data:`MODULES` and all layers that one device reads."""
+        return _rank_elements(self.model, MODULES) * 2 / self.tensor_parallel
+
+
+def _rank_elements(model: Model, modules: tuple[str, ...]) -> int:
+    shapes = (model.geometry.modules[module] for module in modules)
+    return model.geometry.layers * sum(shape.in_features + shape.out_features for shape in shapes)
+
+
+_NEAREST = {"a40": LoraPaper.CHAMELEON, "a10": LoraPaper.CHAMELEON}
+"""Whose setting a device is nearest to; LoRAServe's for all others."""
+
+
+def lora_costs(setting: Setting, paper: LoraPaper | None) -> dict[KernelForm, LoraCosts]:
+    """Return the costs of each form.
+
+    Args:
+        setting: of the profile.
+        paper: whose constants; None for decode by TOPPINGS and prefill by the paper of the nearest device.
+    """
+    prefill_paper = paper or _NEAREST.get(setting.device.name, LoraPaper.LORASERVE)
+    prefill = _PREFILL[prefill_paper](setting)
+    decode = _decode_of_toppings if paper in (None, LoraPaper.TOPPINGS) else _decode_by_limits
+    costs = {form: decode(setting, form, prefill) for form in (KernelForm.UNPADDED, KernelForm.PADDED)}
+    return costs | {KernelForm.EINSUM: _einsum_of_dlora(setting)}
+
+
+_TOPPINGS_RANK_BYTES = _rank_elements(MODELS["llama-2-7b"], ("q", "k", "v")) * 2
+_TOPPINGS_DECODE_S = {KernelForm.UNPADDED: (2.34e-6, 0.39e-6), KernelForm.PADDED: (3.54e-6, 0.2e-6)}
+"""Seconds per rank of a row, and how far the printed digits let them be off.
+
+Figure 6: 24 rows of rank 32 and 16 rows of rank 64 take 35.3 and 35.9 ms unpadded, 34.8 and 35.8 ms padded. For the
+padded kernel the example only works out if the exact value is within 3.52 and 3.91 µs.
+"""
+_TOPPINGS_CALL_S = 1.37e-3 / (32 * 3)
+"""By how much the intercept of the unpadded kernel's line is higher, per layer and adapted module."""
+
+
+def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Figure) -> LoraCosts:
+    """TOPPINGS on other devices: its kernels are bound by memory bandwidth (section 5), so they go with it."""
+    value, error = _TOPPINGS_DECODE_S[form]
+    a100 = DEVICES["a100-80"]
+    slower = a100.bandwidth_bytes_per_s / setting.device.bandwidth_bytes_per_s
+    scale = setting.rank_bytes / _TOPPINGS_RANK_BYTES * slower
+    source = "TOPPINGS, Fig. 6 (Llama-2-7B, A100, q, k, v), in proportion to bytes of a rank over bandwidth"
+    if form is KernelForm.UNPADDED:
+        calls = setting.model.geometry.layers * len(MODULES)
+        fixed = Figure(_TOPPINGS_CALL_S * calls, "s", source="TOPPINGS, Fig. 6: beyond padded, by layer and module")
+    else:
+        fixed = Figure(0.0, "s", source="not known apart from the step in TOPPINGS, Fig. 6")
+    return LoraCosts(
+        fixed=fixed,
+        decode_row_rank=Figure(value * scale, "s/rank", error * scale, source),
+        prefill_token_rank=prefill,
+        adapter_rank=Figure(0.0, "s/rank", source="in decode_row_rank, as TOPPINGS counts"),
+    )
+
+
+def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Figure) -> LoraCosts:
+    """Each adapter of the step is read once, and each row computed at the share of the peak that products reach."""
+    bandwidth = setting.device.bandwidth_bytes_per_s * setting.shares.bandwidth
+    return LoraCosts(
+        fixed=Figure(0.0, "s", source="not printed"),
+        decode_row_rank=Figure(_operations_s(setting), "s/rank", source="operations over the reached peak"),
+        prefill_token_rank=prefill,
+        adapter_rank=Figure(setting.rank_bytes / bandwidth, "s/rank", source="bytes over the reached bandwidth"),
+    )
+
+
+def _operations_s(setting: Setting) -> float:
+    """Return seconds for one token's multiplications and additions with one rank."""
+    return setting.rank_bytes / (setting.device.flops * setting.shares.flops)
+
+
+def _prefill_of_toppings(setting: Setting) -> Figure:
+    source = "TOPPINGS prints none: operations over the reached peak"
+    return Figure(_operations_s(setting), "s/(token·rank)", source=source)
+
+
+_LORASERVE_RATIOS = {"llama-2-7b": ((1, 2.7), (8, 1.2)), "llama-2-70b": ((8, 1.45),)}
+"""Prefill of 2,000 tokens with rank 128 over the same with rank 8, by tensor-parallel degree (Figs. 3 to 5).
+
+The degree of the first is not printed; 1 is assumed.
+"""
+
+
+def _prefill_of_loraserve(setting: Setting) -> Figure:
+    """A prefill with rank r takes 1 + c r times the base's, so (1 + 128 c) / (1 + 8 c) is the printed ratio."""
+    growth = {tp: (ratio - 1) / (128 - 8 * ratio) for tp, ratio in _LORASERVE_RATIOS[setting.model.name]}
+    per_rank = _between(growth, setting.tensor_parallel)
+    source = "LoRAServe, Figs. 3 to 5 (A100, q, k, v, o, 2,000 tokens; rank 128 beside 8), times this base's prefill"
+    return Figure(per_rank * setting.prefill_s(2000) / 2000, "s/(token·rank)", source=source)
+
+
+def _between(values: dict[int, float], degree: int) -> float:
+    """Return the value at a degree: a power of the degree between two printed ones, else the nearest."""
+    low, high = min(values), max(values)
+    if not low < degree < high:
+        return values[low if degree <= low else high]
+    exponent = math.log(values[high] / values[low]) / math.log(high / low)
+    return values[low] * math.pow(degree / low, exponent)
+
+
+_CHAMELEON_COMPUTE, _CHAMELEON_BASE = 0.60 - 0.175, 0.40
+"""Shares of the TTFT of one request of rank 128 (Fig. 2): loading and computing take 60 %, loading up to 17.5 %."""
+
+
+def _prefill_of_chameleon(setting: Setting) -> Figure:
+    per_rank = _CHAMELEON_COMPUTE / _CHAMELEON_BASE / 128
+    source = (
+        "Chameleon, Fig. 2 (Llama-7B, A40, q, k, v, o, rank 128, a medium input, taken as 1,024 tokens), "
+        "times this base's prefill"
+    )
+    return Figure(per_rank * setting.prefill_s(1024) / 1024, "s/(token·rank)", source=source)
+
+
+_PREFILL: dict[LoraPaper, Callable[[Setting], Figure]] = {
+    LoraPaper.CHAMELEON: _prefill_of_chameleon,
+    LoraPaper.LORASERVE: _prefill_of_loraserve,
+    LoraPaper.TOPPINGS: _prefill_of_toppings,
+}
+
+_DLORA_SHARE, _DLORA_RANK, _MOST_TOKENS = 0.389, 8, 4096
+
+
+def _einsum_of_dlora(setting: Setting) -> LoraCosts:
+    """Adapters of rank 8 take 38.9 % of the base's computation (section 4.1).
+
+    The sizes of the batch are not printed. The share is taken to hold at every number of tokens when one adapter is
+    in the batch; more adapters multiply what grows with the tokens.
+    """
+    once_s = setting.tokens_s(1)
+    token_s = (setting.tokens_s(_MOST_TOKENS) - once_s) / (_MOST_TOKENS - 1)
+    source = "dLoRA, section 4.1 (rank 8, A800): 38.9 % of this base's operators, with one adapter in the batch"
+    row = Figure(_DLORA_SHARE * token_s / _DLORA_RANK, "s/rank", source=source)
+    return LoraCosts(
+        fixed=Figure(_DLORA_SHARE * once_s, "s", source=source),
+        decode_row_rank=row,
+        prefill_token_rank=Figure(row.value, "s/(token·rank)", source=source),
+        adapter_rank=Figure(0.0, "s/rank", source="in the others"),
+    )

@@ -1,0 +1,89 @@
+import pytest
+
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.model import LoraWork, lora_s
+from lorikeet.costs.profile import LoraCosts
+
+MS = 1e-3
+
+
+def costs(name: str, form: KernelForm = KernelForm.UNPADDED) -> LoraCosts:
+    return load_profile(name).lora_costs(form)
+
+
+def toppings_step_s(form: KernelForm, rows: int, rank: int) -> float:
+    """Return LoRA's part of a decode step of equal ranks on TOPPINGS' device and model, adapters on q, k and v only."""
+    # The three modules of four have 6/8 of the elements.
+    return lora_s(costs("a100-80-llama-2-7b@toppings", form), LoraWork(rows * rank * 6 / 8, 0.0, rows * rank * 6 / 8))
+
+
+@pytest.mark.parametrize(("form", "printed_ms"), [(KernelForm.UNPADDED, 35.9 - 35.3), (KernelForm.PADDED, 35.8 - 34.8)])
+def test_toppings_two_instances_differ_as_printed(form: KernelForm, printed_ms: float) -> None:
+    difference = toppings_step_s(form, 16, 64) - toppings_step_s(form, 24, 32)
+    assert difference == pytest.approx(printed_ms * MS, abs=0.1001 * MS)  # each latency is printed to 0.1 ms
+
+
+def test_toppings_example_sends_the_request_where_the_paper_does() -> None:
+    slo_s = 36 * MS
+    for form, printed_ms, fits in (
+        (KernelForm.PADDED, 34.8, (False, True)),
+        (KernelForm.UNPADDED, 35.3, (True, False)),
+    ):
+        base_s = printed_ms * MS - toppings_step_s(form, 24, 32)
+        grown = {
+            KernelForm.PADDED: (toppings_step_s(form, 25, 64), toppings_step_s(form, 17, 64)),
+            KernelForm.UNPADDED: (toppings_step_s(form, 26, 32), toppings_step_s(form, 17, 64)),
+        }[form]
+        assert tuple(base_s + step_s <= slo_s for step_s in grown) == fits
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("a100-80-llama-2-7b", 2.7), ("a100-80x8-llama-2-7b", 1.2), ("a100-80x8-llama-2-70b", 1.45)],
+)
+def test_loraserve_rank_128_takes_so_much_longer_than_rank_8(name: str, ratio: float) -> None:
+    profile = load_profile(f"{name}@loraserve")
+    step, tokens = profile.step, 2000
+    base_s = dict(step.tokens.points)[tokens] + step.sampled_rows.points[0][1]
+    base_s += step.prefill_attention.value * tokens * (tokens + 1) / 2
+    per_rank_s = profile.lora_costs(KernelForm.PADDED).prefill_token_rank.value * tokens
+    assert (base_s + 128 * per_rank_s) / (base_s + 8 * per_rank_s) == pytest.approx(ratio)
+
+
+def test_between_two_printed_degrees_loraserves_growth_is_a_power_of_the_degree() -> None:
+    one, two, four, eight = (
+        costs(f"{name}@loraserve").prefill_token_rank.value
+        for name in ("a100-80-llama-2-7b", "a100-80x2-llama-2-7b", "a100-80x4-llama-2-7b", "a100-80x8-llama-2-7b")
+    )
+    assert one > two > four > eight
+
+
+def test_chameleons_rank_128_computes_for_425_of_the_400_thousandths_that_the_base_takes() -> None:
+    profile = load_profile("a40-llama-2-7b@chameleon")
+    step, tokens = profile.step, 1024
+    base_s = dict(step.tokens.points)[tokens] + step.sampled_rows.points[0][1]
+    base_s += step.prefill_attention.value * tokens * (tokens + 1) / 2
+    adapters_s = 128 * tokens * profile.lora_costs(KernelForm.UNPADDED).prefill_token_rank.value
+    assert adapters_s / base_s == pytest.approx(0.425 / 0.400)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_dloras_einsums_of_one_adapter_of_rank_8_take_389_thousandths_of_the_base(tokens: int) -> None:
+    profile = load_profile("a100-80-llama-2-7b")
+    adapters_s = lora_s(profile.lora_costs(KernelForm.EINSUM), LoraWork(0, 8 * tokens, 8))
+    # One token is in the fixed part too, which is small beside it.
+    assert adapters_s == pytest.approx(0.389 * dict(profile.step.tokens.points)[tokens], rel=0.01)
+
+
+def test_without_a_paper_decode_is_toppings_and_prefill_the_nearest_papers() -> None:
+    for name, paper in (("a40-llama-2-7b", "chameleon"), ("h100-llama-2-7b", "loraserve")):
+        assert costs(name).decode_row_rank == costs(f"{name}@toppings").decode_row_rank
+        assert costs(name).prefill_token_rank == costs(f"{name}@{paper}").prefill_token_rank
+
+
+def test_a_paper_without_decode_constants_gets_the_devices_limits() -> None:
+    limits = costs("a100-80-llama-2-7b@loraserve")
+    share = load_profile("a100-80-llama-2-7b").kernel_efficiency["gemm_bandwidth"].value
+    assert limits.adapter_rank.value == pytest.approx(2 * 2**20 / (2039e9 * share))  # 2 MiB a rank
+    assert 0 < limits.decode_row_rank.value < limits.adapter_rank.value / 50
