@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lorikeet import __version__
-from lorikeet.commands import adapters, bench, compat
+from lorikeet.commands import adapters, bench, compat, profiles
 from lorikeet.commands.chat import chat
 from lorikeet.commands.console import fail, note
 from lorikeet.commands.generate import generate
@@ -25,6 +25,7 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
+app.add_typer(profiles.app, name="profiles")
 
 
 def _show_version(wanted: bool) -> None:
