@@ -7,8 +7,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lorikeet.commands.console import fail
-from lorikeet.costs.catalog import load_profile, profile_names
-from lorikeet.costs.profile import ProfileError, encode_profile
 
 app = typer.Typer(help="List cost profiles of devices and models, or print one.")
 
@@ -18,6 +16,8 @@ def list_profiles(context: typer.Context) -> None:
     """List cost profiles of devices and models, or print one."""
     if context.invoked_subcommand is not None:
         return
+    from lorikeet.costs.catalog import load_profile, profile_names
+
     table = Table(Column("name", no_wrap=True), "device", "model", Column("pool GB", justify="right"), "origin")
     for name in profile_names():
         profile = load_profile(name)
@@ -31,6 +31,9 @@ def show_profile(
     name: Annotated[str, typer.Argument(help="A name, if you like with @paper, or a .toml file.")],
 ) -> None:
     """Print a profile as TOML."""
+    from lorikeet.costs.catalog import load_profile
+    from lorikeet.costs.profile import ProfileError, encode_profile
+
     try:
         print(encode_profile(load_profile(name)), end="")
     except ProfileError as error:
