@@ -71,7 +71,7 @@ def run(runs: StoredRuns) -> Result:
         cause="; ".join(failures),
         notes="all rows of all tables together, as the profile's cost model returns them. The largest error of a "
         "returned row is half the difference between two measurements of one size. Without collectives the errors "
-        "left out are largest at multiples of a tile (128, 256, 384, 512 tokens), after which the time jumps; with them "
+        "left out are largest at multiples of a tile (128, 256, 384, 512 tokens), where the time jumps; with them "
         "also where small all-reduces scatter, on two H100 between 7 and 43 µs without regard to size. P95 of single "
         f"tables above the bound: {above or 'none'}",
         details={"tables": {name: errors.summary() for name, errors in tables.items()}},
