@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from lorikeet.bench.arrivals import ChoiceError, Range
+from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
-from lorikeet.bench.load_plan import LoadPlan
 from lorikeet.bench.load_run import LoadRunner
 from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.workload import Slo, WorkloadRequest
 from tests.bench.fake_server import FakeServer, running
 
@@ -105,20 +105,20 @@ def test_requests_are_sent_in_the_order_of_their_arrival(server: FakeServer) -> 
 
 
 def test_every_run_sends_new_prompts_and_a_failed_warm_up_is_returned(server: FakeServer) -> None:
-    runner = LoadRunner(Target(server.url, "base"), LoadPlan(prompt_tokens=Range(6, 6)), Slo())
+    runner = LoadRunner(Target(server.url, "base"), Recipe(prompt_tokens=Range(6, 6)), Slo())
     assert runner.warm_up(0) is None
     assert runner.warm_up(1) is None
     runner.run(2, None)
     runner.run(2, None)
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 5
-    failed = LoadRunner(Target(server.url, "busy"), LoadPlan(), Slo()).warm_up(1)
+    failed = LoadRunner(Target(server.url, "busy"), Recipe(), Slo()).warm_up(1)
     assert failed is not None
     assert failed.error == "HTTP 429"
 
 
 def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer) -> None:
     """Every second request fails, whatever the rate."""
-    plan = LoadPlan(adapters=("a", "busy"), adapter_choice="round-robin", arrivals="uniform")
+    plan = Recipe(adapters=("a", "busy"), adapter_choice="round-robin", arrivals="uniform")
     runner = LoadRunner(Target(server.url, "base"), plan, Slo(ttft_s=60))
     peak, runs = runner.find_peak(0.9, start=500.0, probe_s=1 / 200)
     assert (peak.rate, peak.missed_rate) == (None, 250.0)
@@ -128,4 +128,4 @@ def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer
 
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
     with pytest.raises(ChoiceError, match="no limits"):
-        LoadRunner(Target(server.url, "base"), LoadPlan(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)
+        LoadRunner(Target(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

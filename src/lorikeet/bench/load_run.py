@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lorikeet.bench.arrivals import ChoiceError, Range
+import msgspec
+
+from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
-from lorikeet.bench.load_plan import LoadPlan
 from lorikeet.bench.load_report import LoadFigures, summarise
 from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.server_report import growth, read_counters
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, Slo, WorkloadRequest
 
@@ -38,11 +41,11 @@ class Run(NamedTuple):
 
 
 class LoadRunner:
-    """Runs a plan against a server; every run sends new prompts.
+    """Runs a recipe against a server; every run sends new requests and new prompts.
 
     Args:
         target: the server.
-        plan: what to send.
+        recipe: what to send; each run replaces count and rate, and draws anew.
         slo: limits for requests without their own.
         concurrency: most requests under way at once, 0 for no limit.
         ids: token ids to make prompts of.
@@ -53,7 +56,7 @@ class LoadRunner:
     def __init__(
         self,
         target: Target,
-        plan: LoadPlan,
+        recipe: Recipe,
         slo: Slo,
         *,
         concurrency: int = 0,
@@ -62,7 +65,7 @@ class LoadRunner:
         show: Show = lambda stage, done, total: None,
     ) -> None:
         self._target = target
-        self._plan = plan
+        self._recipe = recipe
         self._slo = slo
         self._concurrency = concurrency
         self._ids = ids
@@ -74,18 +77,18 @@ class LoadRunner:
         """Send ``count`` requests to the base model, one after the other; return one that failed, if one did."""
         if not count:
             return None
-        lengths = self._plan.requests(1, None)[0]
+        lengths = self._requests(1, None)[0]
         requests = [WorkloadRequest(0.0, None, lengths.input_tokens, lengths.output_tokens)] * count
         failed = [exchange for exchange in self._drive(requests, "warm-up", 1).exchanges if exchange.error is not None]
         return failed[0] if failed else None
 
     def run(self, count: int, rate: float | None, stage: str = "requests") -> Run:
-        """Measure ``count`` requests at ``rate`` (see ``LoadPlan.requests``).
+        """Measure ``count`` requests at ``rate`` per second; None for a workload's own times, or all at once.
 
         Raises:
-            ChoiceError: a rule of the plan has no meaning for them.
+            ChoiceError: a rule of the recipe has no meaning for them.
         """
-        requests = self._plan.requests(count, rate, self._runs)
+        requests = self._requests(count, rate)
         before = read_counters(self._target.url, self._target.api_key)
         run = self._drive(requests, stage, self._concurrency)
         after = read_counters(self._target.url, self._target.api_key)
@@ -100,7 +103,7 @@ class LoadRunner:
             probe_s: length of a probe; longer if fewer than ten requests would come.
 
         Raises:
-            ChoiceError: there are no limits, or a rule of the plan has no meaning for so many requests.
+            ChoiceError: there are no limits, or a rule of the recipe has no meaning for so many requests.
         """
         runs: list[Run] = []
 
@@ -114,8 +117,12 @@ class LoadRunner:
 
         return find_peak(probe, attainment, start, lowest=1 / probe_s), runs
 
+    def _requests(self, count: int, rate: float | None) -> list[WorkloadRequest]:
+        rates = None if rate is None else Rates.constant(rate)
+        return msgspec.structs.replace(self._recipe, count=count, rates=rates, run=self._runs).requests()
+
     def _drive(self, requests: list[WorkloadRequest], stage: str, concurrency: int) -> Run:
-        prompts = Prompts(self._plan.seed, self._runs, self._ids, self._block_tokens)
+        prompts = Prompts(self._recipe.seed, self._runs, self._ids, self._block_tokens)
         self._runs += 1
         done = 0
 

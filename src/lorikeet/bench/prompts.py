@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lorikeet.bench.arrivals import Range
+from lorikeet.bench.choices import Range
 from lorikeet.bench.prompt_tokens import combine, prompt_token_ids
 from lorikeet.bench.workload import WorkloadRequest
 

@@ -8,7 +8,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 PAPER_RANKS = (8, 16, 32, 64, 128)
-"""Ranks of the adapters of Chameleon (section 6) and LoRAServe (section V-E), each of as many adapters."""
+"""Ranks of the adapters of Chameleon (section 5.1) and LoRAServe (section V-E), each of as many adapters."""
 
 ATTENTION = ("q", "k", "v", "o")
 """Modules that adapters change in the papers unless they say otherwise."""

@@ -30,12 +30,16 @@ def bench_serve(
     api_key: ApiKey = None,
     model: Annotated[str, typer.Option(help="Base model.", show_default="the first one listed")] = "",
     adapters: Annotated[str, typer.Option(help="Names, separated by commas, or 'all' that are listed.")] = "",
-    adapter_choice: Annotated[str, typer.Option(help="uniform, round-robin, zipf:A or distinct.")] = "uniform",
+    adapter_choice: Annotated[
+        str, typer.Option(help="uniform, round-robin, distinct, zipf:A, skewed:X, drifting:A:S, functions.")
+    ] = "uniform",
     adapter_as: Annotated[str, typer.Option(help="How 'model' names an adapter.")] = "{adapter}",
     requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="100 or the workload's")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second.", show_default="all at once")] = None,
-    arrivals: Annotated[str, typer.Option(help="poisson, bursty, uniform or now.", show_default="poisson")] = "",
-    burstiness: Annotated[float, typer.Option(help="Shape of bursty (gamma) gaps; below 1 bursts.")] = 0.25,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, gamma (or bursty, the same), uniform or now.", show_default="poisson")
+    ] = "",
+    burstiness: Annotated[float, typer.Option(help="Shape of gamma gaps; below 1 bursts.")] = 0.25,
     workload: Annotated[
         Path | None, typer.Option(help="JSON Lines, Azure's CSV or Mooncake's JSONL.", exists=True, dir_okay=False)
     ] = None,
@@ -63,13 +67,18 @@ def bench_serve(
     ] = None,
 ) -> None:
     """Send requests to any OpenAI-compatible server, open loop, and print what they met."""
-    from lorikeet.bench.arrivals import ARRIVALS, ChoiceError, Range
+    from lorikeet.bench.arrivals import ARRIVALS
+    from lorikeet.bench.choices import ChoiceError, Range, parse_slo
     from lorikeet.bench.load_client import ENDPOINTS, Target
-    from lorikeet.bench.load_plan import LoadPlan, parse_slo
     from lorikeet.bench.load_run import LoadRunner
+    from lorikeet.bench.recipe import Recipe
     from lorikeet.bench.workload import WorkloadError, read_any
     from lorikeet.server.announce import Announcer
 
+    if arrivals == "bursty":  # as vLLM's benchmark calls it
+        arrivals = "gamma"
+    if not burstiness > 0:
+        fail(f"--burstiness {burstiness} is not positive", code=2)
     for given, known in ((endpoint, tuple(ENDPOINTS)), (arrivals or "poisson", ARRIVALS)):
         if given not in known:
             fail(f"{given!r} is none of {', '.join(known)}", code=2)
@@ -102,12 +111,12 @@ def bench_serve(
             temperature=temperature,
             timeout_s=timeout_s,
         )
-        plan = LoadPlan(
-            workload=given_requests,
+        recipe = Recipe(
+            trace=given_requests,
             adapters=names,
             adapter_choice=adapter_choice,
             arrivals=arrivals or "poisson",
-            burstiness=burstiness,
+            variation=burstiness**-0.5,
             prompt_tokens=Range.parse(prompt_tokens),
             output_tokens=Range.parse(output_tokens),
             length_scale=length_scale,
@@ -116,7 +125,7 @@ def bench_serve(
         with Announcer() as announcer:
             runner = LoadRunner(
                 target,
-                plan,
+                recipe,
                 parse_slo(slo),
                 concurrency=concurrency,
                 ids=Range.parse(token_ids),
@@ -130,7 +139,7 @@ def bench_serve(
                 peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probe_s)
             else:
                 peak = None
-                runs = [runner.run(requests or len(plan.workload) or _REQUESTS, rate)]
+                runs = [runner.run(requests or len(given_requests) or _REQUESTS, rate)]
     except (ChoiceError, WorkloadError) as error:
         fail(str(error), code=2)
 

@@ -1,0 +1,200 @@
+"""Which adapter each request asks for: the laws that papers use."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from lorikeet.bench.choices import ChoiceError
+from lorikeet.bench.function_trace import popularity
+
+T = TypeVar("T")
+
+
+class Choice(NamedTuple):
+    """What a rule chooses for, and from.
+
+    Attributes:
+        times_s: arrivals of the requests, in order.
+        ranks: of the adapters, in the order of their names.
+        generator: of the choices.
+    """
+
+    times_s: np.ndarray
+    ranks: Sequence[int]
+    generator: np.random.Generator
+
+
+def choose_adapters(
+    rule: str,
+    names: Sequence[T],
+    times_s: Sequence[float],
+    generator: np.random.Generator,
+    ranks: Sequence[int] | None = None,
+) -> list[T]:
+    """Return a name for each request.
+
+    Args:
+        rule: one of ``ADAPTER_CHOICES``; the functions of ``RULES`` say what each does.
+        names: at least one.
+        times_s: when the requests arrive, in order.
+        generator: of the choices.
+        ranks: of the adapters, for rules that look at them.
+
+    Raises:
+        ChoiceError: an unknown rule, numbers without a meaning, no ranks where they are needed, or too few names.
+    """
+    name, *texts = rule.split(":")
+    if name not in RULES:
+        raise ChoiceError(f"adapter choice {rule!r} is none of {', '.join(ADAPTER_CHOICES)}")
+    numbers = _numbers(rule, name, texts)
+    if name.startswith("rank-") and ranks is None:
+        raise ChoiceError(f"adapter choice {rule!r} needs the adapters' ranks")
+    choice = Choice(np.asarray(times_s, np.float64), [1] * len(names) if ranks is None else ranks, generator)
+    return [names[index] for index in RULES[name].choose(choice, *numbers)]
+
+
+def _uniform(choice: Choice) -> np.ndarray:
+    """Each with the same probability: ELORA's Random (section VIII-I)."""
+    return choice.generator.integers(len(choice.ranks), size=len(choice.times_s))
+
+
+def _round_robin(choice: Choice) -> np.ndarray:
+    """In turn."""
+    return np.arange(len(choice.times_s)) % len(choice.ranks)
+
+
+def _distinct(choice: Choice) -> np.ndarray:
+    """None twice: ELORA's Distinct."""
+    if len(choice.times_s) > len(choice.ranks):
+        raise ChoiceError(
+            f"{len(choice.times_s)} requests cannot have distinct adapters: there are {len(choice.ranks)}"
+        )
+    return np.arange(len(choice.times_s))
+
+
+def _zipf(choice: Choice, exponent: float) -> np.ndarray:
+    """The i-th in proportion to 1 / i^exponent."""
+    return _draw(choice, powers(len(choice.ranks), exponent), len(choice.times_s))
+
+
+def _skewed(choice: Choice, deviation: float) -> np.ndarray:
+    """A Gaussian over the adapters' places around the middle one: ELORA's Skewed-x, whose centre is not printed."""
+    if not deviation > 0:
+        raise ChoiceError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
+    count = len(choice.ranks)
+    distances = (np.arange(count) - (count - 1) / 2) / deviation
+    # Adapters far from the middle may have a weight of 0; the middle ones never have.
+    weights = np.exp(-(distances**2 - (distances**2).min()) / 2)
+    return _draw(choice, weights, len(choice.times_s))
+
+
+def _drifting(choice: Choice, exponent: float, period_s: float) -> np.ndarray:
+    """Zipf's law, whose order moves on by one adapter every ``period_s``."""
+    if not period_s > 0:
+        raise ChoiceError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
+    turns = ((choice.times_s - choice.times_s.min(initial=np.inf)) // period_s).astype(np.int64)
+    return (_zipf(choice, exponent) + turns) % len(choice.ranks)
+
+
+def _functions(choice: Choice, chunk: float = 0) -> np.ndarray:
+    """As often as Azure's functions are called; see ``popularity``."""
+    return _draw(choice, popularity(len(choice.ranks), chunk=int(chunk) or None), len(choice.times_s))
+
+
+def _rank_power(choice: Choice, exponent: float, within: float = 0.0) -> np.ndarray:
+    """The i-th smallest rank in proportion to 1 / i^exponent (Chameleon 5.1, LoRAServe V-H)."""
+    return _by_rank(choice, powers(len(set(choice.ranks)), exponent)[None, :], within)
+
+
+def _rank_halving(choice: Choice) -> np.ndarray:
+    """Each rank half as often as the next smaller: LoRAServe's Exponential (V-E), whose base is not printed."""
+    return _by_rank(choice, 0.5 ** np.arange(len(set(choice.ranks)))[None, :], 0.0)
+
+
+def _rank_shifting(choice: Choice) -> np.ndarray:
+    """Half to the largest rank at first, to the smallest at last, in a line: LoRAServe's Shifting Skew (V-E)."""
+    count = len(set(choice.ranks))
+    if count < 2:
+        raise ChoiceError("rank-shifting needs adapters of at least two ranks")
+    first_s, last_s = choice.times_s.min(initial=np.inf), choice.times_s.max(initial=0.0)
+    passed = (choice.times_s - first_s) / (last_s - first_s) if last_s > first_s else np.zeros(len(choice.times_s))
+    rest = 0.5 / (count - 1)
+    shares = np.full((len(choice.times_s), count), rest)
+    shares[:, -1] = 0.5 - (0.5 - rest) * passed
+    shares[:, 0] = rest + (0.5 - rest) * passed
+    return _by_rank(choice, shares, 0.0)
+
+
+def _by_rank(choice: Choice, weights: np.ndarray, within: float) -> np.ndarray:
+    """Choose a rank, then an adapter of it.
+
+    Args:
+        choice: see there.
+        weights: of the ranks, ascending, shape (requests or 1, ranks).
+        within: exponent of Zipf's law among the adapters of a rank; 0 for all alike.
+    """
+    requests = len(choice.times_s)
+    borders = np.cumsum(weights / weights.sum(axis=1, keepdims=True), axis=1)[:, :-1]
+    rank_indices = (choice.generator.random(requests)[:, None] >= borders).sum(axis=1)
+    chosen = np.zeros(requests, np.int64)
+    ranks = np.array(choice.ranks)
+    for index, rank in enumerate(sorted(set(choice.ranks))):
+        members, here = np.flatnonzero(ranks == rank), rank_indices == index
+        chosen[here] = members[_draw(choice, powers(len(members), within), int(here.sum()))]
+    return chosen
+
+
+def powers(count: int, exponent: float) -> np.ndarray:
+    """Return i^−exponent for i from 1 to ``count``, divided by their sum."""
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    return weights / weights.sum()
+
+
+def _draw(choice: Choice, weights: np.ndarray, count: int) -> np.ndarray:
+    return choice.generator.choice(len(weights), size=count, p=weights / weights.sum())
+
+
+class Rule(NamedTuple):
+    """One rule.
+
+    Attributes:
+        choose: returns the place of an adapter for each request.
+        numbers: what to write after the name; those in brackets may be left out.
+    """
+
+    choose: Callable[..., np.ndarray]
+    numbers: tuple[str, ...] = ()
+
+    def form(self, name: str) -> str:
+        """Return how the rule is written."""
+        return ":".join((name, *self.numbers)).replace(":[", "[:")
+
+
+RULES = {
+    "uniform": Rule(_uniform),
+    "round-robin": Rule(_round_robin),
+    "distinct": Rule(_distinct),
+    "zipf": Rule(_zipf, ("A",)),
+    "skewed": Rule(_skewed, ("X",)),
+    "drifting": Rule(_drifting, ("A", "S")),
+    "functions": Rule(_functions, ("[CHUNK]",)),
+    "rank-power": Rule(_rank_power, ("A", "[B]")),
+    "rank-halving": Rule(_rank_halving),
+    "rank-shifting": Rule(_rank_shifting),
+}
+
+ADAPTER_CHOICES = tuple(rule.form(name) for name, rule in RULES.items())
+
+
+def _numbers(rule: str, name: str, texts: Sequence[str]) -> list[float]:
+    wanted = RULES[name].numbers
+    needed = sum(not number.startswith("[") for number in wanted)
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        numbers = []
+    finite = bool(np.isfinite(numbers).all())
+    if not needed <= len(numbers) <= len(wanted) or len(numbers) != len(texts) or not finite:
+        raise ChoiceError(f"adapter choice {rule!r} should read {RULES[name].form(name)}, with numbers")
+    return numbers

@@ -1,0 +1,193 @@
+"""Workloads by recipe: what ``lorikeet workload`` writes, as a function of plain values."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from lorikeet.bench.adapter_choice import choose_adapters
+from lorikeet.bench.arrivals import arrival_times, arrivals_until, at_rate
+from lorikeet.bench.choices import ChoiceError, Range
+from lorikeet.bench.conversations import flatten, group_conversations, take_whole
+from lorikeet.bench.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
+from lorikeet.bench.lengths import scale_blocks, scale_lengths
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.shapes import SHAPES, Agent
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest
+
+FUNCTION_ARRIVALS = "functions"
+SHAPE_NAMES = ("plain", "chat", *SHAPES)
+
+_DEFAULT_COUNT = 1000
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What a workload is made of.
+
+    Attributes:
+        trace: requests to begin with; empty to make them. Requests that name no adapter get one.
+        shape: ``plain``; ``chat``, whole conversations of ``trace``; ``translation`` or ``agent``.
+        arrivals: one of ``ARRIVALS``, or ``functions``: each adapter is called like one of Azure's functions.
+        function_minutes: calls of functions per minute (functions, minutes), for ``functions``; None to make them.
+        function_chunk: see ``function_trace.map_functions``.
+        rates: requests per second; None for all at once, or the times of ``trace`` or ``function_minutes``.
+        variation: of the gaps of ``gamma`` and ``functions``.
+        count: of requests, 1,000 if they are made and nothing is said. Of a trace the first ones; of ``chat`` as
+            many conversations, chosen at random, as have at least so many.
+        duration_s: instead of ``count``: all that arrive before.
+        adapters: names, None among them for the base; empty for the base alone.
+        ranks: of the adapters, for rules that look at them.
+        adapter_choice: see ``choose_adapters``; without effect on ``functions``.
+        prompt_tokens, output_tokens: lengths of made plain requests.
+        length_scale: factor on the lengths of ``trace``.
+        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``translation`` and ``agent``.
+        most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
+        seed: of everything drawn. Arrivals, adapters and lengths draw from generators of their own, so that another
+            rate leaves adapters and lengths as they are.
+        run: its number; each draws anew.
+    """
+
+    trace: tuple[WorkloadRequest, ...] = ()
+    shape: str = "plain"
+    arrivals: str = "poisson"
+    function_minutes: np.ndarray | None = None
+    function_chunk: int | None = None
+    rates: Rates | None = None
+    variation: float = 1.0
+    count: int | None = None
+    duration_s: float | None = None
+    adapters: tuple[str | None, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    adapter_choice: str = "uniform"
+    prompt_tokens: Range = Range(128, 128)
+    output_tokens: Range = Range(64, 64)
+    length_scale: float = 1.0
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    most_tokens: int | None = None
+    seed: int = 0
+    run: int = 0
+
+    def requests(self) -> list[WorkloadRequest]:
+        """Return the requests in the order of arrival.
+
+        Raises:
+            ChoiceError: the parts do not go together, or one has no meaning.
+        """
+        if self.shape not in SHAPE_NAMES:
+            raise ChoiceError(f"shape {self.shape!r} is none of {', '.join(SHAPE_NAMES)}")
+        if self.count is not None and self.duration_s is not None:
+            raise ChoiceError("a count and a duration exclude each other")
+        if self.shape == "chat" and not self.trace:
+            raise ChoiceError("the shape chat needs a trace of conversations")
+        if self.shape in SHAPES and self.trace:
+            raise ChoiceError(f"the shape {self.shape} makes its own requests and takes no trace")
+        of_arrivals, of_adapters, of_lengths = np.random.default_rng((self.seed, self.run)).spawn(3)
+        if self.trace:
+            made = self._chat(of_lengths, of_adapters) if self.shape == "chat" else self._replay(of_adapters)
+            return self._before_the_end(made if self.rates is None else at_rate(made, self.rates))
+        names = self.adapters or (None,)
+        calls = self._calls(names, of_arrivals, of_adapters)
+        if self.shape in SHAPES:
+            requests = SHAPES[self.shape].requests(calls, names, self.block_tokens, of_lengths)
+            return self._before_the_end(requests)[: self.count]
+        inputs = self.prompt_tokens.draw(len(calls), of_lengths)
+        outputs = self.output_tokens.draw(len(calls), of_lengths)
+        return [
+            WorkloadRequest(call.at_s, names[call.adapter], input_tokens, output_tokens)
+            for call, input_tokens, output_tokens in zip(calls, inputs, outputs, strict=True)
+        ]
+
+    def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
+        """Whole conversations, each with an adapter of its own choice."""
+        scaled = scale_blocks(self._in_order(), self.length_scale, self.block_tokens)
+        conversations = take_whole(group_conversations(scaled), of_choice, self.count, self.most_tokens)
+        starts_s = [turns[0].arrival_s for turns in conversations]
+        chosen = self._choose(starts_s, of_adapters)
+        return flatten(
+            [[_with_adapter(turn, name) for turn in turns] for turns, name in zip(conversations, chosen, strict=True)]
+        )
+
+    def _replay(self, generator: np.random.Generator) -> list[WorkloadRequest]:
+        """The first requests of the trace that are short enough."""
+        scaled = [
+            request
+            for request in scale_lengths(self._in_order(), self.length_scale)
+            if self.most_tokens is None or request.input_tokens + request.output_tokens <= self.most_tokens
+        ][: self.count]
+        chosen = self._choose([request.arrival_s for request in scaled], generator)
+        return [_with_adapter(request, name) for request, name in zip(scaled, chosen, strict=True)]
+
+    def _in_order(self) -> list[WorkloadRequest]:
+        return sorted(self.trace, key=lambda request: request.arrival_s)
+
+    def _choose(self, times_s: Sequence[float], generator: np.random.Generator) -> list[str | None]:
+        return choose_adapters(self.adapter_choice, self.adapters or (None,), times_s, generator, self.ranks)
+
+    def _before_the_end(self, requests: list[WorkloadRequest]) -> list[WorkloadRequest]:
+        if self.duration_s is None:
+            return requests
+        return [request for request in requests if request.arrival_s < self.duration_s]
+
+    def _calls(
+        self, names: Sequence[str | None], of_arrivals: np.random.Generator, of_adapters: np.random.Generator
+    ) -> list[Call]:
+        """When something is asked of which adapter; of dialogues the first turns."""
+        if self.arrivals == FUNCTION_ARRIVALS:
+            return self._function_calls(len(names), of_arrivals)
+        kind = "now" if self.rates is None else self.arrivals
+        rates = self._call_rates(self.rates or Rates.constant(1.0))
+        if self.duration_s is not None:
+            times_s = arrivals_until(kind, self.duration_s, rates, of_arrivals, self.variation)
+        else:
+            times_s = arrival_times(kind, self._call_count(), rates, of_arrivals, self.variation)
+        places = choose_adapters(self.adapter_choice, range(len(names)), times_s, of_adapters, self.ranks)
+        return [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+
+    def _function_calls(self, adapters: int, generator: np.random.Generator) -> list[Call]:
+        if self.function_minutes is not None:
+            minutes = map_functions(self.function_minutes, adapters, self.function_chunk)
+            calls = calls_of_minutes(minutes, generator)
+            if self.rates is None:
+                return self._cut(calls)
+            # To one call per unit of time on average; bursts and lulls stay.
+            scale = len(calls) / (minutes.shape[1] * MINUTE_S)
+            units = [call._replace(at_s=call.at_s * scale) for call in calls]
+        else:
+            if self.rates is None:
+                raise ChoiceError("arrivals of functions need a rate")
+            shares = popularity(adapters, chunk=self.function_chunk).tolist()
+            if self.duration_s is not None:
+                until = self._call_rates(self.rates).expected(self.duration_s)
+                units = unit_calls(shares, self.variation, generator, until=until)
+            else:
+                units = unit_calls(shares, self.variation, generator, count=self._call_count())
+        rates = self._call_rates(self.rates)
+        times_s = rates.stretch(np.array([call.at_s for call in units])).tolist()
+        return self._cut([Call(at_s, call.adapter) for at_s, call in zip(times_s, units, strict=True)])
+
+    def _cut(self, calls: list[Call]) -> list[Call]:
+        if self.duration_s is not None:
+            return [call for call in calls if call.at_s < self.duration_s]
+        return calls[: self._call_count()] if self.count is not None else calls
+
+    def _turns(self) -> float:
+        shape = SHAPES.get(self.shape)
+        return shape.turns if isinstance(shape, Agent) else 1.0
+
+    def _call_rates(self, rates: Rates) -> Rates:
+        """Rates of requests as rates of calls: a call of an agent is a dialogue of several requests."""
+        return Rates(rates.times_s, tuple(rate / self._turns() for rate in rates.per_s))
+
+    def _call_count(self) -> int:
+        """Calls to make for the requests asked for.
+
+        At a rate as many dialogues as requests, so that none is missing before the last request; at once only as many
+        as have these requests on average.
+        """
+        count = _DEFAULT_COUNT if self.count is None else self.count
+        return count if self.rates is not None else math.ceil(count / self._turns())
+
+
+def _with_adapter(request: WorkloadRequest, name: str | None) -> WorkloadRequest:
+    return request if request.adapter is not None else msgspec.structs.replace(request, adapter=name)

@@ -1,0 +1,143 @@
+"""Requests of two services of ELORA's evaluation (section III-B): translations and personal agents.
+
+The paper names the texts (OPUS-100, Taskmaster) and prints no lengths. What is not marked with a source is our choice.
+Both begin with text that all requests of an adapter share: an instruction, a scene's tools and rules.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lorikeet.bench.function_trace import Call
+from lorikeet.bench.workload import WorkloadRequest
+
+
+class Lengths(NamedTuple):
+    """Log-normal lengths, as lengths of texts roughly are.
+
+    Attributes:
+        median: tokens.
+        spread: standard deviation of the logarithm.
+        most: tokens; what is longer has this length.
+    """
+
+    median: float
+    spread: float
+    most: int
+
+    def draw(self, count: int, generator: np.random.Generator) -> list[int]:
+        """Return ``count`` lengths of at least one token."""
+        drawn = generator.lognormal(np.log(self.median), self.spread, count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(int).tolist()
+
+
+class Translation(msgspec.Struct, frozen=True):
+    """Each request is one sentence and its translation; an adapter is a pair of languages (ELORA, section III-B).
+
+    Attributes:
+        instruction_blocks: that all requests of a pair begin with.
+        sentence: length of the sentence.
+        growth: spread of the ratio of the translation's length to the sentence's, around 1.
+    """
+
+    instruction_blocks: int = 1
+    sentence: Lengths = Lengths(24, 0.7, 256)
+    growth: float = 0.25
+
+    def requests(
+        self, calls: Sequence[Call], names: Sequence[str | None], block_tokens: int, generator: np.random.Generator
+    ) -> list[WorkloadRequest]:
+        """Return one request for each call.
+
+        Args:
+            calls: when and of which adapter.
+            names: of the adapters.
+            block_tokens: length of a prefix block.
+            generator: of the lengths.
+        """
+        sentences = self.sentence.draw(len(calls), generator)
+        ratios = generator.lognormal(0.0, self.growth, len(calls))
+        before = self.instruction_blocks * block_tokens
+        return [
+            WorkloadRequest(
+                call.at_s,
+                names[call.adapter],
+                before + tokens,
+                max(1, round(tokens * ratio)),
+                _own_blocks(call.adapter, self.instruction_blocks),
+            )
+            for call, tokens, ratio in zip(calls, sentences, ratios.tolist(), strict=True)
+        ]
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """Each call opens a dialogue about a task; an adapter is a scene, such as ordering a pizza (ELORA, section III-B).
+
+    Every turn sends the whole dialogue so far. Its blocks are those of one growing text, so a turn shares every block
+    that was full before, and the begun one as far as it went.
+
+    Attributes:
+        scene_blocks: that all dialogues of a scene begin with.
+        turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers
+            (Byrne and others, EMNLP 2019).
+        utterance: length of what the user says, and of each answer.
+        pause_s: mean time from one request to the next, exponential.
+    """
+
+    scene_blocks: int = 4
+    turns: float = 11.5
+    utterance: Lengths = Lengths(16, 0.7, 128)
+    pause_s: float = 15.0
+
+    def requests(
+        self, calls: Sequence[Call], names: Sequence[str | None], block_tokens: int, generator: np.random.Generator
+    ) -> list[WorkloadRequest]:
+        """Return the requests of all dialogues in the order of arrival.
+
+        Args:
+            calls: when each dialogue begins, and of which adapter.
+            names: of the adapters.
+            block_tokens: length of a prefix block.
+            generator: of lengths and pauses.
+        """
+        ids = itertools.count(len(names) * self.scene_blocks)
+        found: list[WorkloadRequest] = []
+        for number, call in enumerate(calls):
+            found += self._dialogue(number, call, names[call.adapter], block_tokens, ids, generator)
+        return sorted(found, key=lambda turn: turn.arrival_s)
+
+    def _dialogue(
+        self,
+        number: int,
+        call: Call,
+        name: str | None,
+        block_tokens: int,
+        ids: Iterator[int],
+        generator: np.random.Generator,
+    ) -> list[WorkloadRequest]:
+        turns = 1 + int(generator.poisson(self.turns - 1))
+        said = self.utterance.draw(turns, generator)
+        answered = self.utterance.draw(turns, generator)
+        pauses_s = generator.exponential(self.pause_s, turns).tolist()
+        at_s, tokens = call.at_s, self.scene_blocks * block_tokens
+        blocks = _own_blocks(call.adapter, self.scene_blocks)
+        found = []
+        for asked, answer, pause_s in zip(said, answered, pauses_s, strict=True):
+            tokens += asked
+            missing = -(-tokens // block_tokens) - len(blocks)
+            blocks += tuple(itertools.islice(ids, missing))
+            found.append(WorkloadRequest(at_s, name, tokens, answer, blocks, f"dialogue-{number:05d}"))
+            tokens += answer
+            at_s += pause_s
+        return found
+
+
+def _own_blocks(adapter: int, blocks: int) -> tuple[int, ...]:
+    """Ids of the blocks that all requests of an adapter begin with."""
+    return tuple(range(adapter * blocks, (adapter + 1) * blocks))
+
+
+SHAPES: dict[str, Translation | Agent] = {"translation": Translation(), "agent": Agent()}

@@ -1,0 +1,58 @@
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lorikeet.bench.function_trace import Call
+from lorikeet.bench.shapes import Agent, Lengths, Translation
+
+CALLS = [Call(float(number), number % 3) for number in range(300)]
+NAMES = ("a", "b", None)
+
+
+def generator(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def test_a_translation_is_one_sentence_behind_its_pairs_instruction() -> None:
+    requests = Translation(instruction_blocks=2).requests(CALLS, NAMES, 32, generator())
+    assert [(each.arrival_s, each.adapter) for each in requests] == [(at_s, NAMES[place]) for at_s, place in CALLS]
+    assert {(each.adapter, each.prefix_blocks) for each in requests} == {("a", (0, 1)), ("b", (2, 3)), (None, (4, 5))}
+    sentences = [each.input_tokens - 64 for each in requests]
+    assert np.median(sentences) == pytest.approx(24, rel=0.1)
+    ratios = [each.output_tokens / tokens for each, tokens in zip(requests, sentences, strict=True)]
+    assert np.median(ratios) == pytest.approx(1, rel=0.1)
+
+
+def test_an_agents_turn_repeats_the_dialogue_so_far() -> None:
+    requests = Agent().requests(CALLS, NAMES, 32, generator())
+    assert [each.arrival_s for each in requests] == sorted(each.arrival_s for each in requests)
+    dialogues = defaultdict(list)
+    for each in requests:
+        dialogues[each.conversation].append(each)
+    assert len(dialogues) == len(CALLS)
+    assert len(requests) / len(dialogues) == pytest.approx(11.5, rel=0.05)
+    for turns in dialogues.values():
+        assert len({each.adapter for each in turns}) == 1
+        for one, after in pairwise(turns):
+            assert after.input_tokens > one.input_tokens + one.output_tokens
+            assert after.prefix_blocks[: len(one.prefix_blocks)] == one.prefix_blocks
+
+
+def test_every_token_of_an_agents_prompt_lies_in_a_block_of_its_dialogue() -> None:
+    requests = Agent(scene_blocks=3).requests(CALLS, NAMES, 16, generator())
+    assert all(len(each.prefix_blocks) == -(-each.input_tokens // 16) for each in requests)
+    owners = defaultdict(set)
+    for each in requests:
+        for block in each.prefix_blocks[3:]:
+            owners[block].add(each.conversation)
+        assert set(each.prefix_blocks[:3]) <= set(range(9))
+    assert min(owners) == 9
+    assert all(len(conversations) == 1 for conversations in owners.values())
+
+
+def test_lengths_have_their_median_and_their_limit() -> None:
+    drawn = Lengths(20, 1.0, 100).draw(10_000, generator())
+    assert np.median(drawn) == pytest.approx(20, abs=1)
+    assert (min(drawn) >= 1, max(drawn)) == (True, 100)
