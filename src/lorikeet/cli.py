@@ -11,6 +11,7 @@ from lorikeet.commands.chat import chat
 from lorikeet.commands.console import fail, note
 from lorikeet.commands.generate import generate
 from lorikeet.commands.serve import serve
+from lorikeet.commands.workload import workload
 
 app = typer.Typer(
     name="lorikeet",
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
 app.add_typer(profiles.app, name="profiles")
