@@ -48,6 +48,15 @@ class ColdStart(StrEnum):
     """Everything waits until the transfer has ended."""
 
 
+class ExecutorKind(StrEnum):
+    """Who runs a server's plans."""
+
+    TORCH = "torch"
+    """Real arithmetic."""
+    PACED = "paced"
+    """None: steps take as long as a profile says, and answers mean nothing."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """One system: a choice on every axis. Policies are named as their tables name them."""
 
@@ -117,6 +126,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         row: name of the system (see ``ROWS``), or ``auto``.
+        executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
+        profile: name or file of the profile by which a paced executor takes its time.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
         block_tokens: tokens of KV in a block.
         max_running: most sequences that hold blocks at once.
@@ -131,6 +142,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     row: str = "auto"
+    executor: ExecutorKind = ExecutorKind.TORCH
+    profile: str = ""
     memory_bytes: Count = 0
     block_tokens: Positive = 16
     max_running: Positive = 64

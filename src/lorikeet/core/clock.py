@@ -12,12 +12,24 @@ class Clock(Protocol):
         ...
 
 
+class WaitableClock(Clock, Protocol):
+    """A clock on which somebody can wait: by sleeping, or by moving it."""
+
+    def wait_until(self, when_s: float) -> None:
+        """Return at ``when_s``, at once if it is past."""
+        ...
+
+
 class MonotonicClock:
     """The machine's monotonic clock; comparable between processes of one machine."""
 
     def now(self) -> float:
         """Return ``time.monotonic()``."""
         return time.monotonic()
+
+    def wait_until(self, when_s: float) -> None:
+        """Sleep until ``when_s``."""
+        time.sleep(max(0.0, when_s - time.monotonic()))
 
 
 class VirtualClock:
@@ -40,6 +52,6 @@ class VirtualClock:
             raise ValueError(f"a clock cannot go back ({seconds} s)")
         self._now_s += seconds
 
-    def advance_to(self, when_s: float) -> None:
+    def wait_until(self, when_s: float) -> None:
         """Move forward to ``when_s``; a time already past changes nothing."""
         self._now_s = max(self._now_s, when_s)

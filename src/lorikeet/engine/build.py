@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from lorikeet.config import KvAfterFinish, Settings, resolve_row
+from lorikeet.config import ExecutorKind, KvAfterFinish, Settings, resolve_row
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import MonotonicClock
-from lorikeet.engine.executor import EngineSizes
+from lorikeet.core.clock import Clock, MonotonicClock
+from lorikeet.core.plan import StepPlan
+from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.modelled_build import build_paced_executor
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.device import DeviceMemory
 from lorikeet.memory.packing import pack
@@ -30,21 +32,45 @@ def build_replica(
     settings: Settings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     on_load_done: Callable[[], None] = lambda: None,
+    on_plan: Callable[[StepPlan], None] | None = None,
 ) -> Replica:
-    """Build a replica with the torch executor.
+    """Build a replica on the real clock, with the executor that the settings name.
 
     Args:
         settings: all settings; ``settings.model.model`` is a local folder.
         progress: called with (stage, done, total) while loading.
         on_load_done: called, on another thread, when a transfer has ended.
+        on_plan: called with every plan that has run.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
+        ProfileError: the profile of a paced executor cannot be used.
         ValueError: the model or its weights cannot be used.
         ExecutorError: a rank did not start.
     """
+    _, row = resolve_row(settings.engine.row)
+    clock = MonotonicClock()
+    executor: Executor
+    if settings.engine.executor is ExecutorKind.PACED:
+        executor, sizes = build_paced_executor(settings, row.kernel_form, clock, on_load_done)
+    else:
+        executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
+    return assemble(settings, executor, sizes, clock, on_plan)
+
+
+def assemble(
+    settings: Settings,
+    executor: Executor,
+    sizes: EngineSizes,
+    clock: Clock,
+    on_plan: Callable[[StepPlan], None] | None = None,
+) -> Replica:
+    """Put a replica together around an executor: the same on every executor and clock.
+
+    Raises:
+        ConfigError: the row is unknown.
+    """
     name, row = resolve_row(settings.engine.row)
-    executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
     memory = DeviceMemory(
         sizes.total_blocks,
         sizes.block_tokens,
@@ -62,7 +88,7 @@ def build_replica(
         max_loads=2 * settings.engine.load_threads,
     )
     scheduler = Scheduler(memory, ADMISSION[row.admission](), limits, row)
-    engine = Engine(scheduler, memory, executor, MonotonicClock(), row.cold_start)
+    engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
     notes = (
         f"row {settings.engine.row} is {name}: {row}",

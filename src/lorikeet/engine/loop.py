@@ -64,15 +64,19 @@ class Engine:
         """
         self._unwanted.add(digest)
 
-    def step(self) -> StepOutputs:
+    def step(self, until_s: float | None = None) -> StepOutputs:
         """Run one turn and return all that it has to tell. Without work it runs nothing.
+
+        Args:
+            until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then all steps that would
+                be planned alike until that time, or until something else happens, run in this turn.
 
         Raises:
             ExecutorError: the step failed; the engine cannot go on.
         """
         self._take_loads()
         self._purge_unwanted()
-        plan = self._scheduler.plan(self._clock.now())
+        plan = self._scheduler.plan(self._clock.now(), until_s)
         if not plan.is_empty:
             result = self._executor.execute(plan)
             self._scheduler.commit(plan, result, self._clock.now())

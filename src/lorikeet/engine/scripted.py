@@ -114,9 +114,9 @@ class ScriptedExecutor:
         latest = None if timeout_s is None else self._clock.now() + timeout_s
         if self._loads:
             due = self._loads[0][0]
-            self._clock.advance_to(due if latest is None else min(due, latest))
+            self._clock.wait_until(due if latest is None else min(due, latest))
         elif latest is not None:
-            self._clock.advance_to(latest)
+            self._clock.wait_until(latest)
 
     def close(self) -> None:
         """Nothing is held."""

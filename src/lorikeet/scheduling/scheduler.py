@@ -34,6 +34,9 @@ from lorikeet.memory.tree import Residency
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.sequence import Sequence
 
+COALESCED_STEPS = 32
+"""Most identical decode steps in one plan on a virtual clock."""
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of a plan.
@@ -170,14 +173,19 @@ class Scheduler:
 
     # --- plan ----------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan:
-        """Decide on the next step. Blocks are leased and loads are begun with it."""
+    def plan(self, now: float, until_s: float | None = None) -> StepPlan:
+        """Decide on the next step. Blocks are leased and loads are begun with it.
+
+        Args:
+            now: the time.
+            until_s: on a virtual clock, until when nothing new arrives; see ``Engine.step``.
+        """
         draft = _Draft(self._limits.max_step_tokens)
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
-        repeat = self._repeat(draft, now)
-        return self._seal(draft, repeat)
+        repeat = self._repeat(draft, now, coalesced=until_s is not None)
+        return self._seal(draft, repeat, self._limits.repeat_limit_s if until_s is None else until_s - now)
 
     def _continue_running(self, draft: _Draft, now: float) -> None:
         for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
@@ -250,12 +258,20 @@ class Scheduler:
             self._events.append(AdapterWait(sequence.request_id, now, loaded=False))
         return _Adapter.IN_TRANSFER
 
-    def _repeat(self, draft: _Draft, now: float) -> int:
-        """Return for how many identical decode steps the plan can hold, with their blocks leased."""
+    def _repeat(self, draft: _Draft, now: float, *, coalesced: bool) -> int:
+        """Return for how many identical decode steps the plan can hold, with their blocks leased.
+
+        If nothing can arrive meanwhile, whoever waits may go on waiting: room comes only from a sequence that ends,
+        which ends the repeat. Blocks are then leased up to ``COALESCED_STEPS`` tokens ahead, where single steps would
+        lease them one by one.
+        """
         sequences = list(draft.tokens)
-        if not sequences or draft.loads or len(self._queue) or any(s.remaining_tokens != 1 for s in sequences):
+        if not sequences or draft.loads or draft.preempted or not all(s.is_decoding for s in sequences):
             return 1
-        repeat = min(self._limits.max_repeat, *(self._tokens_left(s) for s in sequences))
+        if len(self._queue) and not coalesced:
+            return 1
+        most = COALESCED_STEPS if coalesced else self._limits.max_repeat
+        repeat = min(most, *(self._tokens_left(s) for s in sequences))
         blocks = 0
         for sequence in sequences:
             assert sequence.lease is not None
@@ -269,7 +285,7 @@ class Scheduler:
             self._memory.try_grow(sequence.lease, len(sequence.token_ids) + repeat - 1, now)
         return repeat
 
-    def _seal(self, draft: _Draft, repeat: int) -> StepPlan:
+    def _seal(self, draft: _Draft, repeat: int, limit_s: float) -> StepPlan:
         """Turn the draft into a value, sequences of one adapter side by side."""
         ordered = sorted(draft.tokens.items(), key=lambda item: item[0].request.digest or "")
         starts, steps = [], []
@@ -293,7 +309,7 @@ class Scheduler:
             evictions=self._memory.take_evictions(),
             kernel_form=self._row.kernel_form,
             repeat=repeat,
-            max_duration_s=self._limits.repeat_limit_s,
+            max_duration_s=limit_s,
         )
         self._steps += not plan.is_empty
         return plan
@@ -321,17 +337,17 @@ class Scheduler:
         self, sequence: Sequence, tokens: tuple[Token, ...], now: float
     ) -> tuple[FinishReason, int | None] | None:
         """Append sampled tokens until one ends the request; return how it ended, if it did."""
-        request = sequence.request
+        request, sampling = sequence.request, sequence.request.sampling
+        made, left = sequence.output_tokens, self._tokens_left(sequence)
+        if tokens and made == len(request.output_token_ids):
+            self._events.append(FirstToken(request.request_id, now))
         for token in tokens:
-            if sequence.output_tokens == len(request.output_token_ids):
-                self._events.append(FirstToken(request.request_id, now))
-            output = TokenOutput(request.request_id, request.attempt, sequence.output_tokens, token)
-            self._tokens.append(output)
+            self._tokens.append(TokenOutput(request.request_id, request.attempt, made, token))
             sequence.token_ids.append(token.token_id)
-            past_minimum = sequence.output_tokens > request.sampling.min_tokens
-            if token.token_id in request.sampling.stop_token_ids and past_minimum:
+            made, left = made + 1, left - 1
+            if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
                 return FinishReason.STOP, token.token_id
-            if not self._tokens_left(sequence):
+            if not left:
                 return FinishReason.LENGTH, None
         return None
 

@@ -61,6 +61,11 @@ class Sequence:
         """Tokens to compute until the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.computed_tokens
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token computed brings one more; its first token is always a step of its own."""
+        return self.remaining_tokens == 1 and self.output_tokens > 0
+
     def start(self) -> SequenceStart:
         """Return what the executor must know of it."""
         request = self.request

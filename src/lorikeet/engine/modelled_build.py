@@ -1,0 +1,104 @@
+"""From a profile to an executor that takes its time, on either clock."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.clock import MonotonicClock, VirtualClock
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.executor import EngineSizes
+from lorikeet.engine.modelled import ModelledExecutor, ModelledTimes, SeededTokens
+from lorikeet.models.config import read_model_config
+
+_ORDINARY_TOKENS = (300, 10_000)
+"""Ordinary tokens in the usual vocabularies: special and byte tokens lie below, or far above."""
+
+
+def build_modelled_executor(
+    settings: Settings, profile: CostProfile, form: KernelForm, clock: VirtualClock, *, coalesced: bool
+) -> tuple[ModelledExecutor, EngineSizes]:
+    """Build the executor of a simulation.
+
+    Args:
+        settings: of the engine; ``settings.model.max_model_tokens`` may exceed the profile's, since no time depends
+            on it.
+        profile: what things cost.
+        form: kernel form of the row.
+        clock: is moved by it.
+        coalesced: whether a repeat stands for as many turns of the engine's loop (see ``Engine.step``).
+
+    Raises:
+        ConfigError: a setting does not fit the profile.
+    """
+    times = ModelledTimes(profile, form, loop_each_step=coalesced)
+    executor = ModelledExecutor(clock, times, _tokens_of(profile))
+    return executor, sizes_of(settings, profile, "modelled")
+
+
+def build_paced_executor(
+    settings: Settings, form: KernelForm, clock: MonotonicClock, on_load_done: Callable[[], None]
+) -> tuple[ModelledExecutor, EngineSizes]:
+    """Build the executor of a replica without arithmetic.
+
+    Args:
+        settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
+            ``config.json`` and tokenizer, whose weights nobody reads.
+        form: kernel form of the row.
+        clock: the real one.
+        on_load_done: called, on another thread, when a transfer has ended.
+
+    Raises:
+        ConfigError: no profile is named, or a setting does not fit it.
+        ProfileError: there is no such profile.
+        ValueError: the model's config cannot be read.
+    """
+    if not settings.engine.profile:
+        raise ConfigError("engine.profile: a paced executor needs the name or the file of a profile")
+    profile = load_profile(settings.engine.profile)
+    geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
+    if geometry != profile.geometry:
+        raise ConfigError(f"profile {profile.name} is of {profile.model}, {settings.model.model} is another model")
+    if settings.model.max_model_tokens > profile.max_model_tokens:
+        raise ConfigError(
+            f"max_model_tokens: {settings.model.max_model_tokens} is more than the {profile.max_model_tokens} of "
+            f"profile {profile.name}"
+        )
+    times = ModelledTimes(profile, form, loop_each_step=False)
+    executor = ModelledExecutor(clock, times, _tokens_of(profile), on_load_done)
+    return executor, sizes_of(settings, profile, "paced")
+
+
+def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineSizes:
+    """Return the sizes of a replica by ``profile``: ``engine.memory_bytes`` of memory, or all that it has.
+
+    A modelled replica is one rank however many the profile stands for: blocks are of the whole model.
+
+    Raises:
+        ConfigError: that cannot hold the longest sequence.
+    """
+    engine, geometry = settings.engine, profile.geometry
+    longest_tokens = settings.model.max_model_tokens or profile.max_model_tokens
+    block_bytes = geometry.block_bytes(engine.block_tokens)
+    total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes
+    sequence_blocks = -(-longest_tokens // engine.block_tokens)
+    if total_blocks <= sequence_blocks:
+        raise ConfigError(
+            f"memory of {total_blocks} blocks cannot hold a sequence of {longest_tokens} tokens, "
+            f"{sequence_blocks} blocks of {block_bytes} bytes, beside an adapter"
+        )
+    return EngineSizes(
+        geometry=geometry,
+        local_geometry=geometry,
+        total_blocks=total_blocks,
+        block_tokens=engine.block_tokens,
+        max_model_tokens=longest_tokens,
+        max_adapter_blocks=total_blocks - sequence_blocks,
+        kernels=f"none: {executor} by profile {profile.name}",
+    )
+
+
+def _tokens_of(profile: CostProfile) -> SeededTokens:
+    low, high = _ORDINARY_TOKENS
+    return SeededTokens(min(low, profile.vocabulary // 2), min(high, profile.vocabulary - 1))
