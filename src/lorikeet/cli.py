@@ -10,7 +10,9 @@ from lorikeet.commands import adapters, bench, compat, profiles
 from lorikeet.commands.chat import chat
 from lorikeet.commands.console import fail, note
 from lorikeet.commands.generate import generate
+from lorikeet.commands.profile import profile
 from lorikeet.commands.serve import serve
+from lorikeet.commands.simulate import simulate
 from lorikeet.commands.workload import workload
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command()(profile)
+app.command()(simulate)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")

@@ -196,17 +196,12 @@ def _print_run(console: Console, run: "Run", top: int) -> None:
 
 
 def _print_peak(console: Console, peak: "Peak", runs: "list[Run]", target: float) -> None:
-    from lorikeet.commands.load_tables import probes_table
+    from lorikeet.commands.load_tables import peak_words, probes_table
 
     console.print(
         probes_table([(probe.rate, run.figures) for probe, run in zip(peak.probes, runs, strict=True)], target)
     )
-    if peak.rate is None:
-        console.print(f"peak load: none; {peak.missed_rate:.3g} requests/s already miss the SLO")
-    elif peak.missed_rate is None:
-        console.print(f"peak load: above {peak.rate:.4g} requests/s, which still meet the SLO")
-    else:
-        console.print(f"peak load: {peak.rate:.4g} requests/s meet the SLO, {peak.missed_rate:.4g} miss it")
+    console.print(peak_words(peak))
 
 
 def _report(setup: dict[str, Any], runs: "list[Run]", peak: "Peak | None") -> bytes:

@@ -1,4 +1,4 @@
-"""Tables of ``lorikeet bench serve``."""
+"""Tables of ``lorikeet bench serve`` and ``lorikeet simulate``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lorikeet.bench.load_report import AdapterFigures, ErrorFigures, LoadFigures
+from lorikeet.bench.peak import Peak
 
 _KEYS = ("mean", "p50", "p90", "p95", "p99")
 _ENDS = ("p50", "p99")
@@ -32,8 +33,8 @@ def times_table(figures: LoadFigures) -> Table:
     return table
 
 
-def totals_table(figures: LoadFigures, cpu_share: float, server: Mapping[str, float]) -> Table:
-    """Counts and rates of a run, and what the server says."""
+def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[str, float]) -> Table:
+    """Counts and rates of a run, and what the server says; ``cpu_share`` of a client, None without one."""
     table = Table("figure", title="Run", title_justify="left")
     table.add_column("value", justify="right")
     rows: dict[str, str | None] = {
@@ -50,7 +51,7 @@ def totals_table(figures: LoadFigures, cpu_share: float, server: Mapping[str, fl
         "fairness over adapters (Jain)": _number(figures.fairness),
         "most requests under way": str(figures.most_under_way),
         "prompt tokens from cache": _share(figures.cached_share),
-        "client, share of a core": f"{cpu_share:.0%}",
+        "client, share of a core": None if cpu_share is None else f"{cpu_share:.0%}",
     }
     rows |= {f"server: {name}": _number(value) for name, value in server.items()}
     for name, value in rows.items():
@@ -108,6 +109,15 @@ def probes_table(probes: Sequence[tuple[float, LoadFigures]], target: float) -> 
             "[green]met[/]" if (figures.slo_attainment or 0.0) >= target else "[red]missed[/]",
         )
     return table
+
+
+def peak_words(peak: Peak) -> str:
+    """Say what a search for the peak found."""
+    if peak.rate is None:
+        return f"peak load: none; {peak.missed_rate:.3g} requests/s already miss the SLO"
+    if peak.missed_rate is None:
+        return f"peak load: above {peak.rate:.4g} requests/s, which still meet the SLO"
+    return f"peak load: {peak.rate:.4g} requests/s meet the SLO, {peak.missed_rate:.4g} miss it"
 
 
 def _ms(seconds: float | None) -> str:

@@ -67,6 +67,8 @@ FLAGS = (
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
     Flag("--row", "engine.row", str, "Which system to run as; auto."),
+    Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
+    Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
     Flag("--block-size", "engine.block_tokens", int, "Tokens of KV in a block."),
     Flag("--max-num-seqs --max-running-requests", "engine.max_running", int, "Most sequences running at once."),
@@ -75,6 +77,7 @@ FLAGS = (
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native or reference."),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
+    Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
     Flag(
         "--lora-modules --lora-paths",

@@ -71,7 +71,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...] = ()
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token of one request. (request, attempt, index) names it for ever, so duplicates can be dropped."""
 
     request_id: RequestId

@@ -20,7 +20,7 @@ class KernelForm(StrEnum):
     """As padded, and every row meets every adapter of the batch (dLoRA's einsums over one-hot types)."""
 
 
-class SequenceStart(msgspec.Struct, frozen=True):
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """What the executor must know of a sequence that it has not seen yet (or has dropped).
 
     Attributes:
@@ -38,7 +38,7 @@ class SequenceStart(msgspec.Struct, frozen=True):
     adapter: AdapterDigest | None
 
 
-class SequenceStep(msgspec.Struct, frozen=True):
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step.
 
     Attributes:
@@ -56,7 +56,7 @@ class SequenceStep(msgspec.Struct, frozen=True):
     samples: bool
 
 
-class AdapterLoad(msgspec.Struct, frozen=True):
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     """A transfer of one adapter into device blocks.
 
     Attributes:
@@ -70,15 +70,23 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     generation: int
 
 
-class AdapterLoadDone(msgspec.Struct, frozen=True):
-    """The end of an :class:`AdapterLoad` on every rank; ``error`` says why it failed."""
+class AdapterLoadDone(msgspec.Struct, frozen=True, array_like=True):
+    """The end of an :class:`AdapterLoad` on every rank.
+
+    Attributes:
+        digest: the adapter version.
+        generation: of the load.
+        error: why it failed, None if it did not.
+        duration_s: time that reading and copying took, without waiting for a thread; 0 if nobody measured it.
+    """
 
     digest: AdapterDigest
     generation: int
     error: str | None = None
+    duration_s: float = 0.0
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """Everything an executor needs for one step, or for ``repeat`` identical decode steps.
 
     Attributes:
@@ -113,7 +121,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return not (self.sequences or self.drops or self.loads or self.evictions)
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled token.
 
     Attributes:

@@ -1,0 +1,135 @@
+"""``lorikeet simulate``: scenarios, determinism, and what is said of bad ones."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.cli import app
+from lorikeet.costs.profile import write_profile
+from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario
+from lorikeet.simulator.study import find_peak_rate, run_scenario
+from tests.support.profiles import round_profile
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """The round profile as a file."""
+    file = tmp_path / "round.toml"
+    write_profile(round_profile(), file)
+    return str(file)
+
+
+def scenario(profile: object, **changes: object) -> Scenario:
+    fields = {"profile": profile, "count": 50, "rate": "5", "adapters": 4, "ranks": "1,2", "prompt_tokens": "1-20"}
+    return make_scenario(None, {**fields, "output_tokens": "1-30", **changes})
+
+
+def test_every_request_gets_the_tokens_it_asks_for(profile: str) -> None:
+    outcome = run_scenario(scenario(profile), quiet)
+    assert outcome.figures.completed == 50
+    assert all(each.output_tokens == each.asked_tokens for each in outcome.simulated.run.exchanges)
+    assert outcome.figures.itl_s is not None
+    assert outcome.figures.itl_s.count == sum(e.output_tokens - 1 for e in outcome.simulated.run.exchanges)
+
+
+def test_a_lone_request_takes_what_the_profile_says(profile: str) -> None:
+    alone = scenario(profile, count=1, adapters=0, prompt_tokens="5", output_tokens="3", arrivals="now", rate=None)
+    (exchange,) = run_scenario(alone, quiet).simulated.run.exchanges
+    assert exchange.ttft_s == pytest.approx(0.014)
+    assert exchange.e2e_s == pytest.approx(0.014 + 0.0106 + 0.0107)
+
+
+def test_an_engine_that_plans_several_steps_keeps_arrivals_waiting(profile: str) -> None:
+    anew = run_scenario(scenario(profile), quiet).figures
+    ahead = run_scenario(scenario(profile, engine={"max_repeat": 8, "repeat_limit_s": 1.0}), quiet).figures
+    assert anew.ttft_s is not None
+    assert ahead.ttft_s is not None
+    assert ahead.ttft_s.mean > anew.ttft_s.mean
+
+
+def test_the_command_writes_the_same_bytes_each_time_and_others_for_another_seed(profile: str, tmp_path: Path) -> None:
+    flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
+    written = []
+    for number, seed in enumerate(("1", "1", "2")):
+        report = tmp_path / f"{number}.json"
+        plot = tmp_path / "plot.svg"
+        result = CliRunner().invoke(app, [*flags, "--seed", seed, "--json", str(report), "--plot", str(plot)])
+        assert result.exit_code == 0, result.output
+        assert "modelled" in result.output
+        assert plot.read_text().startswith("<svg")
+        written.append(report.read_bytes())
+    assert written[0] == written[1] != written[2]
+    assert json.loads(written[0])["figures"]["completed"] == 40
+
+
+def test_flags_win_over_the_file(profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_running = 2, threads = 1 }}\n')
+    merged = make_scenario(file, {"count": 5, "rate": None, "engine": {"max_running": "9"}})
+    assert (merged.count, merged.seed) == (5, 4)
+    assert (merged.settings().engine.max_running, merged.settings().engine.threads) == (9, 1)
+
+
+def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    turns = [
+        {"timestamp": 0, "input_length": 64, "output_length": 4, "hash_ids": [1, 2]},
+        {"timestamp": 5000, "input_length": 128, "output_length": 4, "hash_ids": [1, 2, 3, 4]},
+        {"timestamp": 6000, "input_length": 64, "output_length": 4, "hash_ids": [8, 9]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, turns)))
+    chat = scenario(
+        profile, trace=str(trace), shape="chat", block_tokens=32, rate=None, count=None, adapters=1, ranks="1"
+    )
+    cached = [each.cached_tokens for each in run_scenario(chat, quiet).simulated.run.exchanges]
+    assert cached == [0, 64, 0]
+
+
+def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
+    peak, outcomes = find_peak_rate(scenario(profile, slo="ttft=0.3", count=200), quiet, target=0.9, start=1.0)
+    assert peak.rate is not None
+    assert peak.missed_rate is not None
+    assert peak.missed_rate <= peak.rate * 1.05
+    assert len(outcomes) == len(peak.probes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"profile": "nowhere"}, "no profile is called 'nowhere'"),
+        ({"preset": "vllm"}, "no row is called 'vllm'"),
+        ({"engine": {"max_runing": 3}}, "max_runing"),
+        ({"engine": {"max_running": 0}}, "max_running"),
+        ({"replicas": 2}, "replicas: 2"),
+        ({"ranks": "8;16"}, "8;16"),
+        ({"rate": "fast"}, "fast"),
+        ({"slo": "ttft"}, "'ttft' is no limit"),
+        ({"trace": "/nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"shape": "chat"}, "needs a trace"),
+        ({"max_model_tokens": 100_000}, "cannot hold a sequence of 100000 tokens"),
+    ],
+)
+def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        run_scenario(scenario(**{"profile": profile, **changes}), quiet)
+
+
+def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text('profile = "x"\nadaptors = 3\n')
+    with pytest.raises(ScenarioError, match="adaptors"):
+        make_scenario(file, {})
+
+
+def test_the_command_ends_with_code_2_and_the_reason(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--profile", "nowhere"])
+    assert result.exit_code == 2
+    result = CliRunner().invoke(app, ["simulate", "--profile", "x", "--json", str(tmp_path / "no" / "file.json")])
+    assert result.exit_code == 2
