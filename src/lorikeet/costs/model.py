@@ -6,7 +6,7 @@ collectives together; attention depends on the context of each sequence; adapter
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from lorikeet.core.adapter import AdapterRef
@@ -39,12 +39,16 @@ class LoraWork(NamedTuple):
     Attributes:
         decode_row_ranks: over the decoding rows.
         prefill_token_ranks: over the prefilled tokens.
-        adapter_ranks: over the distinct adapters.
+        adapter_ranks: over the distinct adapters of decoding rows; of einsums, over all.
+        rows: tokens that have an adapter.
+        adapters: distinct ones.
     """
 
     decode_row_ranks: float
     prefill_token_ranks: float
     adapter_ranks: float
+    rows: int = 0
+    adapters: int = 0
 
 
 class StepWork(NamedTuple):
@@ -74,6 +78,7 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
     tokens = sampled = decodes = context = prefills = pairs = 0
     rows: list[tuple[bool, int, float]] = []
     ranks: dict[object, float] = {}
+    decoding: set[object] = set()
     for sequence in sequences:
         count = sequence.tokens
         tokens += count
@@ -88,19 +93,27 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
         if sequence.adapter is not None:
             rows.append((is_decode, count, sequence.rank))
             ranks[sequence.adapter] = sequence.rank
-    lora = _lora_work(rows, list(ranks.values()), form) if rows else None
+            if is_decode:
+                decoding.add(sequence.adapter)
+    lora = _lora_work(rows, ranks, decoding, form) if rows else None
     return StepWork(tokens, sampled, decodes, context, prefills, pairs, lora)
 
 
-def _lora_work(rows: list[tuple[bool, int, float]], ranks: list[float], form: KernelForm) -> LoraWork:
+def _lora_work(
+    rows: list[tuple[bool, int, float]], ranks: Mapping[object, float], decoding: Set[object], form: KernelForm
+) -> LoraWork:
+    """Count by form. Kernels read an adapter's weights while they compute a chunk, so only decodes wait for them."""
+    tokens = sum(count for _, count, _ in rows)
     if form is KernelForm.UNPADDED:
         decode = sum(count * rank for is_decode, count, rank in rows if is_decode)
         prefill = sum(count * rank for is_decode, count, rank in rows if not is_decode)
-        return LoraWork(decode, prefill, sum(ranks))
-    padded = max(ranks) * (len(ranks) if form is KernelForm.EINSUM else 1)
+        return LoraWork(decode, prefill, sum(ranks[adapter] for adapter in decoding), tokens, len(ranks))
+    largest = max(ranks.values())
+    is_einsum = form is KernelForm.EINSUM
+    padded = largest * (len(ranks) if is_einsum else 1)
     decode = padded * sum(count for is_decode, count, _ in rows if is_decode)
     prefill = padded * sum(count for is_decode, count, _ in rows if not is_decode)
-    return LoraWork(decode, prefill, max(ranks) * len(ranks))
+    return LoraWork(decode, prefill, largest * len(ranks if is_einsum else decoding), tokens, len(ranks))
 
 
 class CostModel:
@@ -171,12 +184,17 @@ def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeomet
 
 def lora_s(costs: LoraCosts, work: LoraWork) -> float:
     """Return what adapters add to a step."""
-    return (
+    seconds = (
         costs.fixed.value
         + costs.decode_row_rank.value * work.decode_row_ranks
         + costs.prefill_token_rank.value * work.prefill_token_ranks
         + costs.adapter_rank.value * work.adapter_ranks
     )
+    if costs.row is not None:
+        seconds += costs.row.value * work.rows
+    if costs.adapter is not None:
+        seconds += costs.adapter.value * work.adapters
+    return seconds
 
 
 class _Interpolation:

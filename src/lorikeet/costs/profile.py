@@ -108,14 +108,18 @@ class LoraCosts(msgspec.Struct, frozen=True, omit_defaults=True):
         fixed: once per step.
         decode_row_rank: per rank of a decoding row.
         prefill_token_rank: per rank of a prefilled token.
-        adapter_rank: per rank of a distinct adapter of the step.
-        decode_fit, prefill_fit: None if published.
+        adapter_rank: per rank of a distinct adapter that a row decodes under; of einsums, of every distinct adapter.
+        row: per token that has an adapter, whatever its rank; None adds nothing.
+        adapter: per distinct adapter, whatever its rank; None adds nothing.
+        decode_fit, prefill_fit: of what adapters add, the largest error relative to the whole step; None if published.
     """
 
     fixed: Figure
     decode_row_rank: Figure
     prefill_token_rank: Figure
     adapter_rank: Figure
+    row: Figure | None = None
+    adapter: Figure | None = None
     decode_fit: Fit | None = None
     prefill_fit: Fit | None = None
 
