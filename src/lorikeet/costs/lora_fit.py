@@ -1,0 +1,80 @@
+"""What adapters add to a step, from measured differences."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.fit import Floats, Regression, quality
+from lorikeet.costs.model import LoraWork
+from lorikeet.costs.profile import Fit, LoraCosts
+
+_OF_ADDED, _OF_BASE = 0.05, 0.02
+"""Share of an addition, and of the step that it was measured against, that the model may miss it by."""
+
+
+class LoraMeasurement(NamedTuple):
+    """A step with adapters, measured in turns with the same step of the base model.
+
+    Attributes:
+        work: ranks of the step.
+        base_s: without adapters, each time.
+        with_s: with them, in the same moments.
+    """
+
+    work: LoraWork
+    base_s: list[float]
+    with_s: list[float]
+
+
+def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
+    """Return the constants of one kernel form that meet the measured additions best.
+
+    What adapters add is small beside what a machine's speed changes by from second to second: so each measurement
+    counts as a ratio to the base model's at the same moment. A difference of two steps carries the noise of both, so
+    a point weighs by the size of the steps as well as by its own.
+
+    Einsums copy every adapter and add whole rows whatever the ranks, so theirs have constants for that; in the other
+    forms it is too little to be told from noise.
+    """
+    works = [measured.work for measured in measurements]
+    einsum = form is KernelForm.EINSUM
+    counts = np.array(
+        [
+            [1.0, w.decode_row_ranks, w.prefill_token_ranks, w.adapter_ranks, *([w.rows, w.adapters] * einsum)]
+            for w in works
+        ]
+    )
+    base_s = np.array([np.median(measured.base_s) for measured in measurements])
+    ratios = [np.array(measured.with_s) / np.array(measured.base_s) for measured in measurements]
+    added_s = base_s * (np.array([np.median(ratio) for ratio in ratios]) - 1)
+    tolerances = _OF_ADDED * np.abs(added_s) + _OF_BASE * base_s
+
+    def redraw(generator: np.random.Generator) -> Floats:
+        drawn = np.array([np.median(generator.choice(ratio, len(ratio))) for ratio in ratios])
+        added: Floats = base_s * (drawn - 1)
+        return added
+
+    found = Regression(counts, added_s, tolerances, redraw)
+    decodes = np.array([work.prefill_token_ranks == 0 for work in works])
+    prefills = np.array([work.decode_row_ranks == 0 for work in works])
+    return LoraCosts(
+        fixed=found.figure(0, "s"),
+        decode_row_rank=found.figure(1, "s/rank"),
+        prefill_token_rank=found.figure(2, "s/rank"),
+        adapter_rank=found.figure(3, "s/rank"),
+        row=found.figure(4, "s/row") if einsum else None,
+        adapter=found.figure(5, "s/adapter") if einsum else None,
+        decode_fit=_quality(found, base_s, decodes),
+        prefill_fit=_quality(found, base_s, prefills),
+    )
+
+
+def _quality(found: Regression, base_s: Floats, which: npt.NDArray[np.bool_]) -> Fit:
+    """Return how well additions are met. Errors are relative to whole steps: an addition may be next to nothing."""
+    fit = quality(found.predicted[which], found.measured[which])
+    missed = np.abs(found.predicted - found.measured) / (base_s + found.measured)
+    return msgspec.structs.replace(fit, worst=float(missed[which].max()))
