@@ -1,0 +1,32 @@
+"""How near parts of a step come to what the machine allows."""
+
+from lorikeet.bench.ceilings import PREFILL_ROWS, adapters_limit_s, decode_limit_tok_s, model_cost, prefill_limit_tok_s
+from lorikeet.bench.limits import MachineLimits
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s
+from lorikeet.costs.profile import CostProfile, Figure
+from lorikeet.models.config import ModelConfig
+
+_UNIT = "of the limit"
+_LORA_RANKS = (8, 8, 16, 24, 40, 56, 88, 128)
+
+
+def kernel_efficiency(profile: CostProfile, config: ModelConfig, limits: MachineLimits) -> dict[str, Figure]:
+    """Return the share of the machine's limit that products of a step and adapters reach, by part.
+
+    ``decode``: one row through all products and norms, beside reading the weights once. ``prefill``: 512 rows, beside
+    multiplying them. ``lora``: eight decodes under eight adapters, beside reading these once.
+    """
+    model = CostModel(profile, KernelForm.UNPADDED)
+    bytes_each = profile.geometry.dtype_bytes
+    base = model_cost(config, bytes_each)
+    adapted = model_cost(config, bytes_each, _LORA_RANKS, profile.lora_modules)
+    decode_s = model.step_s(StepWork(1, 1, 0, 0, 0, 0, None))
+    prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
+    ranks = float(sum(_LORA_RANKS))
+    adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
+    return {
+        "decode": Figure(1 / decode_limit_tok_s(base, limits, 1) / decode_s, _UNIT),
+        "prefill": Figure(PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s, _UNIT),
+        "lora": Figure(adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s, _UNIT),
+    }

@@ -1,0 +1,85 @@
+"""Measuring steps in rounds, each in an order of its own, so that a machine that drifts wrongs none of them."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from lorikeet.bench.profiling.rig import Rig
+from lorikeet.bench.profiling.sweeps import Step, without_adapters
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.lora_fit import LoraMeasurement
+from lorikeet.costs.model import LoraWork, StepWork, step_work
+from lorikeet.costs.step_fit import StepMeasurement
+
+Tick = Callable[[], None]
+"""Called after each part, for the progress bar."""
+
+_GROUPS = (*[(KernelForm.UNPADDED, KernelForm.PADDED)] * 3, (KernelForm.EINSUM,))
+"""Forms that are measured between two runs of the base model, so often in a round. Einsums take long enough to rise
+above the noise."""
+
+
+def measure_steps(
+    rig: Rig, steps: Sequence[Step], rounds: int, max_repeat: int, repeat_limit_s: float, tick: Tick
+) -> list[StepMeasurement]:
+    """Time each step ``rounds`` times, after a round that is not kept.
+
+    Args:
+        rig: runs them.
+        steps: without adapters.
+        rounds: at least one.
+        max_repeat, repeat_limit_s: decodes are repeated as an engine with these settings does.
+        tick: called ``len(steps) * (rounds + 1)`` times.
+    """
+    order = random.Random(0)
+    prepared, repeats = {}, {}
+    for step in order.sample(steps, len(steps)):
+        prepared[step] = rig.prepare(step)
+        repeat = max_repeat if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
+        repeats[step] = rig.run(prepared[step], repeat=repeat, limit_s=repeat_limit_s).steps
+        tick()
+    seconds: dict[Step, list[float]] = {step: [] for step in steps}
+    for _ in range(rounds):
+        for step in order.sample(steps, len(steps)):
+            seconds[step].append(rig.run(prepared[step], repeat=repeats[step]).seconds)
+            tick()
+    return [StepMeasurement(_work(step, repeats[step]), tuple(seconds[step])) for step in steps]
+
+
+def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> dict[KernelForm, list[LoraMeasurement]]:
+    """Time each step in every kernel form, in turns with the same step without adapters.
+
+    Args:
+        rig: runs them; it has loaded the adapters.
+        steps: with adapters.
+        rounds: at least one.
+        tick: called ``len(steps) * rounds`` times.
+    """
+    order = random.Random(0)
+    points = {(form, step): LoraMeasurement(_lora_work(step, form), [], []) for form in KernelForm for step in steps}
+    prepared = {step: (rig.prepare(without_adapters(step)), rig.prepare(step)) for step in steps}
+    for _ in range(rounds):
+        for step in order.sample(steps, len(steps)):
+            base, adapted = prepared[step]
+            rig.run(adapted)  # not kept: the step before it was another
+            before_s = rig.run(base).seconds
+            for group in order.sample(_GROUPS, len(_GROUPS)):
+                with_s = {form: rig.run(adapted, form).seconds for form in order.sample(group, len(group))}
+                after_s = rig.run(base).seconds
+                for form, seconds in with_s.items():
+                    points[form, step].with_s.append(seconds)
+                    points[form, step].base_s.append((before_s + after_s) / 2)
+                before_s = after_s
+            tick()
+    return {form: [points[form, step] for step in steps] for form in KernelForm}
+
+
+def _work(step: Step, repeat: int) -> StepWork:
+    """Count the work of a step in the middle of its repeats, whose context grows."""
+    middle = (repeat - 1) // 2
+    return step_work([s._replace(start=s.start + middle) if middle else s for s in step], KernelForm.UNPADDED)
+
+
+def _lora_work(step: Step, form: KernelForm) -> LoraWork:
+    work = step_work(step, form).lora
+    assert work is not None
+    return work

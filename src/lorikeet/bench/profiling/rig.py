@@ -1,0 +1,169 @@
+"""An executor driven by hand: steps of any shape, as often as one likes, over memory that has been written before."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.plan import AdapterLoad, KernelForm, SequenceStart, SequenceStep, StepPlan
+from lorikeet.core.request import SamplingParams
+from lorikeet.costs.model import SequenceWork
+from lorikeet.engine.executor import EngineSizes, Executor
+from lorikeet.memory.packing import pack
+
+SLACK_TOKENS = 16
+"""Room behind each sequence, for decodes that are repeated."""
+
+_NEVER_S = 3600.0
+_SEED = 7
+
+
+class RigError(RuntimeError):
+    """A measurement cannot be made here; the message says why."""
+
+
+class Timing(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        seconds: of one step.
+        steps: how many ran in the plan.
+    """
+
+    seconds: float
+    steps: int
+
+
+class Rig:
+    """A scheduler by hand. A prepared step can be run again and again: it always computes the same positions.
+
+    All prepared steps share the same scattered KV blocks; what the blocks hold does not matter, but somebody must have
+    written them: pages that nobody has written all read from the same zeros, out of the cache.
+
+    Args:
+        executor: runs the steps; nobody else drives it meanwhile.
+        sizes: of the executor.
+        vocabulary: number of token ids.
+        kv_tokens: room for the KV of one step; at most half of the memory is used for it.
+    """
+
+    def __init__(self, executor: Executor, sizes: EngineSizes, vocabulary: int, kv_tokens: int) -> None:
+        self.sizes = sizes
+        self._executor = executor
+        generator = random.Random(_SEED)
+        blocks = [BlockId(block) for block in range(sizes.total_blocks)]
+        generator.shuffle(blocks)
+        kv_blocks = min(-(-kv_tokens // sizes.block_tokens), len(blocks) // 2)
+        self._kv_blocks, self._free = blocks[:kv_blocks], blocks[kv_blocks:]
+        self._token_ids = generator.choices(range(vocabulary), k=sizes.max_model_tokens)
+        self._loaded: dict[AdapterDigest, tuple[BlockId, ...]] = {}
+        self._started: list[RequestId] = []
+        self._generation = 0
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room for the KV of one step."""
+        return len(self._kv_blocks) * self.sizes.block_tokens
+
+    def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
+        """Start the sequences of a step; those that have adapters name them by their digests.
+
+        Raises:
+            RigError: there is no room for their KV.
+        """
+        free = list(reversed(self._kv_blocks))
+        starts, blocks = [], []
+        for number, work in enumerate(sequences, len(self._started)):
+            needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_tokens)
+            if needed > len(free):
+                raise RigError(f"the KV of a step does not fit {self.kv_tokens} tokens")
+            blocks.append(tuple(free.pop() for _ in range(needed)))
+            known = work.start + work.tokens
+            sampling = SamplingParams(max_tokens=self.sizes.max_model_tokens, temperature=0.0)
+            adapter = None if work.adapter is None else AdapterDigest(str(work.adapter))
+            name = RequestId(f"profile-{number}")
+            starts.append(SequenceStart(name, self._token_ids[:known], known, sampling, adapter))
+        self._started += [start.request_id for start in starts]
+        first = [
+            SequenceStep(start.request_id, work.start, work.tokens, new, work.samples)
+            for start, work, new in zip(starts, sequences, blocks, strict=True)
+        ]
+        self._executor.execute(StepPlan(0, sequences=tuple(first), starts=tuple(starts)))
+        return tuple(msgspec.structs.replace(step, new_blocks=()) for step in first)
+
+    def run(
+        self,
+        steps: tuple[SequenceStep, ...],
+        form: KernelForm = KernelForm.UNPADDED,
+        repeat: int = 1,
+        limit_s: float = _NEVER_S,
+    ) -> Timing:
+        """Run a prepared step, or decodes several times, and return the time of one.
+
+        Args:
+            steps: what :meth:`prepare` returned.
+            form: how mixed ranks are computed.
+            repeat: how many steps, at most ``SLACK_TOKENS``.
+            limit_s: no further step begins after this time.
+        """
+        plan = StepPlan(0, sequences=steps, kernel_form=form, repeat=repeat, max_duration_s=limit_s)
+        result = self._executor.execute(plan)
+        return Timing(result.duration_s / result.steps_run, result.steps_run)
+
+    def load(self, ref: AdapterRef) -> float:
+        """Load an adapter and return the seconds until it was there.
+
+        Raises:
+            RigError: there is no room, or the load failed.
+        """
+        count = self._blocks_of(ref)
+        if count > len(self._free):
+            raise RigError(f"adapter {ref.name!r} takes {count} blocks, {len(self._free)} are free; give more memory")
+        self._loaded[ref.digest] = tuple(self._free.pop() for _ in range(count))
+        return self._load(ref, self._loaded[ref.digest])
+
+    def evict(self, digest: AdapterDigest) -> None:
+        """Give an adapter's blocks back."""
+        self._executor.execute(StepPlan(0, evictions=(digest,)))
+        self._free.extend(self._loaded.pop(digest))
+
+    def write_kv(self, ref: AdapterRef) -> None:
+        """Write all KV blocks by loading an adapter over and over, which takes a fraction of a prefill's time.
+
+        Raises:
+            RigError: the KV blocks do not even hold the adapter.
+        """
+        count = self._blocks_of(ref)
+        if count > len(self._kv_blocks):
+            raise RigError(f"adapter {ref.name!r} takes {count} blocks, {len(self._kv_blocks)} are kept for KV")
+        for first in range(0, len(self._kv_blocks), count):
+            last = min(first + count, len(self._kv_blocks))
+            self._load(ref, tuple(self._kv_blocks[last - count : last]))
+        self._executor.execute(StepPlan(0, evictions=(ref.digest,)))
+
+    def clear(self) -> None:
+        """Let the executor forget all sequences and adapters, so that another may drive it."""
+        self._executor.execute(StepPlan(0, drops=tuple(self._started), evictions=tuple(self._loaded)))
+        for blocks in self._loaded.values():
+            self._free.extend(blocks)
+        self._loaded, self._started = {}, []
+
+    def _blocks_of(self, ref: AdapterRef) -> int:
+        geometry = self.sizes.local_geometry
+        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_tokens)).blocks
+
+    def _load(self, ref: AdapterRef, blocks: tuple[BlockId, ...]) -> float:
+        self._generation += 1
+        clock = MonotonicClock()
+        started_s = clock.now()
+        self._executor.execute(StepPlan(0, loads=(AdapterLoad(ref, blocks, self._generation),)))
+        while not (done := self._executor.completed_loads()):
+            self._executor.wait_for_load(None)
+        seconds = clock.now() - started_s
+        if done[0].error is not None:
+            raise RigError(done[0].error)
+        return seconds

@@ -1,0 +1,114 @@
+"""From a tiny model to a profile file, and the hand-driven executor below it."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.bench.limits import LimitMeter, MachineLimits
+from lorikeet.bench.profiling.loads import random_adapters
+from lorikeet.bench.profiling.rig import Rig, RigError
+from lorikeet.bench.profiling.run import Thoroughness, run_profile
+from lorikeet.bench.profiling.sweeps import Limits, base_steps, decodes, lora_steps, prefills, without_adapters
+from lorikeet.cli import app
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import decode_profile, encode_profile, read_profile
+from lorikeet.engine.torch_executor import build_torch_executor
+
+TINY = Thoroughness(kv_tokens=512, step_rounds=1, lora_rounds=1, load_rounds=1, loop_tokens=4, ranks=(2, 4))
+LIMITS = MachineLimits(threads=1, read_gb_s=10.0, gemm_gflops={1: 10.0, 8: 50.0, 512: 100.0})
+runner = CliRunner(env={"COLUMNS": "200"})
+
+
+def settings_for(folder: Path) -> Settings:
+    engine = EngineSettings(memory_bytes=2**23, threads=1, max_running=4, max_step_tokens=32)
+    return Settings(ModelSettings(model=str(folder)), engine)
+
+
+@pytest.fixture
+def rig(model_folder: Path) -> Iterator[Rig]:
+    executor, config, sizes = build_torch_executor(
+        settings_for(model_folder), model_folder, lambda *_: None, lambda: None
+    )
+    with closing(executor):
+        yield Rig(executor, sizes, config.vocab_size, kv_tokens=256)
+
+
+def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder: Path) -> None:
+    stages = []
+    profile = run_profile(
+        settings_for(model_folder), "tiny", TINY, lambda stage, done, total: stages.append(stage), lambda: LIMITS
+    )
+    assert decode_profile(encode_profile(profile), "here") == profile
+    assert list(dict.fromkeys(stages))[-5:] == ["transfers", "adapters", "steps", "loop", "fitting"]
+    assert profile.lora.keys() == set(KernelForm)
+    assert profile.transfers.source_to_device is not None
+    assert profile.transfers.host_to_device is None
+    assert profile.step.fit is not None
+    assert profile.kernel_efficiency.keys() == {"decode", "prefill", "lora"}
+    for form in KernelForm:
+        with_adapter = step_work([SequenceWork(8, 1, True, "a", 4.0)], form)
+        model = CostModel(profile, form)
+        assert model.step_s(with_adapter) >= model.step_s(with_adapter._replace(lora=None)) > 0
+    assert profile.step.loop.value + profile.step.loop_sequence.value > 0
+
+
+def test_the_command_writes_the_file_and_prints_every_constant(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.bench.profiling.run.QUICK", TINY)
+    monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
+    monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
+    path = tmp_path / "mine.toml"
+    arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
+    result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
+    assert result.exit_code == 0, result.output
+    profile = read_profile(path)
+    assert profile.name == "mine"
+    assert profile.model == model_folder.name
+    for name in ("step.decode_attention", "lora.unpadded.adapter_rank", "transfers.source_to_device.bandwidth"):
+        assert name in result.stdout
+    assert "lora.einsum.prefill_fit" in result.stdout
+
+
+def test_a_folder_that_is_not_there_ends_the_command_before_anything_runs(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["profile", "--output", str(tmp_path / "none" / "p.toml")])
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
+def test_a_prepared_step_runs_as_often_as_one_likes(rig: Rig) -> None:
+    step = rig.prepare(decodes(2, 20))
+    assert [rig.run(step, repeat=4).steps for _ in range(3)] == [4, 4, 4]
+    mixed = rig.prepare(decodes(1, 20) + prefills(1, 16))
+    assert [rig.run(mixed).steps for _ in range(3)] == [1, 1, 1]
+
+
+def test_after_clearing_another_can_drive_the_executor(rig: Rig) -> None:
+    with random_adapters(rig.sizes.geometry, (2, 4)) as adapters:
+        ref = adapters.refs[4][0]
+        rig.write_kv(ref)
+        rig.load(ref)
+    step = rig.prepare([SequenceWork(8, 1, True, ref.digest, 4)])
+    rig.run(step)
+    rig.clear()
+    assert rig.run(rig.prepare(decodes(1, 8))).steps == 1
+
+
+def test_too_little_memory_is_named(rig: Rig) -> None:
+    with pytest.raises(RigError, match="does not fit 256 tokens"):
+        rig.prepare(decodes(4, 100))
+
+
+def test_every_step_of_a_sweep_keeps_to_the_limits() -> None:
+    limits = Limits(sequences=8, step_tokens=64, sequence_tokens=256, kv_tokens=1024)
+    adapters = {2: ["a", "b"], 4: ["c"], 8: ["d"]}
+    steps = [*base_steps(limits), *lora_steps(adapters, limits)]
+    assert all(limits.allows(step) for step in steps)
+    assert len(steps) == len(set(steps))
+    assert any(sequence.adapter for step in steps for sequence in step)
+    assert not any(sequence.adapter for step in steps for sequence in without_adapters(step))
