@@ -1,0 +1,187 @@
+"""costs.2: the engine on a virtual clock, by a profile measured here, beside the engine itself."""
+
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.accept.inprocess import replica
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.models import default_model
+from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.server import LORIKEET
+from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
+from lorikeet.adapters.store import reference
+from lorikeet.bench.adapters import spread_ranks, write_random_adapter
+from lorikeet.bench.choices import Range
+from lorikeet.bench.in_process import Run, run_workload
+from lorikeet.bench.peak import find_peak
+from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.workload import Slo, WorkloadRequest, read_any
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.costs.profile import CostProfile, read_profile
+from lorikeet.simulator.run import simulate
+
+ADAPTERS, REPEATS, WITHIN, LOAD = 20, 3, 0.10, 0.5
+SLO, TARGET = Slo(ttft_s=1.0, tpot_s=0.15), 0.9
+MEMORY_BYTES = 2 * 2**30
+_TIMES, _KEYS = ("ttft_s", "tpot_s", "e2e_s"), ("mean", "p50", "p95")
+BLOCK_TOKENS = 16
+"""Of the trace's prefix blocks at 1 / 32 of their length."""
+
+
+class _Work(NamedTuple):
+    """A workload by its rate.
+
+    Attributes:
+        name: in words.
+        recipe: everything but the rate.
+        block_tokens: of its prefix blocks.
+    """
+
+    name: str
+    recipe: Recipe
+    block_tokens: int
+
+    def requests(self, rate: float) -> list[WorkloadRequest]:
+        """The same requests at any rate, closer together or further apart."""
+        return msgspec.structs.replace(self.recipe, rates=Rates.constant(rate)).requests()
+
+    def prompts(self) -> Prompts:
+        """The same in every repeat."""
+        return Prompts(0, 0, DEFAULT_IDS, self.block_tokens)
+
+
+@line(
+    "costs.2",
+    title="The twin: a simulated engine beside the live one, on workloads that its profile has not seen",
+    bound=f"mean, P50 and P95 of TTFT, TPOT and E2E within max({WITHIN:.0%}, the spread of {REPEATS} live repeats), at "
+    f"{LOAD:.0%} of peak: 128 + 64 tokens and conversations",
+)
+def run(runs: StoredRuns) -> Result:
+    """Profile the machine, find each workload's peak by simulation, run half of it live, and simulate that."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch:
+        file = Path(scratch) / "profile.toml"
+        file.write_text(runs.get("profile", lambda: {"toml": _measure_profile(file)})["toml"])
+        profile = read_profile(file)
+        works = _works()
+        rates = {work.name: runs.get(f"peak-{work.name}", partial(_peak, profile, work))["rate"] for work in works}
+        live: dict[str, list[dict[str, Any]]] = {work.name: [] for work in works}
+        for repeat in range(REPEATS):
+            for work in works:
+                rate = LOAD * rates[work.name]
+                part = f"live-{work.name}-{repeat}"
+                live[work.name].append(runs.get(part, partial(_live, work, rate)))
+        twins = {work.name: _times(_simulate(profile, work, LOAD * rates[work.name])) for work in works}
+    rows = [row for work in works for row in _compare(work.name, live[work.name], twins[work.name])]
+    failures = [f"{row['what']} is off by {row['error']:.0%}" for row in rows if not row["met"]]
+    return Result(
+        figure={
+            "largest_error": max(abs(row["error"]) for row in rows),
+            "median_error": statistics.median(abs(row["error"]) for row in rows),
+            "met": f"{sum(row['met'] for row in rows)} of {len(rows)}",
+            **{row["what"]: row["words"] for row in rows},
+        },
+        passed=not failures,
+        cause="; ".join(failures),
+        notes=f"modelled and live in one process each, {ADAPTERS} adapters of ranks 8 to 128, Poisson arrivals; "
+        + ", ".join(
+            f"{work.name}: {live[work.name][0]['requests']} requests at {LOAD * rates[work.name]:.2f}/s"
+            for work in works
+        )
+        + f"; peaks by simulation, {TARGET:.0%} of requests with TTFT ≤ {SLO.ttft_s:g} s and TPOT ≤ {SLO.tpot_s:g} s; "
+        "twin beside the mean of the repeats (lowest to highest), ms; conversations of Mooncake's trace (Apache-2.0), "
+        "lengths divided by 32",
+        details={"rows": rows},
+    )
+
+
+def _works() -> list[_Work]:
+    with unpacked(MOONCAKE_CONVERSATION) as file:
+        trace = tuple(read_any(file))
+    names = tuple(f"a{i}" for i in range(ADAPTERS))
+    common: dict[str, Any] = {"adapters": names, "adapter_choice": "zipf:1", "seed": 20}
+    fixed = Recipe(count=1000, prompt_tokens=Range(128, 128), output_tokens=Range(64, 64), **common)
+    chat = Recipe(trace=trace, shape="chat", count=300, length_scale=1 / 32, most_tokens=1000, **common)
+    return [_Work("128 + 64", fixed, BLOCK_TOKENS), _Work("conversations", chat, BLOCK_TOKENS)]
+
+
+def _measure_profile(file: Path) -> str:
+    subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
+    return file.read_text()
+
+
+def _peak(profile: CostProfile, work: _Work) -> dict[str, Any]:
+    def attainment(rate: float) -> float:
+        return _simulate(profile, work, rate).figures(SLO).slo_attainment or 0.0
+
+    peak = find_peak(attainment, TARGET, 2.0, precision=0.05)
+    if peak.rate is None:
+        raise RuntimeError(f"{work.name}: no rate meets the limits")
+    return {"rate": peak.rate}
+
+
+def _simulate(profile: CostProfile, work: _Work, rate: float) -> Run:
+    settings = Settings(ModelSettings(), EngineSettings(memory_bytes=MEMORY_BYTES))
+    with tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch:
+        refs = _adapters(Path(scratch), profile.geometry)
+    requests = work.requests(rate)
+    return simulate(settings, profile, requests, refs, work.prompts()).run
+
+
+def _live(work: _Work, rate: float) -> dict[str, Any]:
+    requests = work.requests(rate)
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch,
+        replica(default_model(), "bfloat16", memory_bytes=MEMORY_BYTES) as built,
+    ):
+        refs = _adapters(Path(scratch), built.sizes.geometry)
+        warm = [WorkloadRequest(0.0, None, 256, 32)] * 16
+        run_workload(built.engine, MonotonicClock(), warm, {}, Prompts(1, 0, DEFAULT_IDS, work.block_tokens))
+        return _times(run_workload(built.engine, MonotonicClock(), requests, refs, work.prompts()))
+
+
+def _adapters(folder: Path, geometry: ModelGeometry) -> dict[str, AdapterRef]:
+    ranks = spread_ranks(ADAPTERS)
+    folders = [write_random_adapter(folder / f"a{i}", geometry, rank, seed=i) for i, rank in enumerate(ranks)]
+    return {each.name: reference(each.name, each, geometry) for each in folders}
+
+
+def _times(run: Run) -> dict[str, Any]:
+    figures = run.figures(Slo())
+    if figures.completed != len(run.exchanges):
+        raise RuntimeError(f"{figures.completed} of {len(run.exchanges)} requests were answered: {figures.errors}")
+    found: dict[str, Any] = {"requests": figures.requests}
+    for name in _TIMES:
+        values = getattr(figures, name)
+        found |= {f"{name} {key}": getattr(values, key) for key in _KEYS}
+    return found
+
+
+def _compare(name: str, live: Sequence[Mapping[str, Any]], twin: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for time in _TIMES:
+        for key in _KEYS:
+            measured = [each[f"{time} {key}"] for each in live]
+            modelled = twin[f"{time} {key}"]
+            middle, spread = statistics.mean(measured), max(measured) - min(measured)
+            rows.append(
+                {
+                    "what": f"{name} {time.removesuffix('_s').upper()} {key}",
+                    "error": modelled / middle - 1,
+                    "met": abs(modelled - middle) <= max(WITHIN * middle, spread),
+                    "words": f"{modelled * 1e3:.1f} beside {middle * 1e3:.1f} "
+                    f"({min(measured) * 1e3:.1f} to {max(measured) * 1e3:.1f})",
+                }
+            )
+    return rows
