@@ -4,10 +4,9 @@ On a virtual clock it is the simulator's; on the real one it sleeps, and a repli
 runs in a fraction of a core (design, idea 2).
 """
 
-import heapq
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Protocol
 
 from lorikeet.core.adapter import AdapterRef
@@ -16,14 +15,11 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, KernelForm, SequenceStart, StepPlan, StepResult, Token
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
-
-CATCH_UP_S = 0.01
-"""A step that begins so soon after the last one's end counts as beginning right then: the loop's own time between two
-steps is the model's, not this machine's."""
+from lorikeet.engine.executor import ExecutorError
 
 
 class PlanTimes(Protocol):
-    """How long plans and loads take."""
+    """How long plans take."""
 
     def steps_s(self, plan: StepPlan, limit_s: float) -> tuple[int, float, float]:
         """Return how many of a plan's identical steps run until ``limit_s`` is over, and the seconds they take.
@@ -33,16 +29,28 @@ class PlanTimes(Protocol):
         """
         ...
 
-    def load_s(self, ref: AdapterRef) -> float:
-        """Return the seconds of an adapter's transfer, alone on its link."""
+
+class Link(Protocol):
+    """Transfers of adapters to the device."""
+
+    def begin(self, load: AdapterLoad, now: float) -> None:
+        """Take a transfer on."""
+        ...
+
+    def next_s(self) -> float | None:
+        """Return when the next of its transfers ends, None if it has none."""
+        ...
+
+    def take_done(self, now: float) -> list[AdapterLoadDone]:
+        """Return the transfers that have ended since the last call, in the order of their ends."""
         ...
 
 
 class TokenChoice(Protocol):
     """Which tokens come out."""
 
-    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...]:
-        """Return the tokens at ``position`` and the following ones, ``count`` in all."""
+    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | None:
+        """Return ``count`` tokens from ``position`` on; None if the output is not finite."""
         ...
 
 
@@ -105,10 +113,6 @@ class ModelledTimes:
             ran += 1
         return ran, seconds, loop_s + (ran - 1) * between_s
 
-    def load_s(self, ref: AdapterRef) -> float:
-        """See ``PlanTimes``."""
-        return self._model.load_s(ref)
-
     def _remember(self, plan: StepPlan) -> None:
         for digest in plan.evictions:
             self._ranks.pop(digest, None)
@@ -126,31 +130,68 @@ class ModelledTimes:
             yield SequenceWork(step.start, step.tokens, step.samples, adapter, rank)
 
 
+class ModelledLink:
+    """Transfers that follow one another, each as long as if it were alone.
+
+    Args:
+        load_s: seconds of an adapter's transfer.
+        on_load_done: on the real clock called, on another thread, when a transfer has ended.
+    """
+
+    def __init__(self, load_s: Callable[[AdapterRef], float], on_load_done: Callable[[], None] | None = None) -> None:
+        self._load_s = load_s
+        self._on_load_done = on_load_done
+        self._loads: deque[tuple[float, AdapterLoadDone]] = deque()
+        self._free_s = 0.0
+
+    def begin(self, load: AdapterLoad, now: float) -> None:
+        """See ``Link``."""
+        load_s = self._load_s(load.adapter)
+        self._free_s = max(self._free_s, now) + load_s
+        done = AdapterLoadDone(load.adapter.digest, load.generation, duration_s=load_s)
+        self._loads.append((self._free_s, done))
+        if self._on_load_done is not None:
+            timer = threading.Timer(self._free_s - now, self._on_load_done)
+            timer.daemon = True
+            timer.start()
+
+    def next_s(self) -> float | None:
+        """See ``Link``."""
+        return self._loads[0][0] if self._loads else None
+
+    def take_done(self, now: float) -> list[AdapterLoadDone]:
+        """See ``Link``."""
+        done = []
+        while self._loads and self._loads[0][0] <= now:
+            done.append(self._loads.popleft()[1])
+        return done
+
+
 class ModelledExecutor:
-    """See the module. Loads follow one another on one link, beside the steps.
+    """See the module. Transfers go on beside the steps.
 
     Args:
         clock: virtual or real.
-        times: of plans and loads.
+        times: of plans.
+        link: of the loads.
         choice: of the tokens.
-        on_load_done: on the real clock called, on another thread, when ``completed_loads`` has something new.
+        catch_up_s: how late, on a real clock, a step may begin and count as beginning with the last one's end.
     """
 
     def __init__(
         self,
         clock: WaitableClock,
         times: PlanTimes,
+        link: Link,
         choice: TokenChoice,
-        on_load_done: Callable[[], None] | None = None,
+        catch_up_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._times = times
+        self._link = link
         self._choice = choice
-        self._on_load_done = on_load_done
+        self._catch_up_s = catch_up_s
         self._starts: dict[RequestId, SequenceStart] = {}
-        self._loads: list[tuple[float, int, AdapterLoadDone]] = []
-        self._load_number = count()
-        self._link_free_s = 0.0
         self._ended_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -161,43 +202,38 @@ class ModelledExecutor:
             self._starts[start.request_id] = start
         now = self._clock.now()
         for load in plan.loads:
-            self._begin(load, now)
-        limit_s = min(plan.max_duration_s, self._loads[0][0] - now) if self._loads else plan.max_duration_s
+            self._link.begin(load, now)
+        load_end_s = self._link.next_s()
+        limit_s = plan.max_duration_s if load_end_s is None else min(plan.max_duration_s, load_end_s - now)
         ran, steps_s, loop_s = self._times.steps_s(plan, limit_s)
         if plan.sequences:
-            began_s = self._ended_s if now - self._ended_s < CATCH_UP_S else now
+            began_s = self._ended_s if now - self._ended_s < self._catch_up_s else now
             self._ended_s = began_s + steps_s + loop_s
             self._clock.wait_until(self._ended_s)
-        tokens = tuple(
+        chosen = [
             self._choice.tokens(self._starts[step.request_id], step.start + step.tokens, ran) if step.samples else ()
             for step in plan.sequences
-        )
-        return StepResult(plan.step, tokens, ran, steps_s)
+        ]
+        failed = tuple(step.request_id for step, tokens in zip(plan.sequences, chosen, strict=True) if tokens is None)
+        return StepResult(plan.step, tuple(tokens or () for tokens in chosen), ran, steps_s, failed)
 
     def completed_loads(self) -> list[AdapterLoadDone]:
         """Return the loads whose time has come."""
-        done = []
-        while self._loads and self._loads[0][0] <= self._clock.now():
-            done.append(heapq.heappop(self._loads)[2])
-        return done
+        return self._link.take_done(self._clock.now())
 
     def wait_for_load(self, timeout_s: float | None) -> None:
-        """Wait until the next load has ended, or for ``timeout_s``."""
-        due = [self._loads[0][0]] if self._loads else []
+        """Wait until the next load has ended, or for ``timeout_s``.
+
+        Raises:
+            ExecutorError: neither will ever come.
+        """
+        load_end_s = self._link.next_s()
+        due = [] if load_end_s is None else [load_end_s]
         if timeout_s is not None:
             due.append(self._clock.now() + timeout_s)
-        if due:
-            self._clock.wait_until(min(due))
+        if not due:
+            raise ExecutorError("a transfer is awaited, and none is under way")
+        self._clock.wait_until(min(due))
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _begin(self, load: AdapterLoad, now: float) -> None:
-        load_s = self._times.load_s(load.adapter)
-        self._link_free_s = max(self._link_free_s, now) + load_s
-        done = AdapterLoadDone(load.adapter.digest, load.generation)
-        heapq.heappush(self._loads, (self._link_free_s, next(self._load_number), done))
-        if self._on_load_done is not None:
-            timer = threading.Timer(self._link_free_s - now, self._on_load_done)
-            timer.daemon = True
-            timer.start()

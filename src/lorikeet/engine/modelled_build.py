@@ -7,10 +7,15 @@ from lorikeet.config import ConfigError, Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.model import CostModel
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.executor import EngineSizes
-from lorikeet.engine.modelled import ModelledExecutor, ModelledTimes, SeededTokens
+from lorikeet.engine.modelled import ModelledExecutor, ModelledLink, ModelledTimes, SeededTokens
 from lorikeet.models.config import read_model_config
+
+CATCH_UP_S = 0.01
+"""A step that begins so soon after the last one's end counts as beginning right then: the loop's own time between two
+steps is the model's, not this machine's."""
 
 _ORDINARY_TOKENS = (300, 10_000)
 """Ordinary tokens in the usual vocabularies: special and byte tokens lie below, or far above."""
@@ -33,7 +38,8 @@ def build_modelled_executor(
         ConfigError: a setting does not fit the profile.
     """
     times = ModelledTimes(profile, form, loop_each_step=coalesced)
-    executor = ModelledExecutor(clock, times, _tokens_of(profile))
+    link = ModelledLink(CostModel(profile, form).load_s)
+    executor = ModelledExecutor(clock, times, link, _tokens_of(profile))
     return executor, sizes_of(settings, profile, "modelled")
 
 
@@ -66,7 +72,8 @@ def build_paced_executor(
             f"profile {profile.name}"
         )
     times = ModelledTimes(profile, form, loop_each_step=False)
-    executor = ModelledExecutor(clock, times, _tokens_of(profile), on_load_done)
+    link = ModelledLink(CostModel(profile, form).load_s, on_load_done)
+    executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
     return executor, sizes_of(settings, profile, "paced")
 
 
