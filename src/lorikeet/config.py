@@ -139,6 +139,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kernels: ``native``, ``reference``, or ``auto``: native where it was built and fits dtype and device.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: threads that read adapters.
+        record: file for a recording of all that the engine does, prompts included; empty for none.
     """
 
     row: str = "auto"
@@ -155,6 +156,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels: str = "auto"
     threads: Count = 0
     load_threads: Positive = 1
+    record: str = ""
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,7 +38,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     adapter: AdapterDigest | None
 
 
-class SequenceStep(msgspec.Struct, frozen=True, gc=False):
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step.
 
     Attributes:
@@ -135,7 +135,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step brought.
 
     Attributes:

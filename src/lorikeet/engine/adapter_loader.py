@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -84,6 +85,7 @@ class AdapterLoader:
 
     def _run(self, load: AdapterLoad) -> None:
         ref, error = load.adapter, None
+        started_s = time.monotonic()
         try:
             weights = self._transfer(load)
             with self._lock:
@@ -96,7 +98,7 @@ class AdapterLoader:
             with self._lock:
                 if self._generations.get(ref.digest) == load.generation:
                     del self._generations[ref.digest]
-        self._on_done(AdapterLoadDone(ref.digest, load.generation, error))
+        self._on_done(AdapterLoadDone(ref.digest, load.generation, error, time.monotonic() - started_s))
 
     def _transfer(self, load: AdapterLoad) -> LoraWeights:
         packing = pack(load.adapter.ranks, self._geometry, self._arena.shape[1])

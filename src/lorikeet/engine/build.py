@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from lorikeet import __version__
 from lorikeet.config import ExecutorKind, KvAfterFinish, Settings, resolve_row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock, MonotonicClock
@@ -11,6 +14,8 @@ from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.modelled_build import build_paced_executor
+from lorikeet.engine.recording import FileRecorder
+from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.device import DeviceMemory
 from lorikeet.memory.packing import pack
@@ -69,6 +74,7 @@ def assemble(
 
     Raises:
         ConfigError: the row is unknown.
+        OSError: the recording cannot be written.
     """
     name, row = resolve_row(settings.engine.row)
     memory = DeviceMemory(
@@ -88,14 +94,24 @@ def assemble(
         max_loads=2 * settings.engine.load_threads,
     )
     scheduler = Scheduler(memory, ADMISSION[row.admission](), limits, row)
-    engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan)
+    recorder = _recorder(settings, name, sizes)
+    engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan, recorder)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
-    notes = (
+    notes = [
         f"row {settings.engine.row} is {name}: {row}",
         f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_tokens} tokens, "
         f"{arena_mib:.0f} MiB; kernels: {sizes.kernels}",
-    )
-    return Replica(engine, sizes, notes)
+    ]
+    if recorder is not None:
+        notes.append(f"recording to {recorder.path}")
+    return Replica(engine, sizes, tuple(notes))
+
+
+def _recorder(settings: Settings, row: str, sizes: EngineSizes) -> FileRecorder | None:
+    if not settings.engine.record:
+        return None
+    engine = msgspec.structs.replace(settings.engine, row=row, record="")
+    return FileRecorder.create(Path(settings.engine.record), Header(__version__, engine, sizes))
 
 
 def _adapter_blocks(sizes: EngineSizes) -> Callable[[AdapterRef], int]:

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from lorikeet.config import ColdStart
 from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import EngineStats, StepOutputs
+from lorikeet.core.messages import Abort, DropAdapter, EngineStats, StepOutputs, Submit
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request
 from lorikeet.engine.executor import Executor
+from lorikeet.engine.records import Exported, Loaded, NoRecorder, Planned, Ran, Received, Recorder, Told
 from lorikeet.memory.device import DeviceMemory
 from lorikeet.memory.tree import Residency
 from lorikeet.scheduling.scheduler import Scheduler
@@ -23,7 +24,8 @@ class Engine:
         executor: runs plans.
         clock: real or virtual.
         cold_start: whether transfers stop everything.
-        on_plan: called with every plan that is run, for recordings and tests.
+        on_plan: called with every plan that has run.
+        recorder: is told all that plans depend on.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Engine:
         clock: Clock,
         cold_start: ColdStart = ColdStart.WAIT,
         on_plan: Callable[[StepPlan], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._memory = memory
@@ -41,27 +44,35 @@ class Engine:
         self._clock = clock
         self._cold_start = cold_start
         self._on_plan = on_plan
+        self._recorder: Recorder = recorder or NoRecorder()
         self._unwanted: set[AdapterDigest] = set()
         self._last_plan = StepPlan(step=-1)
         self._steps = 0
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
-        self._scheduler.submit(request, self._clock.now())
+        now = self._clock.now()
+        self._recorder.note(Received(now, Submit(request)))
+        self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; unknown ids are ignored."""
-        self._scheduler.abort(request_id, self._clock.now())
+        now = self._clock.now()
+        self._recorder.note(Received(now, Abort(request_id)))
+        self._scheduler.abort(request_id, now)
 
     def export_request(self, request_id: RequestId) -> Request:
         """Take a request out as plain data, to be resumed by :meth:`submit` here or elsewhere."""
-        return self._scheduler.export_request(request_id, self._clock.now())
+        now = self._clock.now()
+        self._recorder.note(Received(now, Exported(request_id)))
+        return self._scheduler.export_request(request_id, now)
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when.
 
         Requests that still arrive for it are served first: they were accepted before it was dropped.
         """
+        self._recorder.note(Received(self._clock.now(), DropAdapter(digest)))
         self._unwanted.add(digest)
 
     def step(self, until_s: float | None = None) -> StepOutputs:
@@ -74,18 +85,24 @@ class Engine:
         Raises:
             ExecutorError: the step failed; the engine cannot go on.
         """
-        self._take_loads()
-        self._purge_unwanted()
-        plan = self._scheduler.plan(self._clock.now(), until_s)
+        now = self._take_loads()
+        self._purge_unwanted(now)
+        plan = self._scheduler.plan(now, until_s)
+        self._recorder.note(Planned(now, until_s, plan))
         if not plan.is_empty:
             result = self._executor.execute(plan)
-            self._scheduler.commit(plan, result, self._clock.now())
+            now = self._clock.now()
+            self._recorder.note(Ran(now, result))
+            self._scheduler.commit(plan, result, now)
             self._steps += result.steps_run if plan.sequences else 0
             if self._on_plan is not None:
                 self._on_plan(plan)
         self._last_plan = plan
         tokens, events = self._scheduler.take_outputs()
-        return StepOutputs(tokens, events, self._memory.take_events())
+        adapter_events = self._memory.take_events()
+        if events or adapter_events:
+            self._recorder.note(Told(events, adapter_events))
+        return StepOutputs(tokens, events, adapter_events)
 
     @property
     def is_busy(self) -> bool:
@@ -102,8 +119,9 @@ class Engine:
         self._executor.wait_for_load(timeout_s)
 
     def close(self) -> None:
-        """Release the executor."""
+        """Release the executor, and end the recording."""
         self._executor.close()
+        self._recorder.close()
 
     def stats(self) -> EngineStats:
         """Return the gauges as they are after the last step."""
@@ -130,20 +148,24 @@ class Engine:
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
         )
 
-    def _take_loads(self) -> None:
-        """Take finished transfers in; under ``block`` none stays in flight."""
+    def _take_loads(self) -> float:
+        """Take finished transfers in; under ``block`` none stays in flight. Return the time of this turn's plan."""
         while True:
-            for done in self._executor.completed_loads():
-                self._scheduler.finish_load(done, self._clock.now())
+            loads = self._executor.completed_loads()
+            now = self._clock.now()
+            if loads:
+                self._recorder.note(Loaded(now, tuple(loads)))
+            for done in loads:
+                self._scheduler.finish_load(done, now)
             if self._cold_start is not ColdStart.BLOCK or not self._memory.loads_in_flight:
-                return
+                return now
             self._executor.wait_for_load(None)
 
-    def _purge_unwanted(self) -> None:
+    def _purge_unwanted(self, now: float) -> None:
         if not self._unwanted:
             return
         running, waiting = self._scheduler.live_adapters()
         for digest in sorted(self._unwanted - running - waiting):
             if self._memory.residency(digest) is not Residency.LOADING:
-                self._memory.purge(digest, self._clock.now())
+                self._memory.purge(digest, now)
                 self._unwanted.discard(digest)
