@@ -11,6 +11,7 @@ from lorikeet.commands.chat import chat
 from lorikeet.commands.console import fail, note
 from lorikeet.commands.generate import generate
 from lorikeet.commands.profile import profile
+from lorikeet.commands.replay import replay
 from lorikeet.commands.serve import serve
 from lorikeet.commands.simulate import simulate
 from lorikeet.commands.workload import workload
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(profile)
 app.command()(simulate)
+app.command()(replay)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
