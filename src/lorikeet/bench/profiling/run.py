@@ -42,7 +42,7 @@ class Thoroughness(msgspec.Struct, frozen=True):
 
     kv_tokens: int = 32_768
     step_rounds: int = 7
-    lora_rounds: int = 7
+    lora_rounds: int = 5
     load_rounds: int = 5
     loop_tokens: int = 32
     ranks: tuple[int, ...] = RANKS
