@@ -9,27 +9,19 @@ from pathlib import Path
 import psutil
 
 from benchmarks.accept.runs import ROOT
+from lorikeet.bench.machine import cpu_model
 
 
 def describe_machine() -> dict[str, str | int]:
     """Return the machine in plain words and numbers."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
     }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for row in info.read_text().splitlines():
-            if row.startswith("model name"):
-                return row.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def revision(root: Path = ROOT) -> str:
