@@ -1,5 +1,7 @@
 """The whole engine with real arithmetic: no arena is too small for the tokens to be right."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -10,6 +12,8 @@ from lorikeet.core.messages import StepOutputs
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.recording import Recording
+from lorikeet.engine.replay import replay
 from tests.support.driver import Models, fp32_settings, make_models, peer_tokens, random_tokens
 
 
@@ -45,10 +49,16 @@ def greedy(name: str, prompt: list[int], adapter: AdapterRef | None) -> Request:
     ],
 )
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
-    models: Models, row: str, kernels: str, memory_bytes: int, is_scarce: bool
+    models: Models, tmp_path: Path, row: str, kernels: str, memory_bytes: int, is_scarce: bool
 ) -> None:
     settings = fp32_settings(
-        row=row, kernels=kernels, memory_bytes=memory_bytes, max_running=8, max_step_tokens=24, max_repeat=4
+        row=row,
+        kernels=kernels,
+        memory_bytes=memory_bytes,
+        max_running=8,
+        max_step_tokens=24,
+        max_repeat=4,
+        record=str(tmp_path / "run"),
     )
     model = msgspec.structs.replace(settings.model, model=str(models.folder))
     engine = build_replica(msgspec.structs.replace(settings, model=model)).engine
@@ -73,3 +83,7 @@ def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_
     stats = engine.stats()
     assert stats.prefix_hits_tokens > 0
     assert bool(stats.preemptions and evicted) == is_scarce
+    # The same decisions without arithmetic, threads and the real clock.
+    replayed = replay(Recording(tmp_path / "run"))
+    assert replayed.difference is None
+    assert replayed.steps == stats.steps

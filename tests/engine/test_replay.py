@@ -12,15 +12,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
-from lorikeet.config import ROWS
+from lorikeet.config import ROWS, EngineSettings, ModelSettings, Settings
+from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import Abort, Submit
-from lorikeet.core.plan import StepPlan, Token
+from lorikeet.core.plan import KernelForm, StepPlan, Token
 from lorikeet.costs.profile import encode_profile
+from lorikeet.engine.build import assemble
+from lorikeet.engine.driver import drive
+from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.engine.plan_fields import plan_fields
+from lorikeet.engine.recorded_times import Kind, compare_times
 from lorikeet.engine.recording import FileRecorder, Recording
 from lorikeet.engine.records import Loaded, Planned, Ran, Received, Record
-from lorikeet.engine.replay import Replay, replay
+from lorikeet.engine.replay import Replay, replay, turns
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -207,6 +212,26 @@ def test_fields_of_plans_are_drilled_down_to_what_differs() -> None:
     assert not fields["step"].differs
     assert (fields["drops[1]"].recorded, fields["drops[1]"].replayed) == ("b", "c")
     assert (fields["adapters[0]"].recorded, fields["adapters[0]"].replayed) == ("x", "—")
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Path, coalesced: bool) -> None:
+    given = EngineSettings(record=str(tmp_path / "run"), max_repeat=1 if coalesced else 8)
+    settings = Settings(ModelSettings(max_model_tokens=200), given)
+    clock, profile = VirtualClock(), round_profile()
+    executor, sizes = build_modelled_executor(settings, profile, KernelForm.UNPADDED, clock, coalesced=coalesced)
+    engine = assemble(settings, executor, sizes, clock).engine
+    requests = [
+        request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
+        for i in range(40)
+    ]
+    drive(engine, clock, requests, lambda outputs: None, coalesced=coalesced)
+    engine.close()
+    recording = Recording(tmp_path / "run")
+    assert replay(recording).difference is None
+    pairs = compare_times(turns(recording), profile, KernelForm.UNPADDED)
+    assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(Kind, True)
+    assert all(modelled == pytest.approx(recorded) for times in pairs.values() for recorded, modelled in times)
 
 
 # --- the command -------------------------------------------------------------------------------------
