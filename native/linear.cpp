@@ -1,139 +1,60 @@
-// out = x @ weightᵀ + bias, for any number of rows, over weights packed in panels.
+// out = x @ weightᵀ + bias, for any number of rows, and what adapters add to it.
 //
-// A panel holds kPanel output columns: for every k-group (two bfloat16, or one float) the groups of all its
-// columns side by side. So a tile streams the panel once from front to back at any number of rows, one row
-// included, and a product needs no shuffles. Columns beyond the last are zero.
-#include <algorithm>
-
+// One parallel region: a thread computes its share of the product and fetches meanwhile what LoRA makes it read next.
+#include "linear_tiles.h"
 #include "lora_ahead.h"
+#include "lora_tiles.h"
 #include "parallel.h"
-#include "simd.h"
 
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kPanel = 48;
-constexpr int kVectors = kLanes == 16 ? 3 : 2;    // of a tile's columns
-constexpr int kTileRows = kLanes == 16 ? 8 : 4;   // so that sums, weights and one input fit the registers
-constexpr int64_t kTileColumns = kVectors * kLanes;
-constexpr int64_t kRowBlock = 64;                 // rows of one work item
-constexpr int64_t kMostRowsAhead = 128;           // beyond, LoRA itself is bound by arithmetic
+constexpr int64_t kRowBlock = 64;  // rows of one work item
+constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arithmetic
+constexpr int64_t kMostLinesAhead = (768 << 10) / 64;  // most of a second-level cache
 
-int64_t groups_of(int64_t inputs, int group) { return (inputs + group - 1) / group; }
-
+// The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
+// second-level cache, and what LoRA will read.
 template <class T>
-struct Product {
-  const T* x;
-  int64_t x_stride;
-  const T* packed;
-  const T* bias;  // or null
-  T* out;
-  int64_t out_stride;
-  int64_t inputs, outputs;
-  int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel; }
-};
-
-// Rows x kTileColumns of the product; `ahead` and `also` are memory that will be wanted soon.
-template <class T, int Rows>
-inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
-  constexpr int G = kGroup<T>;
-  F32 sums[Rows][kVectors];
-  for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
-  const T* weights = p.packed + (column / kPanel) * p.panel_elements() + (column % kPanel) * G;
-  const T* x = p.x + row * p.x_stride;
-  const int64_t whole = p.inputs / G;
-  // Long sums of floats are made of short ones, or their rounding errors would pile up; next to the rounding of a
-  // bfloat16 result they do not count.
-  constexpr int64_t kShort = sizeof(T) == 4 ? 16 : int64_t(1) << 62;
-  F32 totals[Rows][kVectors];
-  for (int64_t k = 0, stop = 0; k < whole;) {
-    for (stop = whole - k > kShort ? k + kShort : whole; k < stop; ++k) {
-      decltype(load_group(weights)) w[kVectors];
-      for (int v = 0; v < kVectors; ++v) w[v] = load_group(weights + k * kPanel * G + v * kLanes * G);
-      _mm_prefetch(ahead.at + k * ahead.step, _MM_HINT_T1);
-      _mm_prefetch(also.at + k * also.step, _MM_HINT_T1);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        auto input = splat_group(x + r * p.x_stride + k * G);
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot(sums[r][v], input, w[v]);
-      }
-    }
-    if (sizeof(T) == 4) {
-      for (int r = 0; r < Rows; ++r)
-        for (int v = 0; v < kVectors; ++v) {
-          totals[r][v] = stop <= kShort ? sums[r][v] : add(totals[r][v], sums[r][v]);
-          sums[r][v] = k < whole ? zero() : totals[r][v];
-        }
-    }
-  }
-  if (whole * G < p.inputs) {  // an odd number of bfloat16
-    for (int r = 0; r < Rows; ++r) {
-      T last[2] = {x[r * p.x_stride + whole * G], T{}};
-      for (int v = 0; v < kVectors; ++v)
-        sums[r][v] = dot(sums[r][v], splat_group(last), load_group(weights + whole * kPanel * G + v * kLanes * G));
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t first = column + v * kLanes;
-    const int n = int(std::min<int64_t>(kLanes, p.outputs - first));
-    if (n <= 0) break;
-    F32 bias = p.bias ? load_n(p.bias + first, n) : zero();
-    for (int r = 0; r < Rows; ++r) {
-      T* out = p.out + (row + r) * p.out_stride + first;
-      F32 y = add(sums[r][v], bias);
-      if (n == kLanes)
-        store(out, y);
-      else
-        store_n(out, y, n);
-    }
-  }
-}
-
-template <class T>
-void tile_of(int64_t rows, const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
-  switch (rows) {
-    case 1: return tile<T, 1>(p, row, column, ahead, also);
-    case 2: return tile<T, 2>(p, row, column, ahead, also);
-    case 3: return tile<T, 3>(p, row, column, ahead, also);
-    case 4: return tile<T, 4>(p, row, column, ahead, also);
-#if defined(__AVX512F__)
-    case 5: return tile<T, 5>(p, row, column, ahead, also);
-    case 6: return tile<T, 6>(p, row, column, ahead, also);
-    case 7: return tile<T, 7>(p, row, column, ahead, also);
-    case 8: return tile<T, 8>(p, row, column, ahead, also);
-#endif
-  }
-}
-
-// The rows [begin, end) of one panel. Meanwhile the next panel is fetched into the second-level cache, and `lora`.
-template <class T>
-void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, LoraAhead::Part& lora) {
+void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, const T* next, LoraAhead<T>& lora) {
   const int64_t bytes = p.panel_elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
-  const char* next = (const char*)(p.packed + (index + 1) * p.panel_elements());
   const int64_t step = (bytes / (tiles * groups * (kPanel / kTileColumns)) + 63) & ~int64_t(63);
   const int64_t limit = std::min(p.outputs, (index + 1) * kPanel);
   int64_t at = 0;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 30 rows are better served by 8 8 7 7 than 8 8 8 6
     Range rows = part_of(end - begin, i, tiles);
-    for (int64_t column = index * kPanel; column < limit; column += kTileColumns, at += groups * step)
-      tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, {next + std::min(at, bytes), step},
-                 lora.take(groups, p.x));
+    for (int64_t column = index * kPanel; column < limit; column += kTileColumns, at += groups * step) {
+      const Lines ahead = next ? Lines{(const char*)next + std::min(at, bytes), step} : lora.take(groups, p.x);
+      tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, ahead, lora.take(groups, p.x));
+    }
   }
 }
 
+// A thread's share of a product.
 template <class T>
-void multiply(const Product<T>& p, int64_t rows, const LoraAhead& lora, int64_t threads) {
+void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const Range items = part_of(panels * blocks, thread, threads);
+  for (int64_t item = items.begin; item < items.end; ++item) {
+    const int64_t index = item / blocks, block = item % blocks;
+    const T* next = index < (items.end - 1) / blocks ? p.packed + (index + 1) * p.panel_elements() : nullptr;
+    panel(p, index, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock), next, lora);
+  }
+}
+
+// `adapters` is null if there are none.
+template <class T>
+void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t layer, const Targets* targets,
+            int64_t threads) {
+  static thread_local Lora<T> kept;  // with its memory: a call in the hot path allocates nothing
+  Lora<T>& lora = kept;              // that of this thread, for all
+  lora.begin(p.x, p.x_stride, p.out, p.out_stride, p.inputs);
+  if (adapters) lora.plan(*adapters, layer, *targets);
   parallel(threads, [&](int64_t thread, int64_t count) {
-    Range items = part_of(panels * blocks, thread, count);
-    LoraAhead::Part lora_part(lora, thread, count);
-    for (int64_t item = items.begin; item < items.end; ++item) {
-      const int64_t block = item % blocks;
-      panel(p, item / blocks, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock),
-            lora_part);
-    }
+    LoraAhead<T> ahead(lora, thread, count, rows <= kMostRowsAhead ? kMostLinesAhead : 0);
+    multiply(p, rows, ahead, thread, count);
+    if (!lora.parts.empty()) add_lora(lora, thread, count);
   });
 }
 
@@ -154,6 +75,12 @@ void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs, int64_t t
   });
 }
 
+// A packed weight, as Python hands it over.
+struct Weight {
+  const void* packed;
+  int64_t inputs, outputs, bytes;
+};
+
 }  // namespace
 }  // namespace lorikeet
 
@@ -173,18 +100,28 @@ LORIKEET_EXPORT void lorikeet_pack(
     pack((const float*)weight, (float*)packed, outputs, inputs, threads);
 }
 
-// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float. The arguments from `segments` on are those of the
-// lorikeet_lora call that follows, if one does; else `lora_segments` is 0.
+// out[rows, outputs] = x @ weightᵀ + bias and, for every segment, an adapter's rows [start, stop), and every target:
+// out[start : stop, column : column + outputs] += x[start : stop] @ Aᵀ @ Bᵀ. Constants come in records, whose addresses
+// are handed over, as every argument costs Python a tenth of a microsecond.
+//
+// x_stride: in elements; rows of `out` lie side by side.
+// weight: address of the packed elements, inputs, outputs, bytes of an element: 2 for bfloat16, 4 for float.
+// adapters: null, or address of the segments, their number and 0, or the rank that every adapter is computed (and read)
+//   with in the modules that it touches.
+// segments: in row order and disjoint: start, stop, addresses of the adapter's pieces and of its index.
+// pieces: address of rows of A [rows, inputs], address of the same rows of Bᵀ [rows, outputs], rows.
+// index: [layers * 7 + 1]: pieces of (layer, module) are index[layer * 7 + module] up to the next entry.
+// targets: how many there are, then module, column and outputs of each.
 LORIKEET_EXPORT void lorikeet_linear(
-    const void* x, int64_t x_stride, const void* packed, const void* bias, void* out, int64_t out_stride, int64_t rows,
-    int64_t inputs, int64_t outputs, int64_t bytes, int64_t threads, const int64_t* segments, int64_t lora_segments,
-    int64_t layer, const int64_t* modules, const int64_t* module_outputs, int64_t module_count) {
-  const bool ahead = rows >= kTileRows && rows <= kMostRowsAhead;
-  const LoraAhead lora(segments, ahead ? lora_segments : 0, layer, modules, module_outputs, module_count, inputs, bytes);
-  if (bytes == 2)
-    multiply<bf16>({(const bf16*)x, x_stride, (const bf16*)packed, (const bf16*)bias, (bf16*)out, out_stride, inputs,
-                    outputs}, rows, lora, threads);
+    const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads,
+    const void* adapters, int64_t layer, const void* targets) {
+  const Weight& w = *(const Weight*)weight;
+  const auto *of = (const Adapters*)adapters;
+  const auto *to = (const Targets*)targets;
+  if (w.bytes == 2)
+    linear<bf16>({(const bf16*)x, x_stride, (const bf16*)w.packed, (const bf16*)bias, (bf16*)out, w.outputs, w.inputs,
+                  w.outputs}, rows, of, layer, to, threads);
   else
-    multiply<float>({(const float*)x, x_stride, (const float*)packed, (const float*)bias, (float*)out, out_stride,
-                     inputs, outputs}, rows, lora, threads);
+    linear<float>({(const float*)x, x_stride, (const float*)w.packed, (const float*)bias, (float*)out, w.outputs,
+                   w.inputs, w.outputs}, rows, of, layer, to, threads);
 }

@@ -1,87 +1,93 @@
-// Fetching what the LoRA kernel will read while a product is computed.
+// Fetching what LoRA will read while the product before it is computed.
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
-#include "parallel.h"
+#include "linear_tiles.h"
+#include "lora_plan.h"
 
 namespace lorikeet {
+namespace {
 
-constexpr int64_t kLine = 64;  // bytes of a cache line
-
-// Lines of memory that will be wanted soon: one every `step` bytes, for each k-group of a tile.
-struct Lines {
-  const char* at;
-  int64_t step;
-};
-
-// What the LoRA kernel will read right after a product of few rows. The product is bound by arithmetic and LoRA by
-// memory, so most of LoRA's reading is done meanwhile, into the second-level caches.
+// The lines that a thread reads for LoRA, in the order in which it does, up to `most` of them. A product of a few dozen
+// rows is bound by arithmetic and LoRA on as many by memory, so most of LoRA's reading is done during the product, into
+// the second-level cache.
+template <class T>
 class LoraAhead {
   // Neighbouring bytes.
   struct Run {
     const char* begin;
-    int64_t bytes, lines;
+    int64_t bytes;
+    int64_t lines() const { return (bytes + kLine - 1) / kLine; }
   };
 
  public:
-  // The pieces of some modules of a layer, as lorikeet_lora is given them. Their inputs are the product's.
-  LoraAhead(const int64_t* segments, int64_t count, int64_t layer, const int64_t* modules, const int64_t* outputs,
-            int64_t module_count, int64_t inputs, int64_t bytes) {
-    for (int64_t s = 0; s < count; ++s) {
-      const int64_t *pieces = (const int64_t*)segments[4 * s + 2], *index = (const int64_t*)segments[4 * s + 3];
-      for (int64_t m = 0; m < module_count; ++m)
-        for (int64_t i = index[layer * kModules + modules[m]]; i < index[layer * kModules + modules[m] + 1]; ++i) {
-          const int64_t* piece = pieces + 3 * i;
-          add((const char*)piece[0], piece[2] * inputs * bytes);
-          add((const char*)piece[1], piece[2] * outputs[m] * bytes);
-        }
+  LoraAhead(const Lora<T>& lora, int64_t thread, int64_t threads, int64_t most) : lora_(lora), runs_(kept()), left_(most) {
+    runs_.clear();
+    const Range shrink = part_of(lora.shrink_total, thread, threads);
+    const Range expand = part_of(lora.expand_total, thread, threads);
+    for (const Part& part : lora.parts) {
+      const Range tiles = units_in(shrink, part.shrink_before, part.shrink_cost, part.rank_tiles());
+      add_a(part, tiles.begin * kShrinkRanks, tiles.end * kShrinkRanks, lora.inputs);
+    }
+    for (const Part& part : lora.parts) {
+      const Range spans = units_in(expand, part.expand_before, part.expand_cost, part.spans());
+      add_bt(part, spans.begin * kSpan, std::min(spans.end * kSpan, part.outputs));
     }
   }
 
-  // The part of one thread: as LoRA deals its work, neighbours together.
-  class Part {
-   public:
-    Part(const LoraAhead& all, int64_t thread, int64_t count) : runs_(all.runs_) {
-      Range mine = part_of(all.lines_, thread, count);
-      left_ = std::min(mine.end - mine.begin, kMostLines);
-      for (skip_ = mine.begin; run_ < runs_.size() && skip_ >= runs_[run_].lines; ++run_) skip_ -= runs_[run_].lines;
-    }
-    // Up to `wanted` lines side by side; without any left a line that is in the cache anyway.
-    Lines take(int64_t wanted, const void* cached) {
-      if (left_ <= 0 || run_ == runs_.size()) return {(const char*)cached, 0};
-      const Lines lines{runs_[run_].begin + skip_ * kLine, kLine};
-      const int64_t taken = std::min(wanted, runs_[run_].lines - skip_);
-      left_ -= taken;
-      skip_ += taken;
-      if (skip_ == runs_[run_].lines) ++run_, skip_ = 0;
-      return lines;
-    }
-
-   private:
-    static constexpr int64_t kMostLines = (768 << 10) / kLine;  // most of a second-level cache
-    const std::vector<Run>& runs_;
-    size_t run_ = 0;
-    int64_t skip_ = 0, left_ = 0;
-  };
+  // Up to `wanted` lines side by side; without any left a line that is in the cache anyway.
+  Lines take(int64_t wanted, const void* cached) {
+    if (left_ <= 0 || run_ == runs_.size()) return {(const char*)cached, 0};
+    const Run& run = runs_[run_];
+    const Lines lines{run.begin + skip_ * kLine, kLine};
+    const int64_t taken = std::min(wanted, run.lines() - skip_);
+    left_ -= taken;
+    skip_ += taken;
+    if (skip_ == run.lines()) ++run_, skip_ = 0;
+    return lines;
+  }
 
  private:
-  static constexpr int64_t kModules = 7;
-  void add(const char* begin, int64_t bytes) {
-    const int64_t lines = (bytes + kLine - 1) / kLine;
-    if (!runs_.empty() && runs_.back().begin + runs_.back().bytes == begin) {
-      lines_ -= runs_.back().lines;
-      runs_.back().bytes += bytes;
-      runs_.back().lines = (runs_.back().bytes + kLine - 1) / kLine;
-      lines_ += runs_.back().lines;
-      return;
+  // The rank rows [begin, end) of A.
+  void add_a(const Part& part, int64_t begin, int64_t end, int64_t inputs) {
+    int64_t first = 0;
+    for (const Piece* piece = part.pieces; first < std::min(end, part.real_rank); first += (piece++)->rows) {
+      const int64_t from = std::max(begin, first), to = std::min(end, first + piece->rows);
+      if (from < to) add((const T*)piece->a + (from - first) * inputs, (to - from) * inputs);
     }
-    runs_.push_back({begin, bytes, lines});
-    lines_ += lines;
+    for (int64_t rank = std::max(begin, part.real_rank); rank < std::min(end, part.rank); ++rank)
+      add(lora_.padding(part, false, rank, inputs), inputs);
   }
-  std::vector<Run> runs_;
-  int64_t lines_ = 0;
+  // The columns [begin, end) of Bᵀ.
+  void add_bt(const Part& part, int64_t begin, int64_t end) {
+    int64_t first = 0;
+    if (begin >= end) return;
+    for (const Piece* piece = part.pieces; first < part.real_rank; first += (piece++)->rows)
+      for (int64_t row = 0; row < piece->rows; ++row)
+        add((const T*)piece->bt + row * part.outputs + begin, end - begin);
+    for (int64_t rank = part.real_rank; rank < part.rank; ++rank)
+      add(lora_.padding(part, true, rank, part.outputs) + begin, end - begin);
+  }
+  void add(const T* begin, int64_t elements) {
+    if (added_ >= left_) return;
+    const int64_t bytes = elements * int64_t(sizeof(T));
+    if (!runs_.empty() && runs_.back().begin + runs_.back().bytes == (const char*)begin) {
+      runs_.back().bytes += bytes;
+    } else {
+      runs_.push_back({(const char*)begin, bytes});
+    }
+    added_ += bytes / kLine;
+  }
+  // A thread keeps the memory: a call in the hot path allocates nothing.
+  static std::vector<Run>& kept() {
+    static thread_local std::vector<Run> runs;
+    return runs;
+  }
+  static constexpr int64_t kLine = 64;  // bytes of a cache line
+  const Lora<T>& lora_;
+  std::vector<Run>& runs_;
+  size_t run_ = 0;
+  int64_t skip_ = 0, left_, added_ = 0;
 };
 
+}  // namespace
 }  // namespace lorikeet

@@ -1,4 +1,4 @@
-// What a LoRA call computes, cut into tiles and dealt out to the threads.
+// What a call adds to a product for adapters, cut into tiles and dealt out to the threads.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,8 +17,8 @@ constexpr int kShrinkRows = kLanes == 16 ? 6 : 2;
 constexpr int kExpandGroups = 4;                  // of rank rows of Bᵀ that are held in registers, a span wide
 constexpr int64_t kSpan = 2 * kLanes;
 constexpr int64_t kAhead = 3;                     // tiles between the one at hand and the one that is being fetched
-constexpr int64_t kRowBlock = 64;
-constexpr int64_t kSums = 64 * kRowBlock;         // floats that hold sums between rank tiles, in the first cache
+constexpr int64_t kPartRows = 64;
+constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
 
 static_assert(kExpandGroups >= kShrinkRanks, "a step holds the rows of either tile");
@@ -50,11 +50,29 @@ class ZeroRing {
   int64_t at_ = 0;
 };
 
+// What Python hands over, 64-bit integers and addresses. See lorikeet_linear.
+constexpr int64_t kModules = 7;  // of a layer: LORA_MODULES
 struct Piece {
   int64_t a, bt, rows;  // addresses
 };
+struct Segment {
+  int64_t start, stop;
+  const Piece* pieces;
+  const int64_t* index;
+};
+struct Adapters {
+  const Segment* segments;
+  int64_t count, padded_rank;
+};
+struct Target {
+  int64_t module, column, outputs;
+};
+struct Targets {
+  int64_t count;
+  Target each[1];  // and more
+};
 
-// One module of up to kRowBlock rows of a segment.
+// One module of up to kPartRows rows of a segment.
 struct Part {
   int64_t start, rows;
   const Piece* pieces;
@@ -83,7 +101,7 @@ struct Step {
 };
 
 template <class T>
-struct Call {
+struct Lora {
   const T* x;
   int64_t x_stride;
   T* out;
@@ -92,7 +110,28 @@ struct Call {
   std::vector<Part> parts;
   std::vector<T> inner;
   ZeroRing ring;
-  int64_t shrink_total, expand_total;
+  int64_t shrink_total = 0, expand_total = 0;
+
+  void begin(const T* input, int64_t input_stride, T* output, int64_t output_stride, int64_t columns) {
+    x = input, x_stride = input_stride, out = output, out_stride = output_stride, inputs = columns;
+    parts.clear();
+    shrink_total = expand_total = 0;
+  }
+
+  void plan(const Adapters& adapters, int64_t layer, const Targets& targets) {
+    int64_t inner_size = 0;
+    for (int64_t s = 0; s < adapters.count; ++s) {
+      const Segment& segment = adapters.segments[s];
+      const int64_t* index = segment.index + layer * kModules;
+      for (int64_t t = 0; t < targets.count; ++t) {
+        const Target& target = targets.each[t];
+        inner_size = add(segment.start, segment.stop, segment.pieces + index[target.module],
+                         segment.pieces + index[target.module + 1], target.column, target.outputs,
+                         adapters.padded_rank, inner_size);
+      }
+    }
+    if (int64_t(inner.size()) < inner_size) inner.resize(inner_size);
+  }
 
   // Adds a module of a segment and returns the new size of `inner`.
   int64_t add(int64_t start, int64_t stop, const Piece* pieces, const Piece* pieces_end, int64_t column,
@@ -111,7 +150,7 @@ struct Call {
     part.outputs = outputs;
     part.inner_stride = part.rank_tiles() * kShrinkRanks;
     for (part.start = start; part.start < stop; part.start += part.rows) {
-      part.rows = std::min(stop - part.start, kRowBlock);
+      part.rows = std::min(stop - part.start, kPartRows);
       part.inner = inner_size;
       inner_size += part.rows * part.inner_stride;
       part.shrink_cost = kShrinkRanks * inputs * (kFetch + part.rows);
@@ -123,6 +162,12 @@ struct Call {
       parts.push_back(part);
     }
     return inner_size;
+  }
+
+  // A row that a padded adapter lacks.
+  const T* padding(const Part& part, bool expand, int64_t rank, int64_t width) const {
+    const int64_t at = expand ? part.padding_b : part.padding_a;
+    return (const T*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(T)));
   }
 
   // Sets step.rows to rows of `width` elements: of Bᵀ (expand) or of A.
@@ -138,8 +183,7 @@ struct Call {
         while (rank >= first + piece->rows) first += (piece++)->rows;
         step.rows[i] = (const T*)(expand ? piece->bt : piece->a) + (rank - first) * width;
       } else {
-        const int64_t at = expand ? part.padding_b : part.padding_a;
-        step.rows[i] = (const T*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(T)));
+        step.rows[i] = padding(part, expand, rank, width);
       }
     }
   }
@@ -148,7 +192,7 @@ struct Call {
 // The rank tiles of A in a thread's share of the shrink.
 template <class T>
 struct ShrinkWalk {
-  const Call<T>& call;
+  const Lora<T>& call;
   Range line;
   size_t part = 0;
   int64_t tile = -1;
@@ -171,7 +215,7 @@ struct ShrinkWalk {
 // The rank tiles of Bᵀ in a thread's share of the expand: blocks of columns, from the first rank to the last.
 template <class T>
 struct ExpandWalk {
-  const Call<T>& call;
+  const Lora<T>& call;
   Range line;
   size_t part = 0;
   int64_t column = -1, rank = 0;
@@ -201,8 +245,8 @@ struct ExpandWalk {
 template <class T, class Walk>
 class Pipeline {
  public:
-  Pipeline(const Call<T>& call, Range line) : walk_{call, line} {
-    while (made_ < kAhead && walk_.next(steps_[made_])) ++made_;
+  Pipeline(const Lora<T>& call, Range line) : walk_{call, line} {
+    for (; made_ < kAhead && walk_.next(steps_[made_]); ++made_) fetch(steps_[made_]);
   }
   template <class F>
   void run(const F& f) {
@@ -214,6 +258,12 @@ class Pipeline {
   }
 
  private:
+  // What nobody before it fetches.
+  static void fetch(const Step<T>& step) {
+    for (int64_t i = 0; i < step.ranks; ++i)
+      for (int64_t k = step.begin; k < step.end; k += kLanes * kGroup<T>)
+        _mm_prefetch((const char*)(step.rows[i] + k), _MM_HINT_T1);
+  }
   static constexpr int64_t kSteps = kAhead + 1;
   Walk walk_;
   Step<T> steps_[kSteps];

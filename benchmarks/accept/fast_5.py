@@ -19,7 +19,16 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels import huge_pages
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import (
+    Kernels,
+    LoraBatch,
+    LoraDelta,
+    LoraSegment,
+    LoraTarget,
+    LoraTargets,
+    LoraWeights,
+    Weight,
+)
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
@@ -41,7 +50,7 @@ _STD = 0.02
     bound=f"unpadded within {WITHIN:.0%} of eight of rank 16, padded within {WITHIN:.0%} of eight of rank 64",
 )
 def run(runs: StoredRuns) -> Result:
-    """Time LoRA over all layers, weights not in any cache, in turns."""
+    """Time what LoRA adds to the products of all layers, weights not in any cache, in turns."""
     seconds = runs.get("kernel", _measure)["seconds"]
     unpadded = _ratios(seconds["unpadded mixed"], seconds["unpadded 8 × 16"])
     padded = _ratios(seconds["padded mixed"], seconds["unpadded 8 × 64"])
@@ -63,8 +72,9 @@ def run(runs: StoredRuns) -> Result:
         interval=median_interval(unpadded),
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"q, k, v, o of all layers in pool blocks, {THREADS} threads, {ROUNDS} rounds in turns over adapters of "
-        f"{COLD_BYTES / 2**20:.0f} MiB for each batch; interval of unpadded",
+        notes=f"products of q, k, v, o of all layers with adapters less the same without, in pairs; adapters in pool "
+        f"blocks, {THREADS} threads, {ROUNDS} rounds in turns over adapters of {COLD_BYTES / 2**20:.0f} MiB for each "
+        "batch; interval of unpadded",
     )
 
 
@@ -76,6 +86,7 @@ def _measure() -> dict[str, Any]:
     geometry = read_model_config(default_model()).geometry(2)
     kernels = default_kernels()
     kernels.threads = THREADS
+    products = Products(kernels, geometry)
     batches = {
         "unpadded mixed": _batches(MIXED, geometry, KernelForm.UNPADDED),
         "unpadded 8 × 16": _batches(EQUAL, geometry, KernelForm.UNPADDED),
@@ -85,7 +96,7 @@ def _measure() -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in batches}
     for turn in range(ROUNDS + 1):
         for name in batches if turn % 2 else reversed(batches):
-            taken = [_lora_s(kernels, batch, geometry) for batch in batches[name]]
+            taken = [products.added_s(batch, adapters_first=bool(i % 2)) for i, batch in enumerate(batches[name])]
             if turn:  # the first one warms up
                 seconds[name].append(statistics.median(taken))
     return {"seconds": seconds}
@@ -114,18 +125,43 @@ def _pack(rank: int, geometry: ModelGeometry) -> Any:
     return pack(dict.fromkeys(ATTENTION, (rank,) * geometry.layers), geometry, geometry.block_elements(BLOCK_TOKENS))
 
 
-def _lora_s(kernels: Kernels, batch: LoraBatch, geometry: ModelGeometry) -> float:
-    """Return the seconds of a step's calls of ``add_lora`` on eight rows."""
-    rows, shapes = len(batch.segments), geometry.modules
-    q, kv = shapes["q"].out_features, shapes["k"].out_features
-    qkv = (LoraTarget("q", 0, q), LoraTarget("k", q, kv), LoraTarget("v", q + kv, kv))
-    o = (LoraTarget("o", 0, shapes["o"].out_features),)
-    x = torch.ones(rows, shapes["q"].in_features, dtype=torch.bfloat16)
-    mixed = torch.ones(rows, shapes["o"].in_features, dtype=torch.bfloat16)
-    fused = torch.zeros(rows, q + 2 * kv, dtype=torch.bfloat16)
-    out = torch.zeros(rows, shapes["o"].out_features, dtype=torch.bfloat16)
-    start_s = time.perf_counter()
-    for layer in range(geometry.layers):
-        kernels.add_lora(fused, x, LoraDelta(batch, layer, qkv))
-        kernels.add_lora(out, mixed, LoraDelta(batch, layer, o))
-    return time.perf_counter() - start_s
+class Products:
+    """The products of a step that read adapters, with random weights of their own on every layer.
+
+    Args:
+        kernels: compute.
+        geometry: of the model.
+    """
+
+    def __init__(self, kernels: Kernels, geometry: ModelGeometry) -> None:
+        q, k, v, o = (geometry.modules[module] for module in ("q", "k", "v", "o"))
+        fused = q.out_features + k.out_features + v.out_features
+        self._kernels = kernels
+        self._layers = [
+            (_weight(kernels, fused, q.in_features), _weight(kernels, o.out_features, o.in_features))
+            for _ in range(geometry.layers)
+        ]
+        self._qkv = LoraTargets(
+            LoraTarget("q", 0, q.out_features),
+            LoraTarget("k", q.out_features, k.out_features),
+            LoraTarget("v", q.out_features + k.out_features, v.out_features),
+        )
+        self._o = LoraTargets(LoraTarget("o", 0, o.out_features))
+        self._inputs = q.in_features, o.in_features
+
+    def added_s(self, batch: LoraBatch, *, adapters_first: bool) -> float:
+        """Return how many seconds longer a step's products take with adapters, a row each, than without."""
+        seconds = {adapted: self._seconds(batch, adapted) for adapted in (adapters_first, not adapters_first)}
+        return seconds[True] - seconds[False]
+
+    def _seconds(self, batch: LoraBatch, adapted: bool) -> float:
+        x, mixed = (torch.ones(len(batch.segments), inputs, dtype=torch.bfloat16) for inputs in self._inputs)
+        start_s = time.perf_counter()
+        for layer, (qkv, o) in enumerate(self._layers):
+            self._kernels.linear(x, qkv, None, LoraDelta(batch, layer, self._qkv) if adapted else None)
+            self._kernels.linear(mixed, o, None, LoraDelta(batch, layer, self._o) if adapted else None)
+        return time.perf_counter() - start_s
+
+
+def _weight(kernels: Kernels, outputs: int, inputs: int) -> Weight:
+    return kernels.pack(torch.empty(outputs, inputs, dtype=torch.bfloat16).normal_(std=_STD))

@@ -14,7 +14,7 @@ from lorikeet.kernels.library import supported_instruction_sets
 
 BOUND = 2.0
 TIMES = 3
-KERNELS = {"linear", "add_lora", "add_norm", "rotary", "store_kv", "attention", "silu_mul"}
+KERNELS = {"linear", "linear_lora", "add_norm", "rotary", "store_kv", "attention", "silu_mul"}
 
 
 @line(

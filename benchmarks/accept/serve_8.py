@@ -45,7 +45,7 @@ def run(runs: StoredRuns) -> Result:
         refs = [reference(folder.name, folder, built.sizes.geometry) for folder in folders]
         kernels.calls.clear()
         run_all(built, [_request(f"warm-{i}", [i + 1, i + 2], 1, ref) for i, ref in enumerate(refs)])
-        lora_calls = sum(call[0] == "add_lora" for call in kernels.calls)
+        lora_calls = sum(call[0] == "linear with lora" for call in kernels.calls)
         resident = len(built.engine.stats().resident_adapters)
         with_adapters = base_only("with")
     passed = without == with_adapters and resident == ADAPTERS and lora_calls > 0 and len(without) > 0

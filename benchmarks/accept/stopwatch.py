@@ -11,7 +11,7 @@ from torch import Tensor
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.choose import ChoiceParameters
 
-KERNELS = ("linear", "add_lora", "add_norm", "rotary_store", "attention", "silu_mul", "choose")
+KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "choose")
 
 
 class StepTimes(NamedTuple):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.einsum import add_lora_einsum
-from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.reference import add_lora
 
 TARGETS = (LoraTarget("q", 1, 10), LoraTarget("k", 12, 5))
 
@@ -45,8 +45,9 @@ def test_the_einsum_form_gives_what_the_reference_gives(
     torch.manual_seed(row)
     x, out = torch.randn(row + 1, 12), torch.randn(row + 1, 18)
     expected = out.clone()
-    ReferenceKernels().add_lora(expected, x, LoraDelta(LoraBatch(segments), 1, TARGETS))
-    add_lora_einsum(out, x, LoraDelta(LoraBatch(segments), 1, TARGETS))
+    delta = LoraDelta(LoraBatch(segments), 1, LoraTargets(*TARGETS))
+    add_lora(expected, x, delta)
+    add_lora_einsum(out, x, delta)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -60,5 +61,5 @@ def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
     )
     out = x.clone()
     batch = LoraBatch([LoraSegment(0, 1, first), LoraSegment(1, 2, second)])
-    add_lora_einsum(out, x, LoraDelta(batch, layer, [LoraTarget("q", 0, 2)]))
+    add_lora_einsum(out, x, LoraDelta(batch, layer, LoraTargets(LoraTarget("q", 0, 2))))
     assert out.tolist() == ([[2.0, 3.0], [11.0, 4.0]] if layer else x.tolist())

@@ -1,6 +1,7 @@
-"""The native LoRA kernel, on every instruction set of this machine, against float64."""
+"""What adapters add to the native product, on every instruction set of this machine, against float64."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraWeights
+from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.library import load_library, supported_instruction_sets
 from lorikeet.kernels.native import NativeKernels
 from tests.kernels.exactness import check_error
@@ -21,14 +22,12 @@ pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="the na
 
 
 class Case(NamedTuple):
-    """A call: where the modules write, and per segment its rows and its adapter."""
+    """A call: its weight ``[outputs, inputs]``, where the modules write, and per segment its rows and its adapter."""
 
-    inputs: int
     targets: tuple[LoraTarget, ...]
-    rows: int
     segments: list[tuple[int, int, LoraWeights]]
     x: Tensor
-    out: Tensor
+    weight: Tensor
 
 
 def weights(
@@ -70,37 +69,45 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
     rows = row + draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 3, generator=generator).to(dtype)[:, :inputs]
-    return Case(inputs, tuple(targets), rows, segments, x, torch.randn(rows, column + 1, generator=generator).to(dtype))
+    weight = torch.randn(column + 1, inputs, generator=generator) / inputs**0.5
+    return Case(tuple(targets), segments, x, weight.to(dtype))
 
 
 def redrawn(case: Case, seed: int) -> Case:
     """Return the same call on other random values."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in (case.x, case.out):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    for _, _, adapter in case.segments:
-        for pieces in adapter.pieces.values():
-            for tensor in (tensor for piece in pieces for tensor in piece):
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5)
+    case.x.copy_(torch.randn(case.x.shape, generator=generator))
+    pieces = (piece for _, _, adapter in case.segments for held in adapter.pieces.values() for piece in held)
+    for tensor in (case.weight, *chain.from_iterable(pieces)):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor.shape[1] ** 0.5)
     return case
 
 
 def run(
-    case: Case, instruction_set: str, threads: int = 2, form: KernelForm = KernelForm.UNPADDED, only: int | None = None
+    case: Case,
+    instruction_set: str,
+    threads: int = 2,
+    form: KernelForm = KernelForm.UNPADDED,
+    only: int | None = None,
+    layer: int = LAYER,
 ) -> Tensor:
-    """Return ``out`` after the call, with all segments or one of them."""
-    out = case.out.clone()
+    """Return the product with what all segments, or one of them, add to it."""
     segments = case.segments if only is None else case.segments[only : only + 1]
     batch = LoraBatch([LoraSegment(*segment) for segment in segments], form)
     kernels = NativeKernels(instruction_set, load_library(instruction_set))
     kernels.threads = threads
-    kernels.add_lora(out, case.x, LoraDelta(batch, LAYER, case.targets))
-    return out
+    return kernels.linear(case.x, kernels.pack(case.weight), None, LoraDelta(batch, layer, LoraTargets(*case.targets)))
+
+
+def product(case: Case, instruction_set: str) -> Tensor:
+    """Return what the base model computes."""
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    return kernels.linear(case.x, kernels.pack(case.weight), None)
 
 
 def dense(case: Case, dtype: torch.dtype) -> Tensor:
-    """Return the two dense products per segment and module, computed by torch in ``dtype``."""
-    out = case.out.to(dtype, copy=True)
+    """Return the same in dense products, two per segment and module, computed by torch in ``dtype``."""
+    out = case.x.to(dtype) @ case.weight.to(dtype).T
     for start, stop, adapter in case.segments:
         for module, column, outputs in case.targets:
             if pieces := adapter.pieces.get((LAYER, module)):
@@ -139,7 +146,7 @@ def test_its_error_is_at_most_twice_that_of_torch_in_the_same_dtype(
         again = redrawn(case, seed)
         return run(again, instruction_set), dense(again, dtype), dense(again, torch.float64)
 
-    check_error("add_lora", draw)
+    check_error("linear_lora", draw)
 
 
 @BOTH_DTYPES
@@ -168,32 +175,38 @@ def test_padding_changes_no_bit(instruction_set: str, dtype: torch.dtype, data: 
 def test_a_row_has_the_same_bits_alone_and_in_a_long_prefill(instruction_set: str) -> None:
     targets = (LoraTarget("q", 0, 100),)
     adapter = weights(96, targets, {"q": [20, 13]}, torch.bfloat16, 1)
-    x, out = torch.randn(200, 96).bfloat16(), torch.randn(200, 100).bfloat16()
-    all_rows = run(Case(96, targets, 200, [(0, 200, adapter)], x, out), instruction_set)
+    x, weight = torch.randn(200, 96).bfloat16(), torch.randn(100, 96).bfloat16()
+    all_rows = run(Case(targets, [(0, 200, adapter)], x, weight), instruction_set)
     for row in (0, 63, 64, 199):
-        alone = run(Case(96, targets, 200, [(row, row + 1, adapter)], x, out), instruction_set)
-        assert torch.equal(all_rows[row], alone[row])
+        alone = run(Case(targets, [(0, 1, adapter)], x[row : row + 1], weight), instruction_set)
+        assert torch.equal(all_rows[row], alone[0])
 
 
 def test_a_row_that_overflows_leaves_the_rows_of_others_alone(instruction_set: str) -> None:
     targets = (LoraTarget("q", 0, 40),)
     adapter = weights(24, targets, {"q": [9]}, torch.float32, 1)
-    x, out = torch.randn(3, 24), torch.zeros(3, 40)
-    calm = run(Case(24, targets, 3, [(0, 3, adapter)], x, out), instruction_set)
+    x, weight = torch.randn(3, 24), torch.randn(40, 24)
+    calm = run(Case(targets, [(0, 3, adapter)], x, weight), instruction_set)
     x[1] = torch.finfo(torch.float32).max
-    wild = run(Case(24, targets, 3, [(0, 3, adapter)], x, out), instruction_set)
+    wild = run(Case(targets, [(0, 3, adapter)], x, weight), instruction_set)
     assert not torch.isfinite(wild[1]).all()
     assert torch.equal(calm[[0, 2]], wild[[0, 2]])
 
 
-def test_layers_and_modules_without_weights_stay_as_they_are(instruction_set: str) -> None:
+def test_layers_and_modules_without_weights_are_the_base_models(instruction_set: str) -> None:
     targets = (LoraTarget("q", 0, 10), LoraTarget("k", 10, 10))
     adapter = weights(16, targets, {"k": [4]}, torch.float32, 1)
-    case = Case(16, targets, 2, [(0, 2, adapter)], torch.randn(2, 16), torch.randn(2, 20))
-    found = run(case, instruction_set)
-    assert torch.equal(found[:, :10], case.out[:, :10])
-    assert not torch.equal(found[:, 10:], case.out[:, 10:])
-    other_layer = case.out.clone()
-    kernels = NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.add_lora(other_layer, case.x, LoraDelta(LoraBatch([LoraSegment(0, 2, adapter)]), LAYER - 1, targets))
-    assert torch.equal(other_layer, case.out)
+    case = Case(targets, [(0, 2, adapter)], torch.randn(2, 16), torch.randn(20, 16))
+    base, found = product(case, instruction_set), run(case, instruction_set)
+    assert torch.equal(found[:, :10], base[:, :10])
+    assert not torch.equal(found[:, 10:], base[:, 10:])
+    assert torch.equal(run(case, instruction_set, layer=LAYER - 1), base)
+
+
+def test_einsums_are_added_to_the_native_product(instruction_set: str) -> None:
+    targets = (LoraTarget("q", 0, 10), LoraTarget("k", 10, 10))
+    adapters = [weights(16, targets, {"q": [3], "k": [4]}, torch.float32, seed) for seed in (1, 2)]
+    segments = [(0, 2, adapters[0]), (3, 4, adapters[1])]
+    case = Case(targets, segments, torch.randn(4, 16), torch.randn(20, 16))
+    by_einsum = run(case, instruction_set, form=KernelForm.EINSUM)
+    torch.testing.assert_close(by_einsum, run(case, instruction_set))

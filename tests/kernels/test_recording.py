@@ -3,7 +3,17 @@
 import torch
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraPieces, LoraSegment, LoraTarget, LoraWeights, kv_view
+from lorikeet.kernels.base import (
+    Batch,
+    LoraBatch,
+    LoraDelta,
+    LoraPieces,
+    LoraSegment,
+    LoraTarget,
+    LoraTargets,
+    LoraWeights,
+    kv_view,
+)
 from lorikeet.kernels.recording import RecordingKernels
 from lorikeet.kernels.reference import ReferenceKernels
 
@@ -22,9 +32,9 @@ def drive(kernels: ReferenceKernels | RecordingKernels, lora: LoraBatch | None) 
     qkv = torch.cat((x, x, x), dim=1)
     kernels.rotary_store(qkv, torch.ones(1, 8), torch.zeros(1, 8), kv, batch, None)
     mixed = kernels.attention(qkv, kv, batch, 1.0, None)
-    out = kernels.linear(kernels.add_norm(mixed, x, torch.ones(8), 1e-5), kernels.pack(torch.eye(8)), torch.ones(8))
-    if batch.lora is not None:
-        kernels.add_lora(out, x, LoraDelta(batch.lora, 0, [LoraTarget("q", 0, 8)]))
+    delta = None if batch.lora is None else LoraDelta(batch.lora, 0, LoraTargets(LoraTarget("q", 0, 8)))
+    normed = kernels.add_norm(mixed, x, torch.ones(8), 1e-5)
+    out = kernels.linear(normed, kernels.pack(torch.eye(8)), torch.ones(8), delta)
     return [kv, out, kernels.silu_mul(out)]
 
 
@@ -43,7 +53,8 @@ def test_equal_work_leaves_equal_records_and_an_adapter_shows() -> None:
         drive(kernels, lora)
         records.append(kernels.calls)
     assert records[0] == records[1]
+    lora = (((0, 1),), KernelForm.UNPADDED, 0, LoraTarget("q", 0, 8))
     assert [call for call in records[2] if call not in records[0]] == [
-        ("add_lora", (1, 8), (1, 8), ((0, 1),), KernelForm.UNPADDED, 0, LoraTarget("q", 0, 8))
+        ("linear with lora", (1, 8), (8, 8), (8,), *lora)
     ]
     assert [call[0] for call in records[0]] == ["rotary_store", "attention", "add_norm", "linear", "silu_mul"]

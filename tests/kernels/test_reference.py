@@ -17,10 +17,11 @@ from lorikeet.kernels.base import (
     LoraPieces,
     LoraSegment,
     LoraTarget,
+    LoraTargets,
     LoraWeights,
     kv_view,
 )
-from lorikeet.kernels.reference import ReferenceKernels, rms_norm, rotated
+from lorikeet.kernels.reference import ReferenceKernels, add_lora, rms_norm, rotated
 
 KERNELS = ReferenceKernels()
 BLOCK_TOKENS, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
@@ -40,7 +41,7 @@ def lora_batches(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, list[int]]]
 @pytest.mark.parametrize("group_ranks", [1, 12, 512])
 @given(lora_batches(), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=40)
-def test_add_lora_is_the_dense_product_of_each_adapter_on_its_rows_and_columns(
+def test_adapters_add_the_dense_product_of_each_adapter_on_its_rows_and_columns(
     group_ranks: int, batch: tuple[int, list[tuple[int, int, list[int]]]], column: int, dtype: torch.dtype
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -66,11 +67,11 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
             a, bt = (torch.cat(parts).double() for parts in zip(*factors, strict=True))
             expected[start:stop, column : column + 10] += x[start:stop].double() @ a.T @ bt
     untouched = out.clone()
-    lora, v = LoraBatch(segments), LoraTarget("v", column, 10)
-    KERNELS.add_lora(out, x, LoraDelta(lora, 0, [v]))
-    KERNELS.add_lora(out, x, LoraDelta(lora, 1, [LoraTarget("q", column, 10)]))
+    lora, v = LoraBatch(segments), LoraTargets(LoraTarget("v", column, 10))
+    add_lora(out, x, LoraDelta(lora, 0, v))
+    add_lora(out, x, LoraDelta(lora, 1, LoraTargets(LoraTarget("q", column, 10))))
     assert torch.equal(out, untouched)
-    KERNELS.add_lora(out, x, LoraDelta(lora, 1, [v]))
+    add_lora(out, x, LoraDelta(lora, 1, v))
     bound = 1e-3 if dtype == torch.float32 else 1.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound / 50)
 
@@ -94,7 +95,7 @@ def test_a_row_that_overflows_under_its_adapter_leaves_the_rows_of_others_alone(
     out = torch.zeros(2, 3)
     weights = LoraWeights(pieces, layers=1)
     lora = LoraBatch([LoraSegment(0, 1, weights), LoraSegment(1, 2, weights)])
-    KERNELS.add_lora(out, x, LoraDelta(lora, 0, [LoraTarget("q", 0, 3)]))
+    add_lora(out, x, LoraDelta(lora, 0, LoraTargets(LoraTarget("q", 0, 3))))
     assert torch.equal(out[1], torch.full((3,), 72.0))
     assert not torch.isfinite(out[0]).any()
 

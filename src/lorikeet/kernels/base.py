@@ -6,6 +6,7 @@ All tensors of a batch lie on the executor's device. ``T`` is the number of toke
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,6 +64,22 @@ class LoraTarget(NamedTuple):
     outputs: int
 
 
+class LoraTargets:
+    """The modules of one product: those that read the same input.
+
+    Attributes:
+        each: what was given.
+        modules: their names.
+        numbers: int64 ``[1 + 3 * targets]``: how many, then of each its place in ``LORA_MODULES``, column, outputs.
+    """
+
+    def __init__(self, *targets: LoraTarget) -> None:
+        self.each = targets
+        self.modules = frozenset(target.module for target in targets)
+        rows = ((LORA_MODULES.index(module), column, outputs) for module, column, outputs in targets)
+        self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
+
+
 class LoraBatch:
     """The adapters of one step.
 
@@ -71,6 +88,7 @@ class LoraBatch:
         form: how mixed ranks are computed.
         modules: those that any of the adapters touches, on any layer.
         table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
+        numbers: int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none.
     """
 
     def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
@@ -81,6 +99,8 @@ class LoraBatch:
             [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
             dtype=torch.int64,
         )
+        padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
+        self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
         """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
@@ -98,7 +118,7 @@ class LoraBatch:
     @property
     def largest_rank(self) -> int:
         """What a ``padded`` batch pads to."""
-        return max(segment.weights.rank for segment in self.segments)
+        return max((segment.weights.rank for segment in self.segments), default=0)
 
 
 class LoraDelta(NamedTuple):
@@ -106,7 +126,7 @@ class LoraDelta(NamedTuple):
 
     lora: LoraBatch
     layer: int
-    targets: Sequence[LoraTarget]
+    targets: LoraTargets
 
 
 @dataclass(frozen=True)
@@ -168,17 +188,11 @@ class Kernels(Protocol):
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""
         ...
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
 
-        ``ahead`` is what :meth:`add_lora` will add to the result; a backend may fetch it from memory meanwhile.
-        """
-        ...
-
-    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-        """Add ``x[rows] @ Aᵀ @ Bᵀ`` to ``out[rows, column : column + outputs]`` for each segment and target, in place.
-
-        Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ.
+        With a ``delta``, ``x[rows] @ Aᵀ @ Bᵀ`` is added in columns ``[column, column + outputs)`` for each segment and
+        target. Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ.
         """
         ...
 

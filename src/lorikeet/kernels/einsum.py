@@ -7,7 +7,7 @@ from lorikeet.kernels.base import LoraDelta
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-    """See ``kernels.base.Kernels.add_lora`` for what is computed; here every row meets every adapter of the batch.
+    """Add to ``out`` what ``kernels.base.Kernels.linear`` adds for a delta; here every row meets every adapter.
 
     ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
     and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
@@ -18,7 +18,7 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     types = x.new_zeros(len(x), len(adapters))
     for segment in lora.segments:
         types[segment.start : segment.stop, adapters.index(segment.weights)] = 1
-    for module, column, outputs in targets:
+    for module, column, outputs in targets.each:
         a = x.new_zeros(len(adapters), lora.largest_rank, x.shape[1])
         bt = x.new_zeros(len(adapters), lora.largest_rank, outputs)
         for i, weights in enumerate(adapters):

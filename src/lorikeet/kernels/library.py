@@ -15,10 +15,7 @@ _SIGNATURES = {
     "lorikeet_supported": (),
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
-    "lorikeet_linear": (
-        *(_ADDRESS, _INT, _ADDRESS, _ADDRESS, _ADDRESS, *(_INT,) * 6),
-        *(_ADDRESS, _INT, _INT, _ADDRESS, _ADDRESS, _INT),
-    ),
+    "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
     + (_INT,) * 3,
@@ -26,7 +23,6 @@ _SIGNATURES = {
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
     + (_INT,) * 3,
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
-    "lorikeet_lora": (_ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 3, *(_INT,) * 4),
 }
 _RESULTS = {"lorikeet_supported": _INT, "lorikeet_packed_elements": _INT}
 

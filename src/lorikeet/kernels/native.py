@@ -1,15 +1,12 @@
 """The fast backend on CPUs: the C++ functions of ``native/``, called with addresses of tensors."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.huge_pages import Slabs
@@ -18,22 +15,26 @@ from lorikeet.kernels.native_choose import native_choose
 DTYPES = (torch.bfloat16, torch.float32)
 """What the native functions compute in."""
 
-_NO_LORA = (0, 0, 0, 0, 0, 0)
-_MODULE_NUMBERS = {module: number for number, module in enumerate(LORA_MODULES)}
+_NO_LORA = (0, 0, 0)
+"""Instead of address of the adapters, layer and address of the targets."""
 
 
-class PanelWeight(NamedTuple):
-    """A weight packed in panels (``native/linear.cpp``), repacked by another ``pack`` when the weight changes."""
+class PanelWeight:
+    """A weight packed in panels (``native/linear_tiles.h``), repacked by another ``pack`` when the weight changes.
 
-    panels: Tensor
-    shape: torch.Size
+    Attributes:
+        shape: ``[out, in]``.
+        outputs: the first of them.
+        address: of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
+    """
 
-
-class _TargetTable(NamedTuple):
-    """Some targets as numbers, int64 ``[3, targets]``."""
-
-    targets: Sequence[LoraTarget]
-    numbers: Tensor
+    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
+        self.shape = shape
+        self.outputs, inputs = shape
+        self._panels = panels
+        numbers = [panels.data_ptr(), inputs, self.outputs, panels.element_size()]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self.address = self._numbers.data_ptr()
 
 
 class NativeKernels:
@@ -49,7 +50,6 @@ class NativeKernels:
         self._threads = torch.get_num_threads()
         self._library = library
         self._slabs = Slabs()
-        self._tables: dict[int, _TargetTable] = {}
 
     @property
     def threads(self) -> int:
@@ -71,51 +71,27 @@ class NativeKernels:
         self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self._threads)
         return PanelWeight(panels, weight.shape)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
-        """One function for any number of rows."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """One function for any number of rows, and for what adapters add, read in place; einsums are torch's."""
         assert isinstance(weight, PanelWeight)
-        outputs, inputs = weight.shape
         rows = x.shape[0]
-        out = x.new_empty((rows, outputs))
+        out = x.new_empty(rows, weight.outputs)
+        numbers = _NO_LORA
+        if delta is not None and delta.lora.form is not KernelForm.EINSUM:
+            numbers = delta.lora.numbers.data_ptr(), delta.layer, delta.targets.numbers.data_ptr()
         self._library.lorikeet_linear(
             x.data_ptr(),
             x.stride(0),
-            weight.panels.data_ptr(),
+            weight.address,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            outputs,
             rows,
-            inputs,
-            outputs,
-            x.element_size(),
             self._threads,
-            *(_NO_LORA if ahead is None else self._lora_numbers(ahead)),
+            *numbers,
         )
+        if delta is not None and numbers is _NO_LORA:
+            add_lora_einsum(out, x, delta)
         return out
-
-    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-        """Read in place, the modules of one input together; einsums are torch's."""
-        lora, layer, targets = delta
-        if lora.form is KernelForm.EINSUM:
-            return add_lora_einsum(out, x, delta)
-        modules, columns, outputs = self._addresses_of(targets)
-        self._library.lorikeet_lora(
-            x.data_ptr(),
-            x.stride(0),
-            out.data_ptr(),
-            out.stride(0),
-            x.shape[1],
-            lora.table.data_ptr(),
-            len(lora.segments),
-            layer,
-            modules,
-            columns,
-            outputs,
-            len(targets),
-            lora.largest_rank if lora.form is KernelForm.PADDED else 0,
-            x.element_size(),
-            self._threads,
-        )
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """One pass."""
@@ -202,26 +178,3 @@ class NativeKernels:
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
         """Nothing is sorted; threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)
-
-    def _lora_numbers(self, delta: LoraDelta) -> tuple[int, int, int, int, int, int]:
-        """Return a delta as the native product wants it; nothing of it for einsums, which copy weights first."""
-        lora, layer, targets = delta
-        if lora.form is KernelForm.EINSUM:
-            return _NO_LORA
-        modules, _, outputs = self._addresses_of(targets)
-        return lora.table.data_ptr(), len(lora.segments), layer, modules, outputs, len(targets)
-
-    def _addresses_of(self, targets: Sequence[LoraTarget]) -> tuple[int, int, int]:
-        """Return where the numbers of the modules, their columns and their outputs lie, int64 each.
-
-        Tables are kept by identity: a decoder has four tuples, and hashing them takes as long as a small kernel.
-        """
-        known = self._tables.get(id(targets))
-        if known is None or known.targets is not targets:
-            rows = [(_MODULE_NUMBERS[target.module], target.column, target.outputs) for target in targets]
-            known = self._tables[id(targets)] = _TargetTable(
-                targets, torch.tensor(rows, dtype=torch.int64).T.contiguous()
-            )
-        first = known.numbers.data_ptr()
-        step = 8 * len(targets)
-        return first, first + step, first + 2 * step

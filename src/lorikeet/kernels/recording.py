@@ -30,16 +30,14 @@ class RecordingKernels:
         """Not recorded: weights are packed once, before any batch."""
         return self._inner.pack(weight)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
-        """Record shapes, and that of the bias."""
-        self.calls.append(("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias)))
-        return self._inner.linear(x, weight, bias, ahead)
-
-    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-        """Record shapes, row ranges, layer and targets."""
-        rows = tuple((segment.start, segment.stop) for segment in delta.lora.segments)
-        self.calls.append(("add_lora", _shape(out), _shape(x), rows, delta.lora.form, delta.layer, *delta.targets))
-        self._inner.add_lora(out, x, delta)
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """Record shapes, and that of the bias; with adapters their row ranges and form, layer and targets."""
+        call: Call = ("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias))
+        if delta is not None:
+            rows = tuple((segment.start, segment.stop) for segment in delta.lora.segments)
+            call = ("linear with lora", *call[1:], rows, delta.lora.form, delta.layer, *delta.targets.each)
+        self.calls.append(call)
+        return self._inner.linear(x, weight, bias, delta)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Record the shape, and whether something is added."""

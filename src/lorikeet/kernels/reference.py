@@ -40,28 +40,14 @@ class ReferenceKernels:
         """Plain."""
         return weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """``x @ weightᵀ + bias``, then what adapters add."""
         assert isinstance(weight, Tensor)
-        return F.linear(x, weight, bias)
-
-    def add_lora(self, out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-        """Two matrix products per group of segments: in eager torch a small product costs more than its arithmetic.
-
-        A group multiplies all its rows with all its ranks and keeps what belongs together. Padding would change nothing
-        but the time, so ``padded`` is computed as ``unpadded`` is.
-        """
-        lora, layer, targets = delta
-        if lora.form is KernelForm.EINSUM:
-            return add_lora_einsum(out, x, delta)
-        for target in targets:
-            for group in _groups(lora.segments, layer, target.module):
-                first, last = group[0].segment.start, group[-1].segment.stop
-                a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
-                inner = x[first:last] @ a.T
-                if len(group) > 1:
-                    inner = _own_blocks(inner, group)
-                out[first:last, target.column : target.column + target.outputs].addmm_(inner, b)
+        out = F.linear(x, weight, bias)
+        if delta is not None:
+            add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else add_lora
+            add(out, x, delta)
+        return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Residual and norm."""
@@ -129,6 +115,24 @@ def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return q, k, v
+
+
+def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
+    """Add to ``out`` what adapters add, by two matrix products per group of segments.
+
+    In eager torch a small product costs more than its arithmetic, so a group multiplies all its rows with all its ranks
+    and keeps what belongs together. Padding would change nothing but the time, so ``padded`` is computed as
+    ``unpadded`` is.
+    """
+    lora, layer, targets = delta
+    for module, column, outputs in targets.each:
+        for group in _groups(lora.segments, layer, module):
+            first, last = group[0].segment.start, group[-1].segment.stop
+            a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
+            inner = x[first:last] @ a.T
+            if len(group) > 1:
+                inner = _own_blocks(inner, group)
+            out[first:last, column : column + outputs].addmm_(inner, b)
 
 
 class _Member(NamedTuple):

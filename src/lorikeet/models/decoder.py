@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTarget, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, Weight
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
 from lorikeet.models.rotary import Rotary
@@ -94,21 +94,18 @@ class Decoder:
         bias: Tensor | None,
         lora: LoraBatch | None,
         index: int,
-        targets: Sequence[LoraTarget],
+        targets: LoraTargets,
     ) -> Tensor:
         """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
-        if lora is None or not any(target.module in lora.modules for target in targets):
+        if lora is None or lora.modules.isdisjoint(targets.modules):
             return self._kernels.linear(x, weight, bias)
-        delta = LoraDelta(lora, index, targets)
-        out = self._kernels.linear(x, weight, bias, delta)
-        self._kernels.add_lora(out, x, delta)
-        return out
+        return self._kernels.linear(x, weight, bias, LoraDelta(lora, index, targets))
 
 
-def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> tuple[LoraTarget, ...]:
+def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> LoraTargets:
     """Return the columns of modules whose outputs lie beside each other."""
     targets: list[LoraTarget] = []
     for module in modules:
         column = sum(target.outputs for target in targets)
         targets.append(LoraTarget(module, column, outputs[module]))
-    return tuple(targets)
+    return LoraTargets(*targets)

@@ -1,4 +1,5 @@
-// out[rows, columns] += x[rows] @ Aᵀ @ Bᵀ for many adapters at once, each on rows of its own, read where they lie.
+// The arithmetic of LoRA: out[rows, columns] += x[rows] @ Aᵀ @ Bᵀ for many adapters at once, each on rows of its own,
+// read where they lie.
 //
 // Two phases with one barrier between them: shrink makes inner = x @ Aᵀ, expand adds inner @ Bᵀ. With few rows per
 // adapter the time is that of reading A and Bᵀ, so every thread reads an equal share of each, in memory order, and
@@ -7,16 +8,13 @@
 //
 // Every sum has one order whatever the number of rows, segments and threads: A row by row over its lanes, Bᵀ rank by
 // rank. So an answer does not depend on what else is in the batch.
-#include <algorithm>
+#pragma once
 
 #include "lora_plan.h"
-#include "parallel.h"
 #include "simd.h"
 
 namespace lorikeet {
 namespace {
-
-constexpr int kModules = 7;  // of a layer: LORA_MODULES
 
 // Rows of x times a tile of A; meanwhile the rows of `next` are fetched into the second-level cache.
 template <class T, int Rows>
@@ -50,7 +48,7 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T
 }
 
 template <class T>
-void shrink_step(Call<T>& call, const Step<T>& step, const Step<T>& next) {
+void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next) {
   const Part& part = *step.part;
   const int64_t tiles = (part.rows + kShrinkRows - 1) / kShrinkRows, stride = part.inner_stride;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 6 6 5 5 5 5 serve 32 rows better than 6 6 6 6 6 2
@@ -121,7 +119,7 @@ void expand_tile(const Step<T>& step, const Step<T>& next, const T* inner, float
 }
 
 template <class T>
-void expand_step(const Call<T>& call, const Step<T>& step, const Step<T>& next, float* sums) {
+void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, float* sums) {
   const Part& part = *step.part;
   const T* inner = call.inner.data() + part.inner + step.rank;
   T* out = call.out + part.start * call.out_stride + part.column;
@@ -133,9 +131,9 @@ void expand_step(const Call<T>& call, const Step<T>& step, const Step<T>& next, 
   }
 }
 
-// A thread's share of a call.
+// A thread's share of a call, after its share of the product: `out` is whole when all threads have come to the barrier.
 template <class T>
-void share(Call<T>& call, int64_t thread, int64_t threads) {
+void add_lora(Lora<T>& call, int64_t thread, int64_t threads) {
   alignas(64) float sums[kSums];
   Pipeline<T, ShrinkWalk<T>> shrink(call, part_of(call.shrink_total, thread, threads));
   shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next); });
@@ -144,54 +142,5 @@ void share(Call<T>& call, int64_t thread, int64_t threads) {
   expand.run([&](const Step<T>& step, const Step<T>& next) { expand_step(call, step, next, sums); });
 }
 
-template <class T>
-void lora(const T* x, int64_t x_stride, T* out, int64_t out_stride, int64_t inputs, const int64_t* segments,
-          int64_t count, int64_t layer, const int64_t* modules, const int64_t* columns, const int64_t* outputs,
-          int64_t module_count, int64_t padded_rank, int64_t threads) {
-  static thread_local Call<T> call;  // keeps its memory: a call in the hot path allocates nothing
-  call.x = x;
-  call.x_stride = x_stride;
-  call.out = out;
-  call.out_stride = out_stride;
-  call.inputs = inputs;
-  call.parts.clear();
-  call.shrink_total = call.expand_total = 0;
-  int64_t inner_size = 0;
-  for (int64_t s = 0; s < count; ++s) {
-    const int64_t* segment = segments + s * 4;
-    const auto* pieces = (const Piece*)segment[2];
-    const int64_t* index = (const int64_t*)segment[3] + layer * kModules;
-    for (int64_t m = 0; m < module_count; ++m)
-      inner_size = call.add(segment[0], segment[1], pieces + index[modules[m]], pieces + index[modules[m] + 1],
-                            columns[m], outputs[m], padded_rank, inner_size);
-  }
-  if (call.parts.empty()) return;
-  if (int64_t(call.inner.size()) < inner_size) call.inner.resize(inner_size);
-  Call<T>& shared = call;  // the thread_local of this thread, for all
-  parallel(threads, [&](int64_t thread, int64_t of) { share(shared, thread, of); });
-}
-
 }  // namespace
 }  // namespace lorikeet
-
-using namespace lorikeet;
-
-// For every segment, an adapter's rows [start, stop), and every module: out[rows, column : column + outputs] +=
-// x[rows] @ Aᵀ @ Bᵀ. Strides are in elements; `bytes` is 2 for bfloat16, 4 for float.
-//
-// segments: [count, 4], in row order and disjoint: start, stop, addresses of the adapter's pieces and of its index.
-// pieces: [pieces, 3]: address of rows of A [rows, in_features], address of the same rows of Bᵀ [rows, outputs], rows.
-// index: [layers * 7 + 1]: pieces of (layer, module) are index[layer * 7 + module] up to the next entry.
-// modules, columns, outputs: [module_count], the modules that read this x.
-// padded_rank: 0, or compute (and read) as if every adapter had this rank in the modules that it touches.
-LORIKEET_EXPORT void lorikeet_lora(
-    const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t in_features, const int64_t* segments,
-    int64_t count, int64_t layer, const int64_t* modules, const int64_t* columns, const int64_t* outputs,
-    int64_t module_count, int64_t padded_rank, int64_t bytes, int64_t threads) {
-  if (bytes == 2)
-    lora((const bf16*)x, x_stride, (bf16*)out, out_stride, in_features, segments, count, layer, modules, columns,
-         outputs, module_count, padded_rank, threads);
-  else
-    lora((const float*)x, x_stride, (float*)out, out_stride, in_features, segments, count, layer, modules, columns,
-         outputs, module_count, padded_rank, threads);
-}
