@@ -1,4 +1,4 @@
-"""fast.4: what adapters cost, as time in the LoRA kernel and as throughput."""
+"""fast.4: what adapters cost, as time added to a decode step and as throughput."""
 
 import statistics
 import tempfile
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.accept.inprocess import THREADS, default_kernels, kernels_as, make_requests, replica, run_all
+from benchmarks.accept.inprocess import THREADS, make_requests, replica, run_all
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.offline import describe_limits, interval_words
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.stopwatch import Stopwatch
+from benchmarks.accept.twins import twins
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import spread_ranks, write_random_adapter
 from lorikeet.bench.ceilings import adapters_limit_s, model_cost
@@ -24,15 +23,15 @@ from lorikeet.bench.statistics import median_interval
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.engine.build import Replica
-from lorikeet.kernels.base import LoraDelta, Weight
 from lorikeet.models.config import read_model_config
 
 ROUNDS = 5
 ADAPTERS = 100
 TIMES_LIMIT, SINGLE_EXTRA_S, OVERHEAD = 1.4, 0.001, 0.08
 KERNEL_POINTS = ((1, 1), (1, 32), (8, 8), (32, 32), (100, 100))
-"""Distinct adapters and rows of the decode steps in which time in LoRA is taken."""
-KERNEL_TOKENS = (16, 16)
+"""Distinct adapters and rows of the decode steps whose time is taken with adapters and without."""
+KERNEL_TOKENS = (16, 17)
+"""Prompt and output tokens: 16 pairs of decode steps a round."""
 THROUGHPUT_POINTS = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
 """Distinct adapters, requests, prompt and output tokens."""
 
@@ -73,8 +72,9 @@ def run(runs: StoredRuns) -> Result:
         interval=(low, high),
         passed=not failures,
         cause="; ".join(failures),
-        notes="add_lora as called in real decode steps, with products that fetch nothing ahead for it; median of "
-        f"{ROUNDS} rounds in turns; one adapter has rank {found['single_rank']}, the others ranks from 8 to "
+        notes="time in LoRA is what a decode step takes longer than the same step of the base model right before or "
+        f"after it, median of {KERNEL_TOKENS[1] - 1} pairs a round, and of {ROUNDS} rounds in turns; one adapter has "
+        f"rank {found['single_rank']}, the others ranks from 8 to "
         f"128 on q, k, v, o; {describe_limits(found['limits'])}; "
         "throughput in pairs with the base: "
         + ", ".join(f"{a} adapters {r} × ({p} + {o})" for a, r, p, o in THROUGHPUT_POINTS)
@@ -117,28 +117,13 @@ def _overhead_rows(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-class Watch(Stopwatch):
-    """A stopwatch over products that fetch adapters for ``add_lora`` only while ``fetches``.
-
-    Where they do, part of LoRA's time is theirs, too little of it to be told from the noise of a product's.
-    """
-
-    fetches = True
-
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, ahead: LoraDelta | None = None) -> Tensor:
-        """See ``Kernels.linear``."""
-        return self._inner.linear(x, weight, bias, ahead if self.fetches else None)
-
-
 def _measure() -> dict[str, Any]:
     model = default_model()
     config = read_model_config(model)
     torch.set_num_threads(THREADS)
     ranks = spread_ranks(ADAPTERS)
-    watch = Watch(default_kernels(), timed=("add_lora",))
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-fast4-") as scratch,
-        kernels_as(watch),
         replica(model, "bfloat16", **_ENGINE) as built,
     ):
         geometry = built.sizes.geometry
@@ -147,7 +132,6 @@ def _measure() -> dict[str, Any]:
         run_all(built, make_requests("load", ADAPTERS, 4, 1, refs))
         meter = LimitMeter(rows=sorted({rows for _, rows in KERNEL_POINTS}))
         limits: list[MachineLimits] = []
-        watch.fetches = False
         after = meter.measure()
         kernel: dict[tuple[int, int], dict[str, list[float]]] = {}
         for turn in range(ROUNDS + 1):
@@ -155,7 +139,7 @@ def _measure() -> dict[str, Any]:
                 chosen = _spread(ranks, adapters)
                 cost = model_cost(config, 2, [ranks[i] for i in chosen], ATTENTION)
                 before = after
-                lora_s, step_s = _lora_s(built, watch, f"k{turn}-{adapters}-{rows}", [refs[i] for i in chosen], rows)
+                lora_s, step_s = _lora_s(built, f"k{turn}-{adapters}-{rows}", [refs[i] for i in chosen], rows)
                 after = meter.measure()
                 measured = median_limits([before, after])
                 if turn:  # the first round warms up
@@ -164,7 +148,6 @@ def _measure() -> dict[str, Any]:
                     point["lora_s"].append(lora_s)
                     point["step_s"].append(step_s)
                     point["limit_s"].append(adapters_limit_s(cost, measured, rows))
-        watch.fetches = True
         throughput = _throughput(built, ranks, refs)
         resident = len(built.engine.stats().resident_adapters)
         if resident != ADAPTERS:
@@ -189,13 +172,13 @@ def _spread(ranks: Sequence[int], count: int) -> list[int]:
     return [round(i * (len(ranks) - 1) / (count - 1)) for i in range(count)]
 
 
-def _lora_s(built: Replica, watch: Stopwatch, name: str, refs: Sequence[AdapterRef], rows: int) -> tuple[float, float]:
-    """Return the median time in LoRA of a decode step of ``rows`` sequences, and that of the whole step."""
-    watch.steps.clear()
-    run_all(built, make_requests(name, rows, *KERNEL_TOKENS, refs))
-    steps = watch.decode_steps(rows)
-    lora_s = statistics.median(times.in_kernels_s["add_lora"] for _, times in steps)
-    return lora_s, statistics.median(seconds for seconds, _ in steps)
+def _lora_s(built: Replica, name: str, refs: Sequence[AdapterRef], rows: int) -> tuple[float, float]:
+    """Return the median time that adapters add to a decode step of ``rows`` sequences, and that of the whole step."""
+    with twins(built) as executor:
+        run_all(built, make_requests(name, rows, *KERNEL_TOKENS, refs))
+    pairs = executor.decodes
+    added_s = statistics.median(pair.adapters_s - pair.base_s for pair in pairs)
+    return added_s, statistics.median(pair.adapters_s for pair in pairs)
 
 
 def _throughput(built: Replica, ranks: Sequence[int], refs: Sequence[AdapterRef]) -> list[dict[str, Any]]:

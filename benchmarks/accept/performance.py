@@ -102,10 +102,10 @@ def _adapters(kernel: Sequence[dict[str, Any]], overhead: Sequence[dict[str, Any
                 for row in overhead
             ),
         ),
-        "Time in the LoRA kernel in a decode step, beside the least that the machine allows: the longer of reading "
-        "each adapter once and\nmultiplying its rows.",
+        "What adapters add to the time of a decode step, beside the least that the machine allows: the longer of "
+        "reading each\nadapter once and multiplying its rows.",
         _table(
-            ["distinct adapters", "rows", "time in LoRA", "the least", "ratio", "whole step"],
+            ["distinct adapters", "rows", "added", "the least", "ratio", "whole step"],
             (
                 [
                     str(row["adapters"]),
