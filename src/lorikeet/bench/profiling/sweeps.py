@@ -135,7 +135,14 @@ def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     firsts = [(rank, digests[0]) for rank, digests in adapters.items()]
     small, middle, large = firsts[0], firsts[len(firsts) // 2], firsts[-1]
     # A rank adds a thousandth to a chunk, so what tells it from the noise is many ranks over many tokens.
-    for tokens, those in ((16, (small, large)), (48, (small, middle, large)), (128, (large,)), (256, firsts[-2:])):
+    chunks = (
+        (16, (small, large)),
+        (48, (small, large)),
+        (128, (middle, large)),
+        (256, firsts[-2:]),
+        (512, (middle, large)),
+    )
+    for tokens, those in chunks:
         yield from (_under(prefills(1, tokens), *which) for which in those)
     yield _distinct(prefills(1, 24), [(large[0], digest) for digest in adapters[large[0]]])
     yield _distinct(prefills(1, 32), [small, large])
