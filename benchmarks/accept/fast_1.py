@@ -9,6 +9,7 @@ from benchmarks.accept.offline import (
     throughput_row,
 )
 from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.step_profile import profile_words, step_profile
 
 SHARE = 0.60
 RATIO = 4.0
@@ -26,6 +27,7 @@ OPTIONS = (
 def run(runs: StoredRuns) -> Result:
     """Both figures come from one run, in turns."""
     report = runs.get("offline", lambda: run_offline_command(OPTIONS))
+    profile = runs.get("profile", lambda: step_profile(1, 32, 64, rank=32))
     decode = report["share_of_limit"]["decode"]
     share, ratio = decode["share"], report["ratio"]
     failures = [
@@ -47,7 +49,7 @@ def run(runs: StoredRuns) -> Result:
         passed=not failures,
         cause="; ".join(failures),
         notes=f"`lorikeet bench offline {OPTIONS}`; {describe_limits(report['limits'])}; "
-        f"{describe_versions(report['versions'])}; the limit reads base and adapter once per token; interval of the "
-        "ratio",
+        f"{describe_versions(report['versions'])}; the limit reads base and adapter once per token; "
+        f"{profile_words(profile)}; interval of the ratio",
         details={"throughput": [throughput_row("1 stream, 32 + 64, one adapter of rank 32", OPTIONS, report)]},
     )

@@ -17,6 +17,7 @@ from benchmarks.accept.offline import (
     throughput_row,
 )
 from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.step_profile import profile_words, step_profile
 from benchmarks.accept.stopwatch import Stopwatch
 from benchmarks.vllm_environment import vllm_python
 from lorikeet.bench.ceilings import decode_limit_tok_s, model_cost
@@ -37,6 +38,7 @@ OPTIONS = f"--requests 16 --prompt-tokens 512 --output-tokens 1 --adapters 0 --p
 def run(runs: StoredRuns) -> Result:
     """Decode by the times of its steps, prefill in turns with vLLM."""
     decode, prefill = runs.get("decode", _decode), runs.get("prefill", _prefill)
+    profile = runs.get("profile", lambda: step_profile(16, 512, 1))
     share = statistics.median(decode["shares"])
     prefill_share = prefill["share_of_limit"]["output"]["share"]
     failures = [
@@ -61,8 +63,8 @@ def run(runs: StoredRuns) -> Result:
         cause="; ".join(failures),
         notes=f"decode: {PAIRS} batches of {ROWS} × ({PROMPT_TOKENS} + {OUTPUT_TOKENS}), steps that decode all "
         f"{ROWS} sequences, {describe_limits(decode['limits'])}; prefill: `lorikeet bench offline {OPTIONS}`, "
-        f"{describe_limits(prefill['limits'])}; {describe_versions(prefill['versions'])}; interval of the ratio to "
-        "vLLM's prefill",
+        f"{describe_limits(prefill['limits'])}; {describe_versions(prefill['versions'])}; of 512 prompt tokens "
+        f"{profile_words(profile)}; interval of the ratio to vLLM's prefill",
         details={
             "throughput": [
                 {
