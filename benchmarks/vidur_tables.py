@@ -12,18 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-OPERATORS = (
-    "emb",
-    "input_layernorm",
-    "attn_pre_proj",
-    "attn_rope",
-    "attn_post_proj",
-    "post_attention_layernorm",
-    "mlp_up_proj",
-    "mlp_act",
-    "mlp_down_proj",
-    "add",
-)
+from lorikeet.costs.tables import EMBEDDING, OPERATORS_OF_A_LAYER
+
+OPERATORS = (EMBEDDING, *OPERATORS_OF_A_LAYER)
 Row = Mapping[str, str]
 
 

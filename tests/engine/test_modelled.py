@@ -1,6 +1,5 @@
 """The modelled executor on a virtual clock: times by the profile, tokens by (seed, position)."""
 
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -17,6 +16,7 @@ from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import drive
 from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.scheduling.scheduler import COALESCED_STEPS
 from tests.support.profiles import round_profile
 
 
@@ -124,5 +124,7 @@ def test_a_step_with_adapters_needs_the_costs_of_its_form() -> None:
         run([request("a", 1, 1, adapter=adapter("x", 1))], round_profile(lora={}))
 
 
-def test_a_clock_without_arrivals_runs_to_the_end() -> None:
-    assert math.isfinite(run([request("a", 1, 100)]).at(Finished, "a"))
+def test_an_answer_longer_than_a_plan_is_as_long_as_its_steps() -> None:
+    said = run([request("a", 1, 100)])
+    assert max(plan.repeat for plan in said.plans) == COALESCED_STEPS
+    assert said.at(Finished, "a") == pytest.approx(0.010 + sum(0.010 + 0.0001 * context for context in range(2, 101)))

@@ -37,7 +37,6 @@ def build_replica(
     settings: Settings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     on_load_done: Callable[[], None] = lambda: None,
-    on_plan: Callable[[StepPlan], None] | None = None,
 ) -> Replica:
     """Build a replica on the real clock, with the executor that the settings name.
 
@@ -45,7 +44,6 @@ def build_replica(
         settings: all settings; ``settings.model.model`` is a local folder.
         progress: called with (stage, done, total) while loading.
         on_load_done: called, on another thread, when a transfer has ended.
-        on_plan: called with every plan that has run.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -60,7 +58,7 @@ def build_replica(
         executor, sizes = build_paced_executor(settings, row.kernel_form, clock, on_load_done)
     else:
         executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
-    return assemble(settings, executor, sizes, clock, on_plan)
+    return assemble(settings, executor, sizes, clock)
 
 
 def assemble(

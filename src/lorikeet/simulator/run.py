@@ -10,7 +10,6 @@ from lorikeet.config import Settings, resolve_row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.messages import EngineStats
-from lorikeet.core.plan import StepPlan
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import assemble
 from lorikeet.engine.modelled_build import build_modelled_executor
@@ -32,7 +31,6 @@ def simulate(
     prompts: Prompts,
     *,
     on_finished: Callable[[int], None] = lambda finished: None,
-    on_plan: Callable[[StepPlan], None] | None = None,
 ) -> Simulated:
     """Run ``workload`` on one modelled replica.
 
@@ -46,7 +44,6 @@ def simulate(
         adapters: by the names in the workload.
         prompts: makes the prompts.
         on_finished: called with the number of requests that have ended.
-        on_plan: called with every plan that has run.
 
     Raises:
         ConfigError: a setting does not fit the profile.
@@ -57,6 +54,6 @@ def simulate(
     coalesced = settings.engine.max_repeat == 1
     _, row = resolve_row(settings.engine.row)
     executor, sizes = build_modelled_executor(settings, profile, row.kernel_form, clock, coalesced=coalesced)
-    engine, _, notes = assemble(settings, executor, sizes, clock, on_plan)
+    engine, _, notes = assemble(settings, executor, sizes, clock)
     run = run_workload(engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished)
     return Simulated(run, engine.stats(), notes)

@@ -3,19 +3,16 @@
 import time
 from collections.abc import Callable
 
-from lorikeet.config import Settings, resolve_row
+from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.fit import fit_line
 from lorikeet.costs.profile import Figure
+from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
-from lorikeet.memory.device import DeviceMemory
-from lorikeet.memory.policies import EVICTION
-from lorikeet.scheduling.admission import ADMISSION
-from lorikeet.scheduling.scheduler import Limits, Scheduler
 
 BATCHES = 4
 """Sizes of batch that are run, from one sequence to as many as the engine runs."""
@@ -58,7 +55,7 @@ def measure_loop(
         tick: called once for each batch.
     """
     timed = _Timed(executor)
-    engine = _engine(timed, sizes, settings)
+    engine = assemble(settings, timed, sizes, MonotonicClock()).engine
     most = settings.engine.max_running
     counts = [max(1, most * i // (BATCHES - 1)) for i in range(BATCHES)]
     samples = []
@@ -81,18 +78,3 @@ def _batch(engine: Engine, timed: _Timed, count: int, tokens: int) -> list[float
         engine.step()
         seconds.append(time.perf_counter() - started_s - timed.last_s)
     return seconds
-
-
-def _engine(executor: Executor, sizes: EngineSizes, settings: Settings) -> Engine:
-    _, row = resolve_row(settings.engine.row)
-    memory = DeviceMemory(
-        sizes.total_blocks, sizes.block_tokens, sizes.block_bytes, lambda ref: 0, EVICTION[row.eviction], keep_kv=False
-    )
-    limits = Limits(
-        max_running=settings.engine.max_running,
-        max_step_tokens=settings.engine.max_step_tokens,
-        max_model_tokens=sizes.max_model_tokens,
-        max_repeat=settings.engine.max_repeat,
-        repeat_limit_s=settings.engine.repeat_limit_s,
-    )
-    return Engine(Scheduler(memory, ADMISSION[row.admission](), limits, row), memory, executor, MonotonicClock())
