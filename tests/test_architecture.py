@@ -22,7 +22,7 @@ def test_the_api_process_loads_neither_torch_nor_transformers(module: str) -> No
     assert not loaded_by(module) & {"torch", "transformers", "peft"}
 
 
-@pytest.mark.parametrize("module", ["lorikeet.scheduling.scheduler", "lorikeet.memory.device", "lorikeet.engine.loop"])
+@pytest.mark.parametrize("module", ["lorikeet.scheduling.scheduler", "lorikeet.memory.memory", "lorikeet.engine.loop"])
 def test_the_loop_and_its_policies_load_neither_torch_nor_a_web_framework(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray", "fastapi", "uvicorn"}
 

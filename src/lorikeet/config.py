@@ -15,6 +15,10 @@ import msgspec
 
 from lorikeet.core.plan import KernelForm
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class ConfigError(ValueError):
     """A setting is unknown or has a wrong value; the message names it and where it came from."""
@@ -31,6 +35,9 @@ class MemorySplit(StrEnum):
     """How device memory is divided between adapters and KV."""
 
     UNIFIED = "unified"
+    """Not at all: any block serves either."""
+    STATIC = "static"
+    """``adapter_share`` of it is for adapters, the rest for KV."""
 
 
 class BatchingMode(StrEnum):
@@ -57,16 +64,55 @@ class ExecutorKind(StrEnum):
     """None: steps take as long as a profile says, and answers mean nothing."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One system: a choice on every axis. Policies are named as their tables name them."""
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One system: a choice on every axis. Policies are named as their tables name them.
+
+    Attributes:
+        kernel_form: how a batch of mixed ranks is computed.
+        kv_after_finish: what becomes of a request's KV.
+        host_kv: KV that leaves the device goes to the host tier; else it is gone.
+        memory_split, adapter_share: how the device is divided.
+        padded_slots: an adapter takes as much of the device as the largest known one.
+        keep_adapters: an adapter stays after its last running request, while nobody needs its room.
+        dependency_tree: KV leaves the device before its adapter does, and later KV before earlier. Else anything that
+            no sequence needs may leave, and KV may stay behind without what it depends on.
+        eviction: who leaves first.
+        prefetch: what is brought before anybody waits for it.
+        swap_interval_s: time between the swapper's ticks; 0 for none.
+        prefetch_below: it prefetches while less than this share of the device is in use, and up to it.
+        evict_to: share of the device in use that it leaves when it finds the device full.
+        admission: order of the waiting requests.
+        batching_mode: merged or not.
+        cold_start: what happens while a request's adapter is transferred.
+    """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
     kv_after_finish: KvAfterFinish = KvAfterFinish.KEPT
+    host_kv: bool = True
     memory_split: MemorySplit = MemorySplit.UNIFIED
+    adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
+    padded_slots: bool = False
+    keep_adapters: bool = True
+    dependency_tree: bool = True
     eviction: str = "lru"
+    prefetch: str = "none"
+    swap_interval_s: Seconds = 0.0
+    prefetch_below: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
+    evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
     batching_mode: BatchingMode = BatchingMode.UNMERGED
     cold_start: ColdStart = ColdStart.WAIT
+
+
+_ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
+_CHAMELEON = Row(
+    kv_after_finish=KvAfterFinish.DROPPED, eviction="chameleon", prefetch="queue", cold_start=ColdStart.BLOCK
+)
+_VLLM = Row(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
+
+
+def _but(row: Row, **axes: Any) -> Row:
+    return msgspec.structs.replace(row, **axes)
 
 
 ROWS: dict[str, Row] = {
@@ -75,6 +121,29 @@ ROWS: dict[str, Row] = {
     "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
     "lorikeet:plain-padded": Row(kernel_form=KernelForm.PADDED),
     "lorikeet:plain-einsum": Row(kernel_form=KernelForm.EINSUM),
+    "elora": _ELORA,
+    "elora:literal": _but(_ELORA, eviction="elora:literal"),
+    "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
+    "elora:tau-10": _but(_ELORA, eviction="elora:tau-10"),
+    "elora:tau-300": _but(_ELORA, eviction="elora:tau-300"),
+    "elora:wom": _but(_ELORA, dependency_tree=False, prefetch="best-first:flat"),
+    "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
+    "elora:wol": _but(_ELORA, eviction="elora:wol"),
+    "elora:woc": _but(_ELORA, eviction="elora:woc"),
+    "elora:wov": _but(_ELORA, eviction="elora:wov"),
+    "elora:wou": _but(_ELORA, eviction="elora:wou"),
+    "elora:bfs": _but(_ELORA, eviction="bfs", prefetch="branches"),
+    "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
+    "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
+    "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
+    "elora:s-lora": Row(kv_after_finish=KvAfterFinish.DROPPED),
+    "vllm-static": _VLLM,
+    "vllm-static:discard": _but(_VLLM, host_kv=False),
+    "chameleon:no-scheduler": _CHAMELEON,
+    "chameleon:lru": _but(_CHAMELEON, eviction="chameleon:lru"),
+    "chameleon:fairshare": _but(_CHAMELEON, eviction="chameleon:fairshare"),
+    "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
+    "chameleon:s-lora": _but(_CHAMELEON, eviction="lru", keep_adapters=False),
 }
 """Every system by name. A new policy is one file and one row here."""
 
@@ -85,18 +154,24 @@ AUTO_ROW = "lorikeet:plain"
 def resolve_row(name: str) -> tuple[str, Row]:
     """Return the full name and the row for ``name`` (``auto`` included).
 
+    Axes may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
+
     Raises:
-        ConfigError: there is no such row; the message lists those there are.
+        ConfigError: there is no such row or axis, or a wrong value; the message lists what there is.
     """
-    full = AUTO_ROW if name == "auto" else name
+    base, *changes = (part.strip() for part in name.split(","))
+    full = AUTO_ROW if base == "auto" else base
     if full not in ROWS:
-        raise ConfigError(f"no row is called {name!r}; there are: auto, {', '.join(ROWS)}")
-    return full, ROWS[full]
-
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+        raise ConfigError(f"no row is called {base!r}; there are: auto, {', '.join(ROWS)}")
+    if not changes:
+        return full, ROWS[full]
+    axes = msgspec.to_builtins(ROWS[full])
+    for change in changes:
+        axis, _, value = change.partition("=")
+        if axis not in axes:
+            raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
+        axes[axis] = value
+    return ",".join([full, *changes]), _convert(axes, Row, f"row {name!r}")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +204,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
         profile: name or file of the profile by which a paced executor takes its time.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
+        host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
+        link_bytes_per_s: a declared link between host and device: what a copy may move per second in each direction,
+            for the CPU backend, whose copies are faster than any link; 0 leaves copies as fast as they are.
         block_tokens: tokens of KV in a block.
         max_running: most sequences that hold blocks at once.
         max_step_tokens: most tokens in one step; longer prompts are prefilled in chunks.
@@ -138,7 +216,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``reference``, or ``auto``: native where it was built and fits dtype and device.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
-        load_threads: threads that read adapters.
+        load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
         record: file for a recording of all that the engine does, prompts included; empty for none.
     """
 
@@ -146,6 +224,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     executor: ExecutorKind = ExecutorKind.TORCH
     profile: str = ""
     memory_bytes: Count = 0
+    host_memory_bytes: Count = 0
+    link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_tokens: Positive = 16
     max_running: Positive = 64
     max_step_tokens: Positive = 512

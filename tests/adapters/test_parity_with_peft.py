@@ -1,7 +1,7 @@
 """What is read from a checkpoint is what PEFT computes with it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorikeet.adapters.checkpoint import PROJECTIONS, inspect_adapter, validate
 from lorikeet.adapters.store import reference
-from lorikeet.adapters.weights import ModuleWeights, load_weights
+from lorikeet.adapters.weights import load_weights
 from lorikeet.core.geometry import LORA_MODULES
 from tests.adapters.builders import KV_HEADS, LAYERS, geometry, peft_adapter
 
@@ -45,9 +45,24 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+class Weights(NamedTuple):
+    layer: int
+    module: str
+    a: Tensor
+    bt: Tensor
+
+
+def tensors(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> list[Weights]:
+    """What is read, as tensors."""
+    ref, name = reference("x", folder, geometry()), str(dtype).removeprefix("torch.")
+    return [
+        Weights(layer, module, *(torch.from_numpy(side.copy()).view(dtype) for side in (a, bt)))
+        for layer, module, a, bt in load_weights(ref, geometry(size), name, rank, size)
+    ]
+
+
 def deltas(folder: Path) -> dict[tuple[int, str], Tensor]:
-    ref = reference("x", folder, geometry())
-    return {(w.layer, w.module): w.bt.t() @ w.a for w in load_weights(ref, geometry(), torch.float32)}
+    return {(w.layer, w.module): w.bt.t() @ w.a for w in tensors(folder)}
 
 
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS.keys())
@@ -82,9 +97,8 @@ def test_ranks_by_layer_are_those_of_the_tensors(tmp_path: Path, options: dict[s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_scaling_is_multiplied_in_fp32_before_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
     peft_adapter(tmp_path, r=6, lora_alpha=7)  # 7/6 rounds
-    ref = reference("x", tmp_path, geometry())
-    exact = {(w.layer, w.module): w for w in load_weights(ref, geometry(), torch.float32)}
-    for weights in load_weights(ref, geometry(), dtype):
+    exact = {(w.layer, w.module): w for w in tensors(tmp_path)}
+    for weights in tensors(tmp_path, dtype):
         assert weights.a.dtype == weights.bt.dtype == dtype
         assert torch.equal(weights.bt, exact[weights.layer, weights.module].bt.to(dtype))
         assert torch.equal(weights.a, exact[weights.layer, weights.module].a.to(dtype))
@@ -102,16 +116,15 @@ def test_a_bfloat16_checkpoint_reads_as_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_tensor_parallel_shares_recombine_to_the_whole(tmp_path: Path, size: int) -> None:
     peft_adapter(tmp_path, r=5, target_modules=ALL)
-    ref = reference("x", tmp_path, geometry())
-    whole = list(load_weights(ref, geometry(), torch.float32))
-    shares = [list(load_weights(ref, geometry(size), torch.float32, rank, size)) for rank in range(size)]
+    whole = tensors(tmp_path)
+    shares = [tensors(tmp_path, rank=rank, size=size) for rank in range(size)]
     for index, weights in enumerate(whole):
         parts = [share[index] for share in shares]
         assert {(part.layer, part.module) for part in parts} == {(weights.layer, weights.module)}
         _assert_recombines(weights, parts)
 
 
-def _assert_recombines(whole: ModuleWeights, parts: list[ModuleWeights]) -> None:
+def _assert_recombines(whole: Weights, parts: list[Weights]) -> None:
     if whole.module in ("o", "down"):
         assert torch.equal(torch.cat([part.a for part in parts], dim=1), whole.a)
         assert all(torch.equal(part.bt, whole.bt) for part in parts)

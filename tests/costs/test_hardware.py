@@ -98,6 +98,8 @@ def test_links_follow_the_generation_of_pci_express() -> None:
     assert h100.host_to_device is not None
     assert a40.host_to_device.bandwidth.value == pytest.approx(31.5e9, rel=1e-3)
     assert h100.host_to_device.bandwidth.value == pytest.approx(2 * 63.0e9, rel=1e-3)
+    assert h100.device_to_host == h100.host_to_device
+    assert h100.source_to_host == h100.source_to_device
 
 
 @pytest.mark.parametrize("name", profile_names())

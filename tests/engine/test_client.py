@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -16,6 +18,7 @@ import pytest_asyncio
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, FinishReason
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.client import DEATHS_PER_REQUEST, EngineClient, EngineError, RequestHandle
 from tests.support.live import (
     TIE,
@@ -66,6 +69,17 @@ async def killed_and_up_again(client: EngineClient) -> None:
 
 async def begun(*handles: RequestHandle, tokens: int = 1) -> None:
     await until(lambda: all(len(handle.token_ids) >= tokens for handle in handles))
+
+
+def nodes(client: EngineClient) -> int | None:
+    """How many adapters and blocks of KV the engine's tree knows."""
+    return None if client.stats is None else client.stats.memory.nodes
+
+
+async def idle_nodes(client: EngineClient) -> int:
+    """The same, once nothing runs."""
+    await until(lambda: is_idle(client.stats))
+    return nodes(client) or 0
 
 
 def engine_children() -> set[int]:
@@ -185,6 +199,42 @@ async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_eng
     assert (await finish(newcomer))[0].reason is FinishReason.LENGTH
     assert (await finish(handle))[0].reason is FinishReason.LENGTH
     assert await dropping > 0, "it was loaded again for the request that was running, then dropped"
+
+
+async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
+    client: EngineClient, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.engine.client.KNOWN_AT_ONCE", 2)
+    refs = [msgspec.structs.replace(adapters["a"], digest=AdapterDigest(digit * 64)) for digit in "123"]
+    before = await idle_nodes(client)
+    client.know_adapters(refs)
+    await until(lambda: nodes(client) == before + 3)
+    assert await client.drop_adapter(refs[0].digest) == 0, "nothing of it was in memory"
+    await until(lambda: nodes(client) == before + 2)
+    kill(client)
+    await until(lambda: client.process_id is None)
+    client.know_adapters(refs[:1])
+    await until(lambda: nodes(client) == 3)
+    for ref in refs:
+        await client.drop_adapter(ref.digest)
+    await until(lambda: nodes(client) == 0)
+
+
+async def test_an_adapter_made_known_again_while_it_is_dropped_stays_known(
+    client: EngineClient, model: Path, tmp_path: Path
+) -> None:
+    ref = make_adapter(tmp_path / "d", model, seed=3)
+    before = await idle_nodes(client)
+    client.know_adapters([ref])
+    handle = client.submit(greedy("under d", prompt(8), 100, ref))
+    await begun(handle)
+    dropping = asyncio.create_task(client.drop_adapter(ref.digest))
+    await asyncio.sleep(0)
+    client.know_adapters([ref])
+    assert await dropping > 0
+    dropped_s = time.monotonic()
+    await until(lambda: client.stats and client.stats.at_s > dropped_s and nodes(client) == before + 1)
+    assert await client.drop_adapter(ref.digest) == 0
 
 
 async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_go_on(client: EngineClient) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lorikeet.config import resolve_row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.ids import RequestId
@@ -28,7 +29,7 @@ def run(engine: Engine) -> list[StepOutputs]:
     while engine.has_requests or engine.is_busy:
         outputs.append(engine.step())
         if not engine.is_busy:
-            engine.wait_for_load(1.0)
+            engine.wait_for_transfer(1.0)
     return outputs
 
 
@@ -37,24 +38,32 @@ def greedy(name: str, prompt: list[int], adapter: AdapterRef | None) -> Request:
     return Request(RequestId(name), prompt, params, arrival_s=0.0, adapter=adapter)
 
 
+SCARCE, AMPLE = 340_000, 4_000_000
+
+
 @pytest.mark.parametrize(
-    ("row", "kernels", "memory_bytes", "is_scarce"),
+    ("row", "kernels", "memory_bytes", "host_memory_bytes"),
     [
-        ("auto", "native", 340_000, True),
-        ("auto", "native", 4_000_000, False),
-        ("auto", "reference", 340_000, True),
-        ("lorikeet:plain-padded", "native", 4_000_000, False),
-        ("lorikeet:plain-einsum", "native", 4_000_000, False),
-        ("lorikeet:plain-einsum", "reference", 4_000_000, False),
+        ("auto", "native", SCARCE, 0),
+        ("auto", "native", AMPLE, 0),
+        ("auto", "reference", SCARCE, 0),
+        ("lorikeet:plain-padded", "native", AMPLE, 0),
+        ("lorikeet:plain-einsum", "native", AMPLE, 0),
+        ("lorikeet:plain-einsum", "reference", AMPLE, 0),
+        ("elora", "native", SCARCE, 600_000),
+        ("elora:wom", "native", SCARCE, 100_000),
+        ("vllm-static,adapter_share=0.6", "native", SCARCE, 600_000),
+        ("chameleon:no-scheduler", "native", SCARCE, 300_000),
     ],
 )
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
-    models: Models, tmp_path: Path, row: str, kernels: str, memory_bytes: int, is_scarce: bool
+    models: Models, tmp_path: Path, row: str, kernels: str, memory_bytes: int, host_memory_bytes: int
 ) -> None:
     settings = fp32_settings(
         row=row,
         kernels=kernels,
         memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
         max_running=8,
         max_step_tokens=24,
         max_repeat=4,
@@ -81,8 +90,14 @@ def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_
         assert tokens[request.request_id] == expected, request.request_id
     evicted = [event for turn in outputs for event in turn.adapter_events if isinstance(event, AdapterEvicted)]
     stats = engine.stats()
-    assert stats.prefix_hits_tokens > 0
-    assert bool(stats.preemptions and evicted) == is_scarce
+    if host_memory_bytes == 0:
+        assert bool(evicted) == (memory_bytes == SCARCE)
+        assert stats.prefix_hits_tokens > 0
+        assert bool(stats.preemptions) == (memory_bytes == SCARCE)
+    else:
+        moved = stats.memory.transfers
+        assert moved["host-device"].transfers > 0
+        assert "kept" not in resolve_row(row)[1].kv_after_finish or moved["device-host"].transfers > 0
     # The same decisions without arithmetic, threads and the real clock.
     replayed = replay(Recording(tmp_path / "run"))
     assert replayed.difference is None

@@ -1,5 +1,6 @@
 """The modelled executor on a virtual clock: times by the profile, tokens by (seed, position)."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -8,13 +9,23 @@ from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import Finished, FirstToken, RequestEvent
-from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId, RequestId
 from lorikeet.core.messages import StepOutputs, TokenOutput
-from lorikeet.core.plan import KernelForm, StepPlan
+from lorikeet.core.plan import (
+    KernelForm,
+    SequenceStart,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+    Tier,
+    Transfer,
+    TransferDone,
+)
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import drive
+from lorikeet.engine.driver import InOrder, drive
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.scheduling.scheduler import COALESCED_STEPS
 from tests.support.profiles import round_profile
@@ -62,7 +73,7 @@ def run(
     profile = profile or round_profile()
     executor, sizes = build_modelled_executor(settings, profile, KernelForm.UNPADDED, clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, said.plans.append)
-    drive(replica.engine, clock, requests, said.take, coalesced=coalesced)
+    drive(replica.engine, clock, InOrder(requests), said.take, coalesced=coalesced)
     return said
 
 
@@ -128,3 +139,123 @@ def test_an_answer_longer_than_a_plan_is_as_long_as_its_steps() -> None:
     said = run([request("a", 1, 100)])
     assert max(plan.repeat for plan in said.plans) == COALESCED_STEPS
     assert said.at(Finished, "a") == pytest.approx(0.010 + sum(0.010 + 0.0001 * context for context in range(2, 101)))
+
+
+# --- plans by hand ------------------------------------------------------------------------------------
+
+X = adapter("x", 4)
+BLOCKS = tuple(BlockId(block) for block in range(8))
+
+
+class Hand:
+    """A modelled executor driven by hand, with one sequence of five tokens."""
+
+    def __init__(self, *, coalesced: bool = True, **engine: object) -> None:
+        settings = Settings(ModelSettings(max_model_tokens=500), EngineSettings(**engine))  # type: ignore[arg-type]
+        self.clock = VirtualClock()
+        self.executor, self.sizes = build_modelled_executor(
+            settings, round_profile(), KernelForm.UNPADDED, self.clock, coalesced=coalesced
+        )
+
+    def move(self, *transfers: Transfer, urgent: tuple[int, ...] = ()) -> None:
+        self.executor.execute(StepPlan(0, transfers=transfers, urgent=urgent))
+
+    def start(self, ref: AdapterRef | None = None) -> float:
+        """Prefill the sequence; return how long that took."""
+        digest = None if ref is None else ref.digest
+        start = SequenceStart(RequestId("a"), [1] * 5, 5, SamplingParams(max_tokens=100), digest)
+        step = SequenceStep(RequestId("a"), 0, 5, BLOCKS[:1], samples=True)
+        return self.executor.execute(StepPlan(0, sequences=(step,), starts=(start,))).duration_s
+
+    def decode(self, repeat: int, *transfers: Transfer) -> StepResult:
+        """Decode some tokens while transfers go on."""
+        step = SequenceStep(RequestId("a"), 5, 1, (), samples=True)
+        plan = StepPlan(1, sequences=(step,), transfers=transfers, repeat=repeat, max_duration_s=math.inf)
+        return self.executor.execute(plan)
+
+    def next_done(self) -> tuple[float, list[TransferDone]]:
+        """Wait for the next end; return when it was and what ended."""
+        self.executor.wait_for_transfer(None)
+        return self.clock.now(), self.executor.completed_transfers()
+
+
+def load(number: int, *, demand: bool = True) -> Transfer:
+    """Read an adapter into a block; 50 ms."""
+    return Transfer(number, Tier.SOURCE, Tier.DEVICE, (), BLOCKS[:1], X, demand)
+
+
+def fetch(number: int, blocks: int, ref: AdapterRef | None = None, *, demand: bool = True) -> Transfer:
+    """Copy blocks to the device; 1 ms each."""
+    return Transfer(number, Tier.HOST, Tier.DEVICE, BLOCKS[:blocks], BLOCKS[:blocks], ref, demand)
+
+
+def store(number: int, blocks: int) -> Transfer:
+    """Copy blocks to the host; 2 ms each."""
+    return Transfer(number, Tier.DEVICE, Tier.HOST, BLOCKS[:blocks], BLOCKS[:blocks])
+
+
+def test_a_repeat_that_stands_for_single_steps_ends_with_a_transfer() -> None:
+    hand = Hand(coalesced=True)
+    hand.start()
+    result = hand.decode(20, load(1))
+    # 10.6, 10.7, 10.8 and 10.9 ms are less than 50 ms.
+    assert result.steps_run == 5
+    assert result.duration_s == pytest.approx(0.054)
+
+
+def test_a_live_repeat_does_not_look_at_transfers() -> None:
+    hand = Hand(coalesced=False)
+    hand.start()
+    assert hand.decode(20, load(1)).steps_run == 20
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [(load(1),), (Transfer(1, Tier.SOURCE, Tier.HOST, BLOCKS[:1], (), X), fetch(2, 1, X))],
+    ids=["at once", "from the host"],
+)
+def test_an_adapter_counts_by_its_rank_wherever_it_came_from(routes: tuple[Transfer, ...]) -> None:
+    hand = Hand()
+    for transfer in routes:
+        hand.move(transfer)
+        hand.next_done()
+    assert hand.start(X) == pytest.approx(0.014 + 5 * 4 * 0.001)
+
+
+def test_both_directions_go_on_at_once_and_reads_beside_them() -> None:
+    hand = Hand()
+    hand.move(load(1), fetch(2, 3), store(3, 4))
+    assert [hand.next_done() for _ in range(3)] == [
+        (pytest.approx(0.003), [TransferDone(2, None, pytest.approx(0.003))]),  # type: ignore[arg-type]
+        (pytest.approx(0.008), [TransferDone(3, None, pytest.approx(0.008))]),  # type: ignore[arg-type]
+        (pytest.approx(0.050), [TransferDone(1, None, pytest.approx(0.050))]),  # type: ignore[arg-type]
+    ]
+
+
+def test_a_plan_can_make_an_earlier_prefetch_urgent() -> None:
+    hand = Hand()
+    hand.move(fetch(1, 4, demand=False), fetch(2, 1, demand=False))
+    hand.clock.advance(0.002)
+    hand.move(fetch(3, 1), urgent=(2,))
+    ends = [hand.next_done() for _ in range(3)]
+    assert [(end_s, done[0].transfer_id) for end_s, done in ends] == [
+        (pytest.approx(0.003), 2),
+        (pytest.approx(0.004), 3),
+        (pytest.approx(0.006), 1),
+    ]
+
+
+def test_a_declared_link_takes_the_place_of_the_profiles() -> None:
+    hand = Hand(link_bytes_per_s=51_200.0)
+    hand.move(fetch(1, 2))
+    assert hand.next_done()[0] == pytest.approx(0.020)
+
+
+def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
+    assert Hand().sizes.host_blocks == 0
+    assert Hand(host_memory_bytes=5 * 512 + 511).sizes.host_blocks == 5
+
+
+def test_waiting_for_what_never_comes_is_an_error() -> None:
+    with pytest.raises(ExecutorError, match="a transfer is awaited, and none is under way"):
+        Hand().executor.wait_for_transfer(None)

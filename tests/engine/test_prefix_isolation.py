@@ -1,6 +1,5 @@
 """KV is reused under the adapter version that made it and under no other, and the check would notice if it were."""
 
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,8 +9,8 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.memory import device
-from lorikeet.memory.tree import AdapterNode, KvNode
+from lorikeet.memory import memory
+from lorikeet.memory.tree import block_keys
 from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt, run
 from tests.support.scripted import Bench, adapter, request
 
@@ -64,8 +63,7 @@ def test_versions_that_share_an_engine_say_what_each_says_alone(
 
 def share_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break the tree: KV is keyed by tokens alone."""
-    shared: dict[tuple[int, ...], KvNode] = {}
-    monkeypatch.setattr(device, "AdapterNode", partial(AdapterNode, children=shared))
+    monkeypatch.setattr(memory, "block_keys", lambda digest, *rest: block_keys(None, *rest))
 
 
 def test_the_check_notices_reuse_across_adapters(

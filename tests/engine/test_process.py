@@ -1,5 +1,6 @@
 """The engine process's side of the channel, over the scripted executor, in threads."""
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from lorikeet.core.messages import (
     DropAdapter,
     EngineStats,
     FromEngine,
+    KnowAdapters,
     Progress,
     Shutdown,
     StepOutputs,
@@ -21,7 +23,7 @@ from lorikeet.core.messages import (
     ToEngine,
 )
 from lorikeet.engine.process import Channel, serve
-from lorikeet.scheduling.scheduler import Limits
+from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 
 BLOCKS = 10_000
@@ -84,10 +86,16 @@ def channel(peer: Peer) -> Iterator[Channel]:
 
 
 @pytest.fixture
-def bench(peer: Peer, channel: Channel) -> Iterator[Bench]:
+def host_blocks() -> int:
+    """Blocks of the engine's host tier."""
+    return 0
+
+
+@pytest.fixture
+def bench(peer: Peer, channel: Channel, host_blocks: int) -> Iterator[Bench]:
     """An engine that is served on a thread until the test's end."""
     limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=40_000)
-    made = Bench(blocks=BLOCKS, limits=limits)
+    made = Bench(blocks=BLOCKS, host_blocks=host_blocks, limits=limits)
     serving = threading.Thread(target=serve, args=(channel, made.engine))
     serving.start()
     yield made
@@ -97,12 +105,12 @@ def bench(peer: Peer, channel: Channel) -> Iterator[Bench]:
 
 
 def test_messages_arrive_in_the_order_in_which_they_were_sent(peer: Peer, channel: Channel) -> None:
-    assert channel.receive(block=False) == []
+    assert channel.receive(0.0) == []
     sent: list[ToEngine] = [Submit(request("r", [1, 2])), Abort(request("r", [1]).request_id), Shutdown()]
     peer.send(*sent)
     received: list[ToEngine] = []
     while len(received) < 3:
-        received += channel.receive(block=True)
+        received += channel.receive(math.inf)
     assert received == sent
     channel.send(Progress("weights", 1, 2))
     assert peer.receive() == Progress("weights", 1, 2)
@@ -110,11 +118,15 @@ def test_messages_arrive_in_the_order_in_which_they_were_sent(peer: Peer, channe
 
 def test_a_wake_from_another_thread_ends_a_wait(channel: Channel) -> None:
     woken: list[list[ToEngine]] = []
-    waiting = threading.Thread(target=lambda: woken.append(channel.receive(block=True)))
+    waiting = threading.Thread(target=lambda: woken.append(channel.receive(math.inf)))
     waiting.start()
     channel.wake()
     waiting.join(60)
     assert woken == [[]]
+
+
+def test_a_wait_ends_when_its_time_is_over(channel: Channel) -> None:
+    assert channel.receive(0.001) == []
 
 
 def test_an_idle_engine_tells_its_last_gauges(peer: Peer, bench: Bench) -> None:
@@ -135,8 +147,9 @@ def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench
     assert peer.idle_stats().kv_blocks == 0
 
 
-def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes(
-    peer: Peer, channel: Channel, bench: Bench
+@pytest.mark.parametrize(("host_blocks", "freed_blocks"), [(0, 3 + 1), (16, 3 + 1 + 3)])
+def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes_on_all_tiers(
+    peer: Peer, channel: Channel, bench: Bench, freed_blocks: int
 ) -> None:
     ref = adapter("a", 3)
     peer.send(Submit(request("r", [1, 2, 3], adapter=ref)), DropAdapter(ref.digest))
@@ -151,5 +164,24 @@ def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes(
         events += peer.outputs().adapter_events
     assert [type(event) for event in events] == [AdapterLoaded, AdapterEvicted]
     assert isinstance(events[-1], AdapterEvicted)
-    assert events[-1].freed_bytes == 4 * 1024, "three blocks of weights and one of KV"
-    assert peer.idle_stats().resident_adapters == {}
+    assert events[-1].freed_bytes == freed_blocks * 1024, "weights on the device, KV, and weights on the host"
+    stats = peer.idle_stats()
+    assert stats.resident_adapters == {}
+    assert stats.memory.nodes == 0
+    assert stats.memory.host.free == stats.memory.host.total
+
+
+@pytest.mark.parametrize("host_blocks", [16])
+def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, channel: Channel, bench: Bench) -> None:
+    peer.send(KnowAdapters((adapter("a", 3), adapter("b", 2))))
+    while True:  # the engine waits for the reads, on a clock that stands still
+        stats = peer.outputs().stats
+        if stats is not None and stats.memory.host.inflight == (3 + 2) * 1024:
+            break
+    bench.clock.advance(10.0)
+    channel.wake()
+    while stats is None or stats.memory.host_adapters < 2:
+        stats = peer.outputs().stats
+    assert stats.memory.host.adapters == (3 + 2) * 1024
+    assert stats.memory.transfers["source-host"].transfers == 2
+    assert stats.resident_adapters == {}, "nobody asked for them"

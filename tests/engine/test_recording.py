@@ -6,12 +6,12 @@ import pytest
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError
-from lorikeet.core.events import Admitted, Finished, FinishReason, FirstToken, Queued
+from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Queued
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import Abort, DropAdapter, Submit
-from lorikeet.core.plan import AdapterLoadDone
+from lorikeet.core.plan import TransferDone
 from lorikeet.engine.recording import FORMAT, FileRecorder, Recording, RecordingError
-from lorikeet.engine.records import Exported, Loaded, Planned, Ran, Received, Record, Told
+from lorikeet.engine.records import Exported, Planned, Ran, Received, Record, Told, Transferred
 from lorikeet.engine.replay import replay
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -51,16 +51,16 @@ def test_messages_plans_results_transfers_and_events_are_all_there(tmp_path: Pat
     found = records(tmp_path / "run")
     messages = [record.message for record in found if isinstance(record, Received)]
     assert [type(message) for message in messages] == [Submit, Submit, Abort, DropAdapter]
-    loads = [done for record in found if isinstance(record, Loaded) for done in record.loads]
+    ended = [done for record in found if isinstance(record, Transferred) for done in record.transfers]
     plans = [record.plan for record in found if isinstance(record, Planned)]
-    assert loads == [AdapterLoadDone(adapter("x").digest, plans[0].loads[0].generation)]
+    assert ended == [TransferDone(plans[0].transfers[0].transfer_id, None, 0.0571)]
     results = [record.result for record in found if isinstance(record, Ran)]
     assert [plan.step for plan in plans if not plan.is_empty] == [result.step for result in results]
     assert results[0].duration_s == pytest.approx(0.0123)
     events = [event for record in found if isinstance(record, Told) for event in record.events]
     of_a = [type(event) for event in events if event.request_id == "a"]
     assert of_a[0] is Queued
-    assert of_a[-3:] == [Admitted, FirstToken, Finished]
+    assert of_a[-4:] == [Admitted, AdapterArrived, FirstToken, Finished]
 
 
 def test_a_recording_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_recording_that_ends_in_the_middle_replays_as_far_as_it_goes(tmp_path:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"lorikeet recording 999\n", "found lorikeet recording 999, expected lorikeet recording 1"),
-        (b'{"arrival_s": 0.1}\n', "found no recording, expected lorikeet recording 1"),
+        (b"lorikeet recording 999\n", "found lorikeet recording 999, expected lorikeet recording 2"),
+        (b'{"arrival_s": 0.1}\n', "found no recording, expected lorikeet recording 2"),
         (b"", "found no recording"),
         (FORMAT, "ends within its header"),
         (FORMAT + b"\x01\0\0\0\x90", "its header is of another version of Lorikeet"),

@@ -13,18 +13,19 @@ from typer.testing import CliRunner
 
 from lorikeet.cli import app
 from lorikeet.config import ROWS, EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import Abort, Submit
 from lorikeet.core.plan import KernelForm, StepPlan, Token
 from lorikeet.costs.profile import encode_profile
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import drive
-from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.engine.driver import InOrder, drive
+from lorikeet.engine.modelled_build import build_modelled_executor, transfer_model
 from lorikeet.engine.plan_fields import plan_fields
 from lorikeet.engine.recorded_times import Kind, compare_times
 from lorikeet.engine.recording import FileRecorder, Recording
-from lorikeet.engine.records import Loaded, Planned, Ran, Received, Record
+from lorikeet.engine.records import Planned, Ran, Received, Record, Transferred
 from lorikeet.engine.replay import Replay, replay, turns
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
@@ -34,22 +35,31 @@ NAMES = ("a", "b", "c", "bad")
 PREFIX = list(range(100, 140))
 
 
+def reference(name: str) -> AdapterRef:
+    """An adapter of one or two blocks."""
+    return adapter(name, 1 + len(name) // 2)
+
+
 class RecordedTraffic(RuleBasedStateMachine):
     """Submits, aborts, moves, drops, pauses and steps in any order, on a pool that is often too small."""
 
     @initialize(
         row=st.sampled_from(sorted(ROWS)),
         blocks=st.integers(17, 40),
+        host_blocks=st.sampled_from((0, 3, 40)),
+        broken=st.frozensets(st.integers(0, 60), max_size=6),
         repeat=st.integers(1, 6),
         budget=st.integers(3, 20),
     )
-    def start(self, row: str, blocks: int, repeat: int, budget: int) -> None:
+    def start(self, row: str, blocks: int, host_blocks: int, broken: frozenset[int], repeat: int, budget: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="lorikeet-test-")
         self.path = Path(self.folder.name) / "run"
         self.made = RecordedEngine(
             self.path,
             blocks,
+            host_blocks,
             failing=frozenset({AdapterDigest("digest-bad")}),
+            broken_transfers=broken,
             sick=frozenset({RequestId("r3")}),
             row=row,
             max_repeat=repeat,
@@ -65,7 +75,7 @@ class RecordedTraffic(RuleBasedStateMachine):
         twins=st.integers(1, 2),
     )
     def submit(self, name: str | None, prompt: int, output: int, stop: int, twins: int) -> None:
-        ref = None if name is None else adapter(name, 1 + len(name) // 2)
+        ref = None if name is None else reference(name)
         for _ in range(twins):
             new = request(
                 f"r{len(self.asked)}",
@@ -88,6 +98,10 @@ class RecordedTraffic(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         if self.asked:
             self.made.engine.abort(data.draw(st.sampled_from(sorted(self.asked))))
+
+    @rule(names=st.sets(st.sampled_from(NAMES)))
+    def know_adapters(self, names: set[str]) -> None:
+        self.made.engine.know_adapters(tuple(reference(name) for name in sorted(names)))
 
     @rule(name=st.sampled_from(NAMES))
     def drop_adapter(self, name: str) -> None:
@@ -183,15 +197,16 @@ def test_an_abort_that_is_missing_makes_another_plan(recording: Path) -> None:
 
 def test_a_transfer_that_fails_makes_another_plan(recording: Path) -> None:
     def change(record: Record) -> Record:
-        if not isinstance(record, Loaded):
+        if not isinstance(record, Transferred):
             return record
-        return Loaded(record.at_s, tuple(msgspec.structs.replace(done, error="broken") for done in record.loads))
+        broken = tuple(msgspec.structs.replace(done, error="broken") for done in record.transfers)
+        return Transferred(record.at_s, broken)
 
     replay_changed(recording, change)
 
 
 def test_a_transfer_that_never_ends_makes_another_plan(recording: Path) -> None:
-    replay_changed(recording, lambda r: None if isinstance(r, Loaded) else r)
+    replay_changed(recording, lambda r: None if isinstance(r, Transferred) else r)
 
 
 def test_another_output_that_is_not_finite_makes_another_plan(recording: Path) -> None:
@@ -216,7 +231,12 @@ def test_fields_of_plans_are_drilled_down_to_what_differs() -> None:
 
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Path, coalesced: bool) -> None:
-    given = EngineSettings(record=str(tmp_path / "run"), max_repeat=1 if coalesced else 8)
+    given = EngineSettings(
+        record=str(tmp_path / "run"),
+        max_repeat=1 if coalesced else 8,
+        memory_bytes=24 * 512,  # little enough that much goes to the host and comes back
+        host_memory_bytes=100 * 512,
+    )
     settings = Settings(ModelSettings(max_model_tokens=200), given)
     clock, profile = VirtualClock(), round_profile()
     executor, sizes = build_modelled_executor(settings, profile, KernelForm.UNPADDED, clock, coalesced=coalesced)
@@ -225,11 +245,11 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
         request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
         for i in range(40)
     ]
-    drive(engine, clock, requests, lambda outputs: None, coalesced=coalesced)
+    drive(engine, clock, InOrder(requests), lambda outputs: None, coalesced=coalesced)
     engine.close()
     recording = Recording(tmp_path / "run")
     assert replay(recording).difference is None
-    pairs = compare_times(turns(recording), profile, KernelForm.UNPADDED)
+    pairs = compare_times(turns(recording), profile, KernelForm.UNPADDED, transfer_model(given, profile))
     assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(Kind, True)
     assert all(modelled == pytest.approx(recorded) for times in pairs.values() for recorded, modelled in times)
 
@@ -265,5 +285,6 @@ def test_the_command_sets_recorded_times_beside_those_of_a_profile(recording: Pa
     result = runner.invoke(app, ["replay", str(recording), "--profile", str(profile)])
     assert result.exit_code == 0, result.output
     rows = {line.split()[1]: line.split() for line in result.output.splitlines() if line.startswith("│")}
-    assert rows.keys() == {"decode", "prefill", "mixed"}  # the script measures no transfers
-    assert rows["decode"][5] == "12.30"  # its step, whatever is in it
+    assert rows.keys() == {"decode", "prefill", "mixed", "load"}
+    assert rows["decode"][5] == "12.30"  # a step of the script, whatever is in it
+    assert rows["load"][5:8:2] == ["57.10", "50.00"]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,24 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Tier
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.torch_executor import build_torch_executor
+from lorikeet.engine.transfer_counts import Work
 from lorikeet.models.checkpoint import ModelConfigError
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
-from tests.support.driver import ALL, Driver, Latch, driving, fp32_settings, make_adapter, random_tokens
+from tests.support.driver import (
+    ALL,
+    Driver,
+    Latch,
+    driving,
+    fp32_settings,
+    make_adapter,
+    peer_tokens,
+    random_tokens,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +79,33 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: 
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kv_and_adapters_come_back_from_the_host_of_every_rank(tmp_path: Path, ranks: int) -> None:
+    folder, adapters = make_model(tmp_path)
+    wide = adapters["wide"]
+    prompt = random_tokens(9, seed=3)
+    with driving(folder, tensor_parallel=ranks, host_memory_bytes=2**21) as driver:
+        host = [BlockId(block) for block in range(driver.sizes.host_blocks)]
+        read, rest = tuple(host[: driver.blocks_of(wide)]), host[driver.blocks_of(wide) :]
+        for source, target in ((Tier.SOURCE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
+            (done,) = driver.move(driver.transfer(source, target, wide, read))
+            assert done.error is None
+        driver.add("a", prompt, wide)
+        driver.step({"a": 9})
+        driver.decode(["a"], 3)
+        held = driver.held_blocks()
+        away, nothing = tuple(rest[: len(held)]), tuple(rest[len(held) : 2 * len(held)])
+        driver.copy(Tier.HOST, away, held)
+        driver.copy(Tier.DEVICE, nothing, held)
+        driver.copy(Tier.DEVICE, away, held)
+        driver.decode(["a"], 8)
+        assert driver.token_ids("a") == peer_tokens(folder, wide, prompt, 12)
+        kinds = {worker.work for worker in driver.executor.transfers.counts.by_thread()}
+        threads = {worker.thread for worker in driver.executor.transfers.counts.by_thread()}
+        assert kinds == set(Work)
+        assert threading.get_native_id() not in threads
+
+
 def test_a_load_counts_as_done_when_every_rank_has_it_and_one_failure_fails_it(tmp_path: Path) -> None:
     folder, adapters = make_model(tmp_path)
     woken = Latch()
@@ -90,12 +130,12 @@ def test_a_rank_that_dies_is_an_error_and_wakes_whoever_waits(tmp_path: Path) ->
         driver.step({"a": 5})
         (process,) = multiprocessing.active_children()
         os.kill(process.pid or 0, signal.SIGKILL)
-        driver.executor.wait_for_load(None)
+        driver.executor.wait_for_transfer(None)
         assert woken.wait()
         with pytest.raises(ExecutorError, match="rank 1 has died"):
             driver.step({"a": 1})
         with pytest.raises(ExecutorError, match="rank 1 has died"):
-            driver.executor.completed_loads()
+            driver.executor.completed_transfers()
 
 
 def test_a_rank_that_dies_during_a_step_ends_the_step(tmp_path: Path) -> None:
@@ -139,7 +179,7 @@ def test_ranks_do_not_outlive_a_rank_0_that_is_killed(tmp_path: Path) -> None:
         rank_1 = int(rank_0.stdout.readline())
         assert psutil.pid_exists(rank_1)
         rank_0.kill()
-        # Both write to this pipe: it ends when neither is left.
+        # Both, and the loader of each, write to this pipe: it ends when none of them is left.
         assert rank_0.stdout.read() == ""
 
 

@@ -143,7 +143,7 @@ def test_a_failing_load_is_reported_and_harms_nobody(models: Models, driver: Dri
     prompt = random_tokens(6, seed=2)
     driver.add("wide", prompt, wide)
     driver.step({"wide": 6})
-    errors = {str(done.digest): done.error or "" for done in driver.load(missing, broken)}
+    errors = dict(zip(("missing", "broken"), [done.error or "" for done in driver.load(missing, broken)], strict=True))
     assert str(tmp_path / "none") in errors["missing"]
     assert weights.name in errors["broken"]
     driver.decode(["wide"], 8)
@@ -155,13 +155,13 @@ def test_a_failing_load_is_reported_and_harms_nobody(models: Models, driver: Dri
 
 def test_an_evicted_adapter_cannot_be_used_until_it_is_loaded_again(models: Models, driver: Driver) -> None:
     adapter = models.adapters["narrow"]
-    driver.load(adapter, generation=1)
+    driver.load(adapter)
     driver.execute(StepPlan(1, evictions=(adapter.digest,)))
     prompt = random_tokens(6, seed=2)
     driver.add("early", prompt, adapter)
     with pytest.raises(ExecutorError, match="is not loaded"):
         driver.step({"early": 6})
-    assert driver.load(adapter, generation=2)[0].generation == 2
+    assert driver.load(adapter)[0].error is None
     driver.add("late", prompt, adapter)
     driver.step({"late": 6})
     assert driver.token_ids("late") == peer_tokens(models.folder, adapter, prompt, 1)
@@ -171,22 +171,22 @@ def test_a_load_that_ends_after_its_adapter_was_evicted_is_reported_but_not_used
     models: Models, driver: Driver
 ) -> None:
     adapter = models.adapters["wide"]
-    driver.load(adapter, generation=1, wait=False)
+    driver.load(adapter, wait=False)
     driver.execute(StepPlan(1, evictions=(adapter.digest,)))
-    (done,) = driver.wait_for_loads(1)
-    assert (done.generation, done.error) == (1, None)
+    (done,) = driver.wait_for_transfers(1)
+    assert done.error is None
     driver.add("early", random_tokens(6, seed=2), adapter)
     with pytest.raises(ExecutorError, match="is not loaded"):
         driver.step({"early": 6})
 
 
-def test_the_loop_is_woken_when_a_load_ends(models: Models) -> None:
+def test_the_loop_is_woken_when_a_transfer_ends(models: Models) -> None:
     woken = Latch()
     with driving(models.folder, woken) as driver:
         driver.load(models.adapters["narrow"], wait=False)
         assert woken.wait()
-        assert len(driver.executor.completed_loads()) == 1
-        assert driver.executor.completed_loads() == []
+        assert len(driver.executor.completed_transfers()) == 1
+        assert driver.executor.completed_transfers() == []
 
 
 def test_sequences_that_were_never_started_are_named(driver: Driver) -> None:

@@ -2,17 +2,20 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from numpy.typing import NDArray
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.memory.adapter_blocks import weights_in_place, write_pieces
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.packing import pack
 
 Ranks = dict[str, tuple[int, ...]]
+Floats = NDArray[np.float32]
 
 
 @st.composite
@@ -27,7 +30,7 @@ def adapters(draw: st.DrawFn) -> tuple[Ranks, ModelGeometry, int]:
     return ranks, ModelGeometry(layers, 1, 1, shapes, 4), draw(st.integers(largest, 4 * largest))
 
 
-def random_weights(ranks: Ranks, geometry: ModelGeometry) -> list[tuple[int, str, Tensor, Tensor]]:
+def random_weights(ranks: Ranks, geometry: ModelGeometry) -> list[tuple[int, str, Floats, Floats]]:
     """Distinct numbers in every element, in packing order."""
     weights, count = [], 0
     for layer in range(geometry.layers):
@@ -36,9 +39,9 @@ def random_weights(ranks: Ranks, geometry: ModelGeometry) -> list[tuple[int, str
             shape = geometry.modules[module]
             if rank:
                 sizes = rank * shape.in_features, rank * shape.out_features
-                a = torch.arange(count, count + sizes[0], dtype=torch.float32).view(rank, -1) + 1
-                b = torch.arange(count + sizes[0], count + sum(sizes), dtype=torch.float32).view(-1, rank) + 1
-                weights.append((layer, module, a, b.t()))
+                a = np.arange(count, count + sizes[0], dtype=np.float32).reshape(rank, -1) + 1
+                b = np.arange(count + sizes[0], count + sum(sizes), dtype=np.float32).reshape(-1, rank) + 1
+                weights.append((layer, module, a, b.T))
                 count += sum(sizes)
     return weights
 
@@ -74,18 +77,18 @@ def test_every_row_is_packed_once_and_none_straddles_a_block(case: tuple[Ranks, 
 def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, random) -> None:  # type: ignore[no-untyped-def]
     ranks, geometry, block_elements = case
     packing = pack(ranks, geometry, block_elements)
-    arena = torch.zeros(packing.blocks + 3, block_elements)
+    arena = np.zeros((packing.blocks + 3, block_elements), np.float32)
     blocks = random.sample(range(len(arena)), packing.blocks)
     weights = random_weights(ranks, geometry)
-    write_pieces(weights, packing, blocks, arena)
-    placed = weights_in_place(packing, blocks, arena, geometry)
+    assert list(write_pieces(weights, packing, blocks, arena)) == list(range(packing.blocks))
+    placed = weights_in_place(packing, blocks, torch.from_numpy(arena), geometry)
     views = placed.pieces
     assert list(views) == [(layer, module) for layer, module, _, _ in weights]
     for layer, module, a, bt in weights:
         pieces = views[layer, module]
-        assert torch.equal(torch.cat([piece[0] for piece in pieces]), a)
-        assert torch.equal(torch.cat([piece[1] for piece in pieces]), bt)
-        assert all(view.untyped_storage().data_ptr() == arena.untyped_storage().data_ptr() for view in pieces[0])
+        assert np.array_equal(torch.cat([piece[0] for piece in pieces]).numpy(), a)
+        assert np.array_equal(torch.cat([piece[1] for piece in pieces]).numpy(), bt)
+        assert all(view.untyped_storage().data_ptr() == arena.ctypes.data for view in pieces[0])
     assert int((arena != 0).sum()) == packing.used_elements
     # The same as numbers: what lies between two entries of the index are the pieces of one (layer, module).
     index = iter(pairwise(placed.index.tolist()))
@@ -98,8 +101,41 @@ def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, rand
 def test_weights_that_were_not_packed_are_refused() -> None:
     geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
     packing = pack({"q": (2,), "v": (1,)}, geometry, 10)
-    arena = torch.zeros(packing.blocks, 10)
+    arena = np.zeros((packing.blocks, 10), np.float32)
     q, v = random_weights({"q": (2,), "v": (1,)}, geometry)
     for wrong in ([q], [q, v, (0, "k", *q[2:])], [(0, "q", *v[2:]), v]):
         with pytest.raises(ValueError, match="packed"):
-            write_pieces(wrong, packing, range(packing.blocks), arena)
+            list(write_pieces(wrong, packing, range(packing.blocks), arena))
+
+
+def test_weights_in_another_order_are_refused() -> None:
+    geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
+    ranks = {"q": (2,), "v": (2,)}
+    packing = pack(ranks, geometry, 10)
+    q, v = random_weights(ranks, geometry)
+    with pytest.raises(ValueError, match="packed"):
+        list(write_pieces([v, q], packing, range(packing.blocks), np.zeros((packing.blocks, 10))))
+
+
+@settings(deadline=None)
+@given(adapters(), st.integers(1, 3))
+def test_an_adapter_passes_through_few_blocks_if_each_is_taken_in_time(
+    case: tuple[Ranks, ModelGeometry, int], ring: int
+) -> None:
+    ranks, geometry, block_elements = case
+    packing = pack(ranks, geometry, block_elements)
+    expected = np.zeros((packing.blocks, block_elements), np.float32)
+    list(write_pieces(random_weights(ranks, geometry), packing, range(packing.blocks), expected))
+    staged, taken = np.zeros((ring, block_elements), np.float32), np.zeros_like(expected)
+    blocks = [block % ring for block in range(packing.blocks)]
+
+    def take(block: int) -> None:
+        taken[block] = staged[block % ring]
+        staged[block % ring] = 0.0
+
+    for filled in write_pieces(random_weights(ranks, geometry), packing, blocks, staged):
+        if filled >= ring:
+            take(filled - ring)
+    for block in range(max(0, packing.blocks - ring), packing.blocks):
+        take(block)
+    assert np.array_equal(taken, expected)

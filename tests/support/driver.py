@@ -1,5 +1,6 @@
 """Plans made by hand for a torch executor, with scattered blocks, and what transformers and PEFT say to the same."""
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import (
-    AdapterLoad,
-    AdapterLoadDone,
     SequenceStart,
     SequenceStep,
     StepPlan,
     StepResult,
+    Tier,
     Token,
+    Transfer,
+    TransferDone,
 )
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.executor import EngineSizes
@@ -65,24 +67,47 @@ class Driver:
         self._starts: list[SequenceStart] = []
         self._drops: list[RequestId] = []
         self._steps = 0
+        self._transfers = itertools.count()
 
-    def load(self, *refs: AdapterRef, generation: int = 0, wait: bool = True) -> list[AdapterLoadDone]:
-        """Start loads in an otherwise empty plan and wait until they are reported."""
-        geometry, elements = self.sizes.local_geometry, self.sizes.local_geometry.block_elements(BLOCK_TOKENS)
-        loads = []
-        for ref in refs:
-            count = pack(ref.ranks, geometry, elements).blocks
-            loads.append(AdapterLoad(ref, tuple(BlockId(self._free.pop()) for _ in range(count)), generation))
-        self.execute(StepPlan(self._steps, loads=tuple(loads)))
-        return self.wait_for_loads(len(loads)) if wait else []
+    def load(self, *refs: AdapterRef, wait: bool = True) -> list[TransferDone]:
+        """Start loads from the source in an otherwise empty plan; return how each ended."""
+        return self.move(*(self.transfer(Tier.SOURCE, Tier.DEVICE, ref) for ref in refs), wait=wait)
 
-    def wait_for_loads(self, count: int) -> list[AdapterLoadDone]:
-        """Return the next ``count`` finished loads."""
-        done: list[AdapterLoadDone] = []
+    def transfer(
+        self, source: Tier, target: Tier, adapter: AdapterRef, host_blocks: tuple[BlockId, ...] = ()
+    ) -> Transfer:
+        """Return a transfer of an adapter, with device blocks of its own if it needs any."""
+        count = self.blocks_of(adapter) if target is Tier.DEVICE else 0
+        device_blocks = tuple(BlockId(self._free.pop()) for _ in range(count))
+        return Transfer(next(self._transfers), source, target, host_blocks, device_blocks, adapter)
+
+    def copy(self, target: Tier, host_blocks: tuple[BlockId, ...], device_blocks: tuple[BlockId, ...]) -> None:
+        """Copy blocks between the tiers, whatever they hold."""
+        source = Tier.HOST if target is Tier.DEVICE else Tier.DEVICE
+        (done,) = self.move(Transfer(next(self._transfers), source, target, host_blocks, device_blocks))
+        assert done.error is None
+
+    def move(self, *transfers: Transfer, wait: bool = True) -> list[TransferDone]:
+        """Start transfers in an otherwise empty plan; return how each ended, in their order."""
+        self.execute(StepPlan(self._steps, transfers=transfers))
+        return self.wait_for_transfers(len(transfers)) if wait else []
+
+    def wait_for_transfers(self, count: int) -> list[TransferDone]:
+        """Return the next ``count`` transfers that end, in the order of their ids."""
+        done: list[TransferDone] = []
         while len(done) < count:
-            self.executor.wait_for_load(60.0)
-            done += self.executor.completed_loads()
-        return done
+            self.executor.wait_for_transfer(60.0)
+            done += self.executor.completed_transfers()
+        return sorted(done, key=lambda one: one.transfer_id)
+
+    def blocks_of(self, adapter: AdapterRef) -> int:
+        """Blocks that an adapter takes."""
+        geometry = self.sizes.local_geometry
+        return pack(adapter.ranks, geometry, geometry.block_elements(BLOCK_TOKENS)).blocks
+
+    def held_blocks(self) -> tuple[BlockId, ...]:
+        """Device blocks that hold an adapter or KV."""
+        return tuple(BlockId(block) for block in sorted(set(range(self.sizes.total_blocks)).difference(self._free)))
 
     def add(
         self,
@@ -150,9 +175,9 @@ class Driver:
 
 
 @contextmanager
-def driving(folder: Path, on_load_done: Callable[[], None] = lambda: None, **engine: Any) -> Iterator[Driver]:
+def driving(folder: Path, on_transfer_done: Callable[[], None] = lambda: None, **engine: Any) -> Iterator[Driver]:
     """Build an executor of the checkpoint, and close it at the end."""
-    executor, _, sizes = build_torch_executor(fp32_settings(**engine), folder, lambda *_: None, on_load_done)
+    executor, _, sizes = build_torch_executor(fp32_settings(**engine), folder, lambda *_: None, on_transfer_done)
     try:
         yield Driver(executor, sizes)
     finally:

@@ -107,7 +107,7 @@ def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
         for output in engine.step().tokens:
             tokens[output.request_id].append(output.token.token_id)
         if not engine.is_busy:
-            engine.wait_for_load()
+            engine.wait_for_transfer()
     return list(tokens.values())
 
 

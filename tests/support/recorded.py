@@ -1,5 +1,6 @@
 """Engines on the scripted executor that write a recording, with time of its own between the turns."""
 
+import math
 from pathlib import Path
 
 from lorikeet.config import EngineSettings, Settings
@@ -8,6 +9,7 @@ from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.engine.build import assemble
+from lorikeet.engine.driver import rest
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.scripted import ScriptedExecutor
 from tests.support.profiles import GEOMETRY
@@ -27,8 +29,9 @@ class RecordedEngine:
 
     Args:
         path: the recording.
-        blocks: of the arena.
-        failing: versions whose load fails.
+        blocks, host_blocks: of the arenas.
+        failing: versions that cannot be read.
+        broken_transfers: ids of transfers that fail for another reason.
         sick: requests whose output is not finite.
         engine: settings.
     """
@@ -37,15 +40,26 @@ class RecordedEngine:
         self,
         path: Path,
         blocks: int = 64,
+        host_blocks: int = 0,
         failing: frozenset[AdapterDigest] = frozenset(),
+        broken_transfers: frozenset[int] = frozenset(),
         sick: frozenset[RequestId] = frozenset(),
         **engine: object,
     ) -> None:
         given = {"max_running": 5, "max_step_tokens": 16, "block_tokens": BLOCK_TOKENS, "record": str(path), **engine}
         # Not from 0: a monotonic clock never is there, and it rounds otherwise.
         self.clock = VirtualClock(12_345.678)
-        executor = ScriptedExecutor(self.clock, BLOCK_TOKENS, step_s=0.0123, load_s=0.0571, failing=failing, sick=sick)
-        sizes = EngineSizes(GEOMETRY, GEOMETRY, blocks, BLOCK_TOKENS, 48, blocks - 12, "none")
+        executor = ScriptedExecutor(
+            self.clock,
+            BLOCK_TOKENS,
+            step_s=0.0123,
+            load_s=0.0571,
+            copy_s=0.00191,
+            failing=failing,
+            fails=lambda transfer: transfer.transfer_id in broken_transfers,
+            sick=sick,
+        )
+        sizes = EngineSizes(GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none")
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
         self.engine, _, self.notes = assemble(settings, executor, sizes, self.clock)
         self.finished: dict[RequestId, Finished] = {}
@@ -56,14 +70,14 @@ class RecordedEngine:
         self.clock.advance(pause_s)
         outputs = self.engine.step()
         self.finished |= {event.request_id: event for event in outputs.events if isinstance(event, Finished)}
-        if not self.engine.is_busy and self.engine.stats().inflight_blocks:
-            self.engine.wait_for_load()
+        if not self.engine.is_busy and self.engine.has_transfers:
+            rest(self.engine, self.clock, math.inf)
 
     def run(self) -> None:
         """Step until all has ended, and close the recording."""
         for _ in range(2_000):
             self.step()
-            if not (self.engine.has_requests or self.engine.is_busy or self.engine.stats().inflight_blocks):
+            if not (self.engine.has_requests or self.engine.is_busy or self.engine.has_transfers):
                 self.engine.close()
                 return
         raise AssertionError("it does not come to an end")

@@ -1,20 +1,25 @@
 """Builders for engines on the scripted executor and a virtual clock."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lorikeet.config import ColdStart, KvAfterFinish, Row
+from lorikeet.config import ColdStart, Row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.plan import StepPlan
+from lorikeet.core.plan import StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.memory_build import memory_rules
 from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_seed
-from lorikeet.memory.device import DeviceMemory
-from lorikeet.memory.policies import EVICTION
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.admission import ADMISSION
-from lorikeet.scheduling.scheduler import Limits, Scheduler
+from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.scheduler import Scheduler
 
 BLOCK_TOKENS = 4
 
@@ -37,24 +42,30 @@ class Bench:
     """An engine and all that it said."""
 
     blocks: int = 64
+    host_blocks: int = 0
     row: Row = field(default_factory=Row)
     limits: Limits = field(default_factory=lambda: Limits(max_running=8, max_step_tokens=16, max_model_tokens=64))
     script: TokenScript = token_by_seed
     failing: frozenset[AdapterDigest] = frozenset()
+    fails: Callable[[Transfer], bool] = lambda transfer: False
     sick: frozenset[RequestId] = frozenset()
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
-        self.memory = DeviceMemory(
+        self.memory = Memory(
             self.blocks,
+            self.host_blocks,
             BLOCK_TOKENS,
             block_bytes=1024,
-            adapter_blocks=lambda ref: ref.max_rank,
-            eviction=EVICTION[self.row.eviction],
-            keep_kv=self.row.kv_after_finish is KvAfterFinish.KEPT,
+            adapter_size=lambda ref: AdapterSize(ref.max_rank, 1024 * ref.max_rank),
+            eviction=self.row.eviction,
+            prefetch=self.row.prefetch,
+            rules=memory_rules(self.row),
         )
         self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission](), self.limits, self.row)
-        self.executor = ScriptedExecutor(self.clock, BLOCK_TOKENS, self.script, failing=self.failing, sick=self.sick)
+        self.executor = ScriptedExecutor(
+            self.clock, BLOCK_TOKENS, self.script, failing=self.failing, fails=self.fails, sick=self.sick
+        )
         self.plans: list[StepPlan] = []
         self.engine = Engine(
             self.scheduler, self.memory, self.executor, self.clock, self.row.cold_start, self.plans.append
@@ -73,14 +84,14 @@ class Bench:
         self.events += outputs.events
         self.adapter_events += outputs.adapter_events
         self.memory.check_integrity()
-        if not self.engine.is_busy and self.memory.loads_in_flight:
-            self.engine.wait_for_load()
+        if not self.engine.is_busy and self.engine.has_transfers:
+            rest(self.engine, self.clock, math.inf)
 
     def run(self, steps: int = 1_000) -> None:
         """Step until every request and every transfer has ended."""
         for _ in range(steps):
             self.step()
-            if not (self.engine.has_requests or self.engine.is_busy or self.memory.loads_in_flight):
+            if not (self.engine.has_requests or self.engine.is_busy or self.engine.has_transfers):
                 return
         raise AssertionError(f"still {self.scheduler.running} running, {self.scheduler.waiting} waiting")
 

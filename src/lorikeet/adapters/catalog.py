@@ -29,8 +29,9 @@ __all__ = ["AdapterCatalog", "AdapterRecord"]
 class AdapterCatalog:
     """All adapters of one server. Safe to use from several threads.
 
-    ``get``, ``names``, ``list``, ``acquire`` and ``release`` return at once and suit an event loop; ``register``,
-    ``remove`` and ``close`` read, write and hash files, and belong in a worker thread.
+    ``get``, ``names``, ``list``, ``has``, ``acquire`` and ``release`` return at once and suit an event loop;
+    ``register``, ``remove`` and ``close`` read, write and hash files, and belong in a worker thread; so does
+    ``versions``, where there are thousands.
 
     Args:
         settings: folders, allow-list, limits, registry URL.
@@ -137,6 +138,16 @@ class AdapterCatalog:
         """A page of records, oldest first; those whose files are missing included."""
         with self._state:
             return [*islice(self._records.values(), offset, None if limit is None else offset + limit)]
+
+    def has(self, digest: AdapterDigest) -> bool:
+        """Tell whether some name points to a version."""
+        return self._names[digest] > 0
+
+    def versions(self) -> tuple[AdapterRef, ...]:
+        """All versions that names point to and whose files are there, each once."""
+        with self._state:
+            records = [record for record in self._records.values() if record.digest not in self._missing]
+        return tuple({record.digest: record.ref for record in records}.values())
 
     def __len__(self) -> int:
         return len(self._records)

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import msgspec
 
@@ -57,9 +57,14 @@ class AdapterRecord:
 
     @cached_property
     def ref(self) -> AdapterRef:
-        """What requests carry. Decoded at first use: of thousands of names few are asked for."""
-        ranks = msgspec.json.decode(self.row.ranks, type=dict[str, tuple[int, ...]])
-        return AdapterRef(self.name, self.digest, self.folder, ranks, self.row.weight_bytes)
+        """What requests carry, made at first use."""
+        return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
+
+
+@lru_cache(maxsize=256)
+def _decode_ranks(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that a registry row holds; thousands of adapters share a few, which nobody changes."""
+    return msgspec.json.decode(text, type=dict[str, tuple[int, ...]])
 
 
 def check_name(name: str, reserved: set[str]) -> None:

@@ -1,26 +1,29 @@
-"""Reading an adapter's weights as one tensor-parallel rank needs them."""
+"""Reading an adapter's weights as one tensor-parallel rank needs them; without torch, which takes seconds to import."""
 
-import math
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from lorikeet.adapters.checkpoint import WEIGHTS_FILE, inspect_adapter
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.numbers import KEPT_AS, from_float32, to_float32
 from lorikeet.adapters.store import check_unchanged
+from lorikeet.adapters.tensors import TensorEntry
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
 """Their input features are sharded; all other modules' output features are."""
 
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
 
 class ModuleWeights(NamedTuple):
-    """One module's share of an adapter.
+    """One module's share of an adapter, in arrays as ``adapters.numbers.KEPT_AS`` says.
 
     Attributes:
         layer, module: which.
@@ -30,19 +33,19 @@ class ModuleWeights(NamedTuple):
 
     layer: int
     module: str
-    a: Tensor
-    bt: Tensor
+    a: NDArray[Any]
+    bt: NDArray[Any]
 
 
 def load_weights(
-    ref: AdapterRef, geometry: ModelGeometry, dtype: torch.dtype, rank: int = 0, size: int = 1
+    ref: AdapterRef, geometry: ModelGeometry, dtype: str, rank: int = 0, size: int = 1
 ) -> Iterator[ModuleWeights]:
     """Read an adapter, module by module in packing order.
 
     Args:
         ref: the adapter.
         geometry: sizes of the tensor-parallel rank's share of the model.
-        dtype: what the weights are converted to; the scaling is multiplied in fp32 before.
+        dtype: what the weights are converted to, as in ``KEPT_AS``; the scaling is multiplied in fp32 before.
         rank, size: which share of how many. Query, gate and up take a slice of B's rows; key and value the rows of
             the rank's KV heads (head ``rank * heads // size`` where there are fewer heads than ranks); o and down a
             slice of A's columns.
@@ -53,16 +56,21 @@ def load_weights(
     check_unchanged(ref)
     checkpoint = inspect_adapter(Path(ref.folder))
     try:
-        with safe_open(checkpoint.folder / WEIGHTS_FILE, framework="pt") as tensors:
+        with FileIO(checkpoint.folder / WEIGHTS_FILE) as stream:
             for (layer, module), pair in checkpoint.pairs.items():
-                a = tensors.get_slice(pair.a.name)
-                b = tensors.get_slice(pair.b.name)
+                where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, pair.b.shape[0], geometry, rank, size)
-                bt = (b[rows].float() * checkpoint.scaling(layer, module)).to(dtype).t()
-                weights = ModuleWeights(layer, module, a[:, columns].to(dtype), bt)
-                _check(weights, geometry, ref)
-                yield weights
-    except (SafetensorError, OSError) as error:
+                a, b = _read(stream, pair.a)[:, columns], _read(stream, pair.b)[rows]
+                shape = geometry.modules[module]
+                if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
+                    raise AdapterError(
+                        f"{where}: has {(a.shape[1], b.shape[0])} features, "
+                        f"the rank's share of the model {(shape.in_features, shape.out_features)}"
+                    )
+                a = _convert(a, _DTYPES[pair.a.dtype], 1.0, dtype, where)
+                b = _convert(b, _DTYPES[pair.b.dtype], checkpoint.scaling(layer, module), dtype, where)
+                yield ModuleWeights(layer, module, a, b.T)
+    except OSError as error:
         raise AdapterError(f"adapter {ref.name!r}: {checkpoint.folder / WEIGHTS_FILE}: {error}") from error
 
 
@@ -79,18 +87,21 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     return slice(None), slice(start, start + local.out_features)
 
 
-def _check(weights: ModuleWeights, geometry: ModelGeometry, ref: AdapterRef) -> None:
-    where = f"adapter {ref.name!r}: {weights.module} of layer {weights.layer}"
-    shape = geometry.modules[weights.module]
-    found = (weights.a.shape[1], weights.bt.shape[1])
-    if found != (shape.in_features, shape.out_features):
-        raise AdapterError(
-            f"{where}: has {found} features, the rank's share of the model {(shape.in_features, shape.out_features)}"
-        )
-    if not (_is_finite(weights.a) and _is_finite(weights.bt.t())):
-        raise AdapterError(f"{where}: too large for {weights.a.dtype} once scaled")
+def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
+    """Read a tensor into memory of our own: of a mapped file that becomes shorter, reading would end the process."""
+    values = np.empty(entry.shape, KEPT_AS[_DTYPES[entry.dtype]])
+    stream.seek(entry.start)
+    if stream.readinto(values.data) != values.nbytes:
+        raise OSError(f"became shorter while tensor {entry.name} was read")
+    return values
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are; by the extremes, 20 times as fast as ``torch.isfinite`` in bf16. NaN passes through."""
-    return all(math.isfinite(extreme) for extreme in tensor.aminmax())
+def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: str) -> NDArray[Any]:
+    exact = to_float32(values, was)
+    if scaling != 1.0:
+        exact = exact * np.float32(scaling)
+    # The extremes stand for all values, and NaN passes through them.
+    extremes = np.array([exact.min(), exact.max()])
+    if not (np.isfinite(extremes).all() and np.isfinite(to_float32(from_float32(extremes, dtype), dtype)).all()):
+        raise AdapterError(f"{where}: too large for {dtype} once scaled")
+    return values if (was, scaling) == (dtype, 1.0) else from_float32(exact, dtype)

@@ -48,7 +48,8 @@ def _replay(recording: "Recording") -> None:
 
     header, found = recording.header, run(recording)
     console = Console(highlight=False)
-    console.print(f"row {header.engine.row}, {header.sizes.total_blocks} blocks, Lorikeet {header.version}")
+    blocks = f"{header.sizes.total_blocks} device and {header.sizes.host_blocks} host blocks"
+    console.print(f"row {header.engine.row}, {blocks}, Lorikeet {header.version}")
     seconds = f"{found.steps} steps, {found.seconds:.1f} s"
     if found.difference is None:
         console.print(f"{found.plans} plans identical ({seconds})")
@@ -81,6 +82,7 @@ def _compare(recording: "Recording", name: str) -> None:
 
     from lorikeet.config import resolve_row
     from lorikeet.costs.catalog import load_profile
+    from lorikeet.engine.modelled_build import transfer_model
     from lorikeet.engine.recorded_times import compare_times
     from lorikeet.engine.replay import turns
 
@@ -90,7 +92,8 @@ def _compare(recording: "Recording", name: str) -> None:
     _, row = resolve_row(recording.header.engine.row)
     right = [Column(text, justify="right") for text in ("count", "recorded ms", "modelled ms", "error", "P95")]
     table = Table("kind", *right, caption=f"medians; errors relative to the recorded time; profile {profile.name}")
-    for kind, pairs in compare_times(turns(recording), profile, row.kernel_form).items():
+    transfers = transfer_model(recording.header.engine, profile)
+    for kind, pairs in compare_times(turns(recording), profile, row.kernel_form, transfers).items():
         if not pairs:
             continue
         errors = [abs(modelled - recorded) / recorded for recorded, modelled in pairs]

@@ -1,5 +1,6 @@
 """One request on an engine of its own, in this process."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
+from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
 from lorikeet.models.config import read_model_config
 from lorikeet.server.announce import Announcer
@@ -81,5 +83,5 @@ def _decode(engine: Engine, request: Request, text: TextStream) -> Iterator[str]
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise GenerationError(event.error or "the request failed")
         if not engine.is_busy and engine.has_requests:
-            engine.wait_for_load()
+            rest(engine, MonotonicClock(), math.inf)
     yield text.flush()

@@ -23,20 +23,35 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
     at_s: float
 
 
-class AdapterWait(msgspec.Struct, frozen=True, tag=True):
-    """The request began (``loaded`` False) or ended (True) waiting for its adapter's transfer, or for its turn."""
-
-    request_id: RequestId
-    at_s: float
-    loaded: bool
-
-
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The request received blocks; ``cached_tokens`` of its tokens were found in KV."""
+    """The request received all its blocks.
+
+    Attributes:
+        request_id: whose.
+        at_s: when.
+        cached_tokens: of its tokens that were found in KV, on either tier.
+        waits_for_adapter, waits_for_kv: what must be transferred before it can run; the events below tell the end.
+    """
 
     request_id: RequestId
     at_s: float
     cached_tokens: int
+    waits_for_adapter: bool = False
+    waits_for_kv: bool = False
+
+
+class AdapterArrived(msgspec.Struct, frozen=True, tag=True):
+    """The adapter that an admitted request waited for is on the device."""
+
+    request_id: RequestId
+    at_s: float
+
+
+class KvArrived(msgspec.Struct, frozen=True, tag=True):
+    """The KV that an admitted request waited for is on the device."""
+
+    request_id: RequestId
+    at_s: float
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +62,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """Blocks ran out; the request was exported and queued again."""
+    """Blocks ran out, or KV did not arrive; the request was exported and queued again."""
 
     request_id: RequestId
     at_s: float
@@ -63,7 +78,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-RequestEvent = Queued | AdapterWait | Admitted | FirstToken | Preempted | Finished
+RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Preempted | Finished
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,7 @@ Messages are encoded with MessagePack. Both ends run the same version of Lorikee
 
 import msgspec
 
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -30,11 +31,17 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     digest: AdapterDigest
 
 
+class KnowAdapters(msgspec.Struct, frozen=True, tag=True):
+    """Versions that requests may come for: they may be read into the host tier and prefetched."""
+
+    adapters: tuple[AdapterRef, ...]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop at once."""
 
 
-ToEngine = Submit | Abort | DropAdapter | Shutdown
+ToEngine = Submit | Abort | KnowAdapters | DropAdapter | Shutdown
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -80,15 +87,95 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token: Token
 
 
+class TierBytes(msgspec.Struct, frozen=True):
+    """What a tier holds; the parts add up to ``total``.
+
+    Attributes:
+        total: its arena.
+        free: nobody leases it.
+        adapters: weights, used or not.
+        kv_running: KV of running sequences (on the device).
+        kv_cached: KV that no running sequence needs there.
+        inflight: part of a transfer.
+    """
+
+    total: int
+    free: int
+    adapters: int
+    kv_running: int
+    kv_cached: int
+    inflight: int
+
+
+class RouteStats(msgspec.Struct, frozen=True):
+    """Transfers from one tier to another so far: how many, their bytes, failed ones, seconds of reading and copying."""
+
+    transfers: int
+    bytes: int
+    failed: int
+    busy_s: float
+
+
+class DecisionTimes(msgspec.Struct, frozen=True):
+    """Ticks of the swapper that decided something, on this machine's clock."""
+
+    count: int = 0
+    total_s: float = 0.0
+    worst_s: float = 0.0
+
+
+class MemoryStats(msgspec.Struct, frozen=True):
+    """What the memory tells about itself. Counts are since the start.
+
+    Attributes:
+        device, host: the tiers.
+        host_adapters: adapters in the host tier.
+        packing_waste_bytes: of device blocks of adapters, what holds no weights.
+        invalid_kv_bytes: KV on the device that no sequence needs and none can use, since its adapter or earlier KV is
+            not there.
+        unpinned_kv_bytes: all KV on the device that no sequence needs.
+        invalid_kv_share: the former as a share of the latter, averaged over time.
+        adapter_queries, adapter_hits: requests with an adapter, and those that found it on the device on arrival.
+        kv_queries_tokens: prompt tokens of all requests on arrival.
+        kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those found on the host only.
+        transfers: by ``source-target``.
+        prefetched, prefetched_used: adapters and blocks of KV brought before anybody wanted them, and those of them
+            that were used before they left.
+        decisions: time spent deciding.
+        nodes: adapters and blocks of KV that the tree knows.
+        metadata_bytes: that the tree itself takes.
+    """
+
+    device: TierBytes
+    host: TierBytes
+    host_adapters: int
+    packing_waste_bytes: int
+    invalid_kv_bytes: int
+    unpinned_kv_bytes: int
+    invalid_kv_share: float
+    adapter_queries: int
+    adapter_hits: int
+    kv_queries_tokens: int
+    kv_hits_tokens: int
+    kv_host_hits_tokens: int
+    transfers: dict[str, RouteStats]
+    prefetched: int
+    prefetched_used: int
+    decisions: DecisionTimes
+    nodes: int
+    metadata_bytes: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, taken after a step.
 
     Attributes:
         at_s: when.
         steps: steps run so far.
-        running: sequences that hold blocks.
-        waiting: requests in the admission queue.
-        waiting_for_adapter: those of them whose adapter is being transferred, or waits for its turn.
+        running: sequences that hold blocks and can run.
+        waiting: all other requests.
+        waiting_for_adapter, waiting_for_kv: those of them that hold blocks, and wait for the transfer of their
+            adapter, or only for that of KV that was found on the host.
         free_blocks, cached_blocks, kv_blocks, adapter_blocks, inflight_blocks: blocks by use; with
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
             blocks that running sequences hold and ``cached`` KV blocks that nobody holds.
@@ -98,6 +185,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         prefix_queries_tokens, prefix_hits_tokens: tokens looked up in and found in cached KV so far.
         preemptions: so far.
         step_tokens: tokens computed by the last step.
+        memory: what the memory tells.
     """
 
     at_s: float
@@ -105,6 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     waiting_for_adapter: int
+    waiting_for_kv: int
     free_blocks: int
     cached_blocks: int
     kv_blocks: int
@@ -118,6 +207,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_hits_tokens: int
     preemptions: int
     step_tokens: int
+    memory: MemoryStats
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

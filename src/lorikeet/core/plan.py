@@ -56,32 +56,51 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: bool
 
 
-class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """A transfer of one adapter into device blocks.
+class Tier(StrEnum):
+    """Where bytes can be."""
+
+    DEVICE = "device"
+    """The arena that steps read."""
+    HOST = "host"
+    """An arena in shared memory beside it."""
+    SOURCE = "source"
+    """An adapter's files."""
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks on their way from one tier to another: the weights of an adapter, or KV.
+
+    From the source to the device weights go by way of ``host_blocks``, where there are any, and then lie in both.
+    Blocks belong to the transfer until it is reported: nobody else writes them, and those it writes nobody reads.
 
     Attributes:
-        adapter: what to load.
-        blocks: where to, in packing order.
-        generation: fences a completion against a later load of the same adapter.
+        transfer_id: rises from one to the next, and fences a completion against a later transfer of the same blocks.
+        source, target: tiers.
+        host_blocks: in the host arena: read, written, or passed through.
+        device_blocks: in the device arena, in the order of ``host_blocks``.
+        adapter: whose weights they are, in packing order; None for KV.
+        demand: whether somebody waits for it. Such transfers go first.
     """
 
-    adapter: AdapterRef
-    blocks: tuple[BlockId, ...]
-    generation: int
+    transfer_id: int
+    source: Tier
+    target: Tier
+    host_blocks: tuple[BlockId, ...] = ()
+    device_blocks: tuple[BlockId, ...] = ()
+    adapter: AdapterRef | None = None
+    demand: bool = True
 
 
-class AdapterLoadDone(msgspec.Struct, frozen=True, array_like=True):
-    """The end of an :class:`AdapterLoad` on every rank.
+class TransferDone(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a :class:`Transfer` on every rank.
 
     Attributes:
-        digest: the adapter version.
-        generation: of the load.
-        error: why it failed, None if it did not.
-        duration_s: time that reading and copying took, without waiting for a thread; 0 if nobody measured it.
+        transfer_id: which.
+        error: why it failed, None if it did not. Nothing is known then of what it should have written.
+        duration_s: time that reading and copying took, without waiting for its turn; 0 if nobody measured it.
     """
 
-    digest: AdapterDigest
-    generation: int
+    transfer_id: int
     error: str | None = None
     duration_s: float = 0.0
 
@@ -95,8 +114,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         starts: sequences the executor meets for the first time.
         drops: sequences it may forget (applied before ``starts``).
         adapters: adapter versions used by ``sequences``, each once, base excluded.
-        loads: transfers that start with this step.
-        evictions: adapter versions whose blocks were reused.
+        transfers: those that start with this step, in the order in which equally urgent ones are to run.
+        urgent: earlier transfers that somebody waits for by now.
+        evictions: adapter versions whose device blocks were given up (applied before ``transfers``).
         kernel_form: how mixed ranks are computed.
         merged: adapter whose weights are merged into the base, None while unmerged.
         repeat: number of identical decode steps; above 1 only if every sequence decodes.
@@ -108,7 +128,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     starts: tuple[SequenceStart, ...] = ()
     drops: tuple[RequestId, ...] = ()
     adapters: tuple[AdapterDigest, ...] = ()
-    loads: tuple[AdapterLoad, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    urgent: tuple[int, ...] = ()
     evictions: tuple[AdapterDigest, ...] = ()
     kernel_form: KernelForm = KernelForm.UNPADDED
     merged: AdapterDigest | None = None
@@ -118,7 +139,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_empty(self) -> bool:
         """True if the executor has nothing at all to do."""
-        return not (self.sequences or self.drops or self.loads or self.evictions)
+        return not (self.sequences or self.drops or self.transfers or self.urgent or self.evictions)
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -2,12 +2,24 @@
 
 from dataclasses import dataclass
 
-from lorikeet.core.events import AdapterWait, Admitted, Finished, FirstToken, Preempted, Queued, RequestEvent
+from lorikeet.core.events import (
+    AdapterArrived,
+    Admitted,
+    Finished,
+    FirstToken,
+    KvArrived,
+    Preempted,
+    Queued,
+    RequestEvent,
+)
 
 
 @dataclass
 class RequestTimings:
     """Instants on the monotonic clock, None until they happen.
+
+    The parts of TTFT follow one another (ELORA spec, R28): in the queue until blocks are received, then until the
+    adapter is there, then what KV takes beyond that, then prefill.
 
     Attributes:
         arrival_s: the server accepted the request.
@@ -15,7 +27,8 @@ class RequestTimings:
         admitted_s: it first received blocks.
         first_token_s: its first token existed.
         finished_s: it ended.
-        adapter_wait_s: time spent waiting for its adapter's transfer, before it was first admitted.
+        adapter_wait_s: time from its first blocks until its adapter was there.
+        kv_wait_s: time after that until its KV was there too.
         cached_tokens: prompt tokens found in KV at the first admission.
         preemptions: how often it gave its blocks back.
     """
@@ -26,24 +39,24 @@ class RequestTimings:
     first_token_s: float | None = None
     finished_s: float | None = None
     adapter_wait_s: float = 0.0
+    kv_wait_s: float = 0.0
     cached_tokens: int = 0
     preemptions: int = 0
-    _adapter_wait_since_s: float | None = None
 
     def apply(self, event: RequestEvent) -> None:
         """Take one event in. First occurrences count; later attempts do not overwrite them."""
+        first_attempt = self.preemptions == 0 and self.first_token_s is None
         match event:
             case Queued():
                 self.queued_s = event.at_s if self.queued_s is None else self.queued_s
-            case AdapterWait(loaded=False):
-                self._adapter_wait_since_s = event.at_s
-            case AdapterWait():
-                if self._adapter_wait_since_s is not None and self.admitted_s is None:
-                    self.adapter_wait_s += event.at_s - self._adapter_wait_since_s
-                self._adapter_wait_since_s = None
             case Admitted():
                 if self.admitted_s is None:
                     self.admitted_s, self.cached_tokens = event.at_s, event.cached_tokens
+            case AdapterArrived() if first_attempt and self.admitted_s is not None:
+                self.adapter_wait_s = event.at_s - self.admitted_s
+                self.kv_wait_s = max(0.0, self.kv_wait_s - self.adapter_wait_s)
+            case KvArrived() if first_attempt and self.admitted_s is not None:
+                self.kv_wait_s = event.at_s - self.admitted_s - self.adapter_wait_s
             case FirstToken():
                 self.first_token_s = event.at_s if self.first_token_s is None else self.first_token_s
             case Preempted():

@@ -151,7 +151,7 @@ def _transfers(device: Device, tensor_parallel: int) -> Transfers:
         "16 lanes of PCI Express by data sheet, every rank its part",
     )
     source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
-    return Transfers(source_to_device=source, host_to_device=host, device_to_host=host)
+    return Transfers(source_to_device=source, source_to_host=source, host_to_device=host, device_to_host=host)
 
 
 def _link(bytes_per_s: float, source: str) -> Link:

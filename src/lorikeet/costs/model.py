@@ -117,7 +117,7 @@ def _lora_work(
 
 
 class CostModel:
-    """Seconds for steps and transfers, by one profile. Pure: the same work always costs the same.
+    """Seconds for steps, by one profile. Pure: the same work always costs the same.
 
     Args:
         profile: whose constants it uses.
@@ -161,17 +161,6 @@ class CostModel:
     def adapter_rank(self, ref: AdapterRef) -> float:
         """Return an adapter's rank in the profile's unit: its size in ranks over all layers and ``lora_modules``."""
         return adapter_elements(ref.ranks, self.profile.geometry) / self._elements_of_a_rank
-
-    def load_s(self, ref: AdapterRef) -> float:
-        """Return the time of a transfer from an adapter's files to the device.
-
-        Raises:
-            ProfileError: the profile does not know it.
-        """
-        link = self.profile.need(self.profile.transfers.source_to_device, "transfers.source_to_device")
-        geometry = self.profile.geometry
-        weight_bytes = adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes
-        return link.fixed.value + weight_bytes / link.bandwidth.value
 
 
 def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry) -> int:

@@ -137,16 +137,21 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
     bandwidth: Figure
     fit: Fit | None = None
 
+    def seconds(self, moved_bytes: float) -> float:
+        """Return the time of a transfer of so many bytes."""
+        return self.fixed.value + moved_bytes / self.bandwidth.value
+
 
 class Transfers(msgspec.Struct, frozen=True, omit_defaults=True):
     """Links between the tiers of memory.
 
     Attributes:
-        source_to_device: an adapter from its files into device blocks.
-        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike.
+        source_to_device, source_to_host: an adapter from its files into blocks of either tier.
+        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike; all ranks at once.
     """
 
     source_to_device: Link | None = None
+    source_to_host: Link | None = None
     host_to_device: Link | None = None
     device_to_host: Link | None = None
 

@@ -7,21 +7,20 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet import __version__
-from lorikeet.config import ExecutorKind, KvAfterFinish, Settings, resolve_row
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.config import ConfigError, ExecutorKind, Settings, resolve_row
 from lorikeet.core.clock import Clock, MonotonicClock
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.memory_build import build_memory
 from lorikeet.engine.modelled_build import build_paced_executor
 from lorikeet.engine.recording import FileRecorder
 from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.memory.device import DeviceMemory
-from lorikeet.memory.packing import pack
-from lorikeet.memory.policies import EVICTION
+from lorikeet.memory.tree import Kind
 from lorikeet.scheduling.admission import ADMISSION
-from lorikeet.scheduling.scheduler import Limits, Scheduler
+from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.scheduler import Scheduler
 
 
 class Replica(NamedTuple):
@@ -49,7 +48,7 @@ def build_replica(
         ConfigError: a setting does not fit the model or the machine.
         ProfileError: the profile of a paced executor cannot be used.
         ValueError: the model or its weights cannot be used.
-        ExecutorError: a rank did not start.
+        ExecutorError: a rank or a loader process did not start.
     """
     _, row = resolve_row(settings.engine.row)
     clock = MonotonicClock()
@@ -71,25 +70,20 @@ def assemble(
     """Put a replica together around an executor: the same on every executor and clock.
 
     Raises:
-        ConfigError: the row is unknown.
+        ConfigError: the row is unknown, or its share for KV cannot hold the longest sequence.
         OSError: the recording cannot be written.
     """
     name, row = resolve_row(settings.engine.row)
-    memory = DeviceMemory(
-        sizes.total_blocks,
-        sizes.block_tokens,
-        sizes.block_bytes,
-        _adapter_blocks(sizes),
-        EVICTION[row.eviction],
-        keep_kv=row.kv_after_finish is KvAfterFinish.KEPT,
-    )
+    memory = build_memory(row, sizes)
+    sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.room.limit(Kind.ADAPTER)))
+    if reason := memory.why_impossible(None, sizes.max_model_tokens):
+        raise ConfigError(f"row {name}: the longest sequence does not fit: {reason}; lower max_model_tokens")
     limits = Limits(
         max_running=settings.engine.max_running,
         max_step_tokens=settings.engine.max_step_tokens,
         max_model_tokens=sizes.max_model_tokens,
         max_repeat=settings.engine.max_repeat,
         repeat_limit_s=settings.engine.repeat_limit_s,
-        max_loads=2 * settings.engine.load_threads,
     )
     scheduler = Scheduler(memory, ADMISSION[row.admission](), limits, row)
     recorder = _recorder(settings, name, sizes)
@@ -98,7 +92,7 @@ def assemble(
     notes = [
         f"row {settings.engine.row} is {name}: {row}",
         f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_tokens} tokens, "
-        f"{arena_mib:.0f} MiB; kernels: {sizes.kernels}",
+        f"{arena_mib:.0f} MiB; host memory: {sizes.host_blocks} blocks; kernels: {sizes.kernels}",
     ]
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
@@ -110,16 +104,3 @@ def _recorder(settings: Settings, row: str, sizes: EngineSizes) -> FileRecorder 
         return None
     engine = msgspec.structs.replace(settings.engine, row=row, record="")
     return FileRecorder.create(Path(settings.engine.record), Header(__version__, engine, sizes))
-
-
-def _adapter_blocks(sizes: EngineSizes) -> Callable[[AdapterRef], int]:
-    """Return a function that tells how many blocks an adapter takes, computed once per version."""
-    known: dict[str, int] = {}
-    block_elements = sizes.local_geometry.block_elements(sizes.block_tokens)
-
-    def blocks(ref: AdapterRef) -> int:
-        if ref.digest not in known:
-            known[ref.digest] = pack(ref.ranks, sizes.local_geometry, block_elements).blocks
-        return known[ref.digest]
-
-    return blocks

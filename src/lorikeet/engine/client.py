@@ -9,8 +9,8 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from lorikeet.config import Settings
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterEvicted, Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import (
@@ -27,6 +28,7 @@ from lorikeet.core.messages import (
     Fatal,
     FromEngine,
     Hello,
+    KnowAdapters,
     Progress,
     Shutdown,
     StepOutputs,
@@ -36,6 +38,7 @@ from lorikeet.core.messages import (
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 from lorikeet.core.timings import RequestTimings
+from lorikeet.engine.connection import Connection
 
 DEATHS_PER_REQUEST = 3
 """A request that was in flight at so many deaths of the engine is ended with an error: it may be their cause."""
@@ -43,8 +46,8 @@ DEATHS_PER_REQUEST = 3
 FAILED_STARTS = 3
 """After so many starts in a row that came to nothing the engine is given up."""
 
-LAST_WORDS_S = 0.2
-"""How long messages of a dead engine are waited for."""
+KNOWN_AT_ONCE = 500
+"""Most adapters in one message, so that none of them is large."""
 
 
 class EngineError(RuntimeError):
@@ -106,36 +109,6 @@ class RequestHandle:
         return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
 
 
-@dataclass
-class _Link:
-    """One engine process and the socket to it."""
-
-    process: asyncio.subprocess.Process
-    socket: zmq.asyncio.Socket
-
-    async def messages(self) -> AsyncIterator[FromEngine]:
-        """Yield messages until the process has ended and its last words are read."""
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        exited = asyncio.ensure_future(self.process.wait())
-        receiving = None
-        try:
-            while True:
-                receiving = receiving or asyncio.ensure_future(self.socket.recv())
-                if exited.done():
-                    await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
-                else:
-                    await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done():
-                    yield decoder.decode(receiving.result())
-                    receiving = None
-                elif exited.done():
-                    return
-        finally:
-            exited.cancel()
-            if receiving is not None:
-                receiving.cancel()
-
-
 class EngineClient:
     """Starts, feeds and watches one engine process.
 
@@ -157,12 +130,13 @@ class EngineClient:
         self._closing = False
         self._starts = 0
         self._handles: dict[RequestId, RequestHandle] = {}
+        self._known: dict[AdapterDigest, AdapterRef] = {}
         self._drops: dict[AdapterDigest, list[asyncio.Future[int]]] = {}
         self._callbacks: list[Callable[[AdapterEvent], None]] = []
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="lorikeet-")
-        self._link: _Link | None = None
+        self._link: Connection | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Hello:
@@ -190,14 +164,21 @@ class EngineClient:
         self._send(Submit(request))
         return handle
 
+    def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """Tell the engine, and those after it, of versions that requests may come for, until they are dropped."""
+        new = {ref.digest: ref for ref in refs}
+        self._known |= new
+        self._tell_known(new.values())
+
     async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """Free an adapter version once no request uses it, and return the bytes freed on the device.
+        """Free an adapter version once no request uses it; return the bytes freed on all tiers, its KV's included.
 
         Raises:
             EngineError: the engine is gone for good.
         """
         if self._failure is not None:
             raise self._failure
+        self._known.pop(digest, None)
         freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._drops.setdefault(digest, []).append(freed)
         self._send(DropAdapter(digest))
@@ -231,7 +212,7 @@ class EngineClient:
 
     # --- one engine after the other ------------------------------------------------------------------
 
-    async def _launch(self, on_progress: Callable[[Progress], None]) -> tuple[_Link, AsyncIterator[FromEngine]]:
+    async def _launch(self, on_progress: Callable[[Progress], None]) -> tuple[Connection, AsyncIterator[FromEngine]]:
         """Start a process and wait for its hello."""
         self._starts += 1
         address = f"ipc://{self._folder.name}/engine-{self._starts}"
@@ -248,7 +229,7 @@ class EngineClient:
                 start_new_session=True,
             )
             assert process.stdin is not None
-            link = _Link(process, socket)
+            link = Connection(process, socket)
             messages = link.messages()
             process.stdin.write(self._settings + b"\n")
             async for message in messages:
@@ -269,7 +250,7 @@ class EngineClient:
                 raise EngineError(f"the engine process at {address} cannot be started: {error}") from error
             raise
 
-    async def _supervise(self, link: _Link, messages: AsyncIterator[FromEngine]) -> None:
+    async def _supervise(self, link: Connection, messages: AsyncIterator[FromEngine]) -> None:
         """Watch one engine after the other; a failure in here must not leave the streams waiting for ever."""
         try:
             await self._watch(link, messages)
@@ -277,7 +258,7 @@ class EngineClient:
             self._give_up(EngineError(f"the engine's messages cannot be followed: {error!r}"))
             raise
 
-    async def _watch(self, link: _Link, messages: AsyncIterator[FromEngine]) -> None:
+    async def _watch(self, link: Connection, messages: AsyncIterator[FromEngine]) -> None:
         """Pass messages on; when the engine dies, start another and resume what was in flight."""
         while True:
             async for message in messages:
@@ -292,6 +273,7 @@ class EngineClient:
             if relaunched is None:
                 return
             link, messages = relaunched
+            self._tell_known(self._known.values())
             for handle in sorted(self._handles.values(), key=lambda handle: handle.request.arrival_s):
                 self._send(Submit(handle.resumed()))
             for digest in self._drops:  # after the requests, which may still run under them
@@ -306,7 +288,7 @@ class EngineClient:
                 finished = Finished(handle.request.request_id, time.monotonic(), FinishReason.ERROR, error=reason)
                 self._end(handle, Output((), finished))
 
-    async def _relaunch(self) -> tuple[_Link, AsyncIterator[FromEngine]] | None:
+    async def _relaunch(self) -> tuple[Connection, AsyncIterator[FromEngine]] | None:
         for failed in range(FAILED_STARTS):
             try:
                 relaunched = await self._launch(lambda progress: None)
@@ -338,6 +320,11 @@ class EngineClient:
         """Queue a message to the engine, if there is one; requests reach the next one by being resumed."""
         if self._link is not None:
             self._link.socket.send(self._encoder.encode(message))
+
+    def _tell_known(self, refs: Iterable[AdapterRef]) -> None:
+        left = iter(refs)
+        while piece := tuple(islice(left, KNOWN_AT_ONCE)):
+            self._send(KnowAdapters(piece))
 
     def _dispatch(self, outputs: StepOutputs) -> None:
         if outputs.stats is not None:
@@ -375,6 +362,8 @@ class EngineClient:
         for freed in self._drops.pop(digest, ()):
             if not freed.done():
                 freed.set_result(freed_bytes)
+        if digest in self._known:  # made known again while the drop was under way
+            self._send(KnowAdapters((self._known[digest],)))
 
     def _end(self, handle: RequestHandle, output: Output) -> None:
         del self._handles[handle.request.request_id]

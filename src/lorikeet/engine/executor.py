@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
 class ExecutorError(RuntimeError):
@@ -13,8 +13,8 @@ class ExecutorError(RuntimeError):
 class Executor(Protocol):
     """Runs plans one after the other. Owns tensors; decides nothing.
 
-    A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``loads`` are started (not
-    awaited), then the sequences run ``repeat`` times. Blocks of a load are not reused before it is done.
+    A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``transfers`` are started (not
+    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done.
     """
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -25,16 +25,16 @@ class Executor(Protocol):
         """
         ...
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
-        """Return the loads that every rank has finished since the last call. Does not block."""
+    def completed_transfers(self) -> list[TransferDone]:
+        """Return the transfers that every rank has finished since the last call. Does not block."""
         ...
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
-        """Block until a load has completed or ``timeout_s`` is over (None: no limit)."""
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        """Block until a transfer has completed or ``timeout_s`` is over (None: no limit)."""
         ...
 
     def close(self) -> None:
-        """Release threads, processes and memory. Loads in flight may be abandoned."""
+        """Release threads, processes and memory. Transfers in flight may be abandoned."""
         ...
 
 
@@ -44,7 +44,8 @@ class EngineSizes(NamedTuple):
     Attributes:
         geometry: sizes of the whole model.
         local_geometry: sizes of one rank's share; adapters are packed by it.
-        total_blocks: blocks in the arena of each rank.
+        total_blocks: blocks in the device arena of each rank.
+        host_blocks: blocks in the host arena of each rank.
         block_tokens: tokens of KV in a block.
         max_model_tokens: longest sequence that it serves.
         max_adapter_blocks: largest adapter that leaves room for such a sequence.
@@ -54,6 +55,7 @@ class EngineSizes(NamedTuple):
     geometry: ModelGeometry
     local_geometry: ModelGeometry
     total_blocks: int
+    host_blocks: int
     block_tokens: int
     max_model_tokens: int
     max_adapter_blocks: int

@@ -1,17 +1,18 @@
 """The loop of one replica: receive, plan, run, commit, send."""
 
+import math
 from collections.abc import Callable
 
 from lorikeet.config import ColdStart
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import Abort, DropAdapter, EngineStats, StepOutputs, Submit
+from lorikeet.core.messages import Abort, DropAdapter, EngineStats, KnowAdapters, MemoryStats, StepOutputs, Submit
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request
 from lorikeet.engine.executor import Executor
-from lorikeet.engine.records import Exported, Loaded, NoRecorder, Planned, Ran, Received, Recorder, Told
-from lorikeet.memory.device import DeviceMemory
-from lorikeet.memory.tree import Residency
+from lorikeet.engine.records import Exported, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
+from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.scheduler import Scheduler
 
 
@@ -31,7 +32,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        memory: DeviceMemory,
+        memory: Memory,
         executor: Executor,
         clock: Clock,
         cold_start: ColdStart = ColdStart.WAIT,
@@ -67,6 +68,12 @@ class Engine:
         self._recorder.note(Received(now, Exported(request_id)))
         return self._scheduler.export_request(request_id, now)
 
+    def know_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
+        """Take note of versions that requests may come for, so that they can be read and prefetched."""
+        self._recorder.note(Received(self._clock.now(), KnowAdapters(refs)))
+        for ref in refs:
+            self._memory.know(ref)
+
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when.
 
@@ -85,8 +92,9 @@ class Engine:
         Raises:
             ExecutorError: the step failed; the engine cannot go on.
         """
-        now = self._take_loads()
-        self._purge_unwanted(now)
+        now = self._take_transfers()
+        self._free_unwanted(now)
+        self._memory.swapper.tick(now)
         plan = self._scheduler.plan(now, until_s)
         self._recorder.note(Planned(now, until_s, plan))
         if not plan.is_empty:
@@ -114,9 +122,29 @@ class Engine:
         """Whether any request is running or waiting."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
-    def wait_for_load(self, timeout_s: float | None = None) -> None:
+    @property
+    def has_chores(self) -> bool:
+        """Whether there is something to do without requests: transfers, or ticks that move something."""
+        return self.has_transfers or self._memory.swapper.reads_ahead or self.due_s < math.inf
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any transfer is under way."""
+        return bool(self._memory.transfers_under_way)
+
+    @property
+    def due_s(self) -> float:
+        """Until when the loop may rest if nothing happens: its clock's time of the next tick, ``inf`` if none is."""
+        return math.inf if self._memory.swapper.is_resting else self._memory.swapper.due_s
+
+    @property
+    def host_fill_pending(self) -> bool:
+        """Whether known adapters are still being read into the host tier."""
+        return self._memory.swapper.reads_ahead
+
+    def wait_for_transfer(self, timeout_s: float | None = None) -> None:
         """Block until a transfer has ended; for drivers in the same process."""
-        self._executor.wait_for_load(timeout_s)
+        self._executor.wait_for_transfer(timeout_s)
 
     def close(self) -> None:
         """Release the executor, and end the recording."""
@@ -133,6 +161,7 @@ class Engine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
             waiting_for_adapter=self._scheduler.waiting_for_adapter,
+            waiting_for_kv=self._scheduler.waiting_for_kv,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             kv_blocks=counts.kv,
@@ -146,26 +175,30 @@ class Engine:
             prefix_hits_tokens=self._scheduler.prefix_hits_tokens,
             preemptions=self._scheduler.preemptions,
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
+            memory=self._memory.stats(),
         )
 
-    def _take_loads(self) -> float:
-        """Take finished transfers in; under ``block`` none stays in flight. Return the time of this turn's plan."""
-        while True:
-            loads = self._executor.completed_loads()
-            now = self._clock.now()
-            if loads:
-                self._recorder.note(Loaded(now, tuple(loads)))
-            for done in loads:
-                self._scheduler.finish_load(done, now)
-            if self._cold_start is not ColdStart.BLOCK or not self._memory.loads_in_flight:
-                return now
-            self._executor.wait_for_load(None)
+    def memory_stats(self) -> MemoryStats:
+        """Return what the memory tells now."""
+        return self._memory.stats()
 
-    def _purge_unwanted(self, now: float) -> None:
+    def _take_transfers(self) -> float:
+        """Take finished transfers in; under ``block`` none is left that somebody waits for. Return the plan's time."""
+        while True:
+            transfers = self._executor.completed_transfers()
+            now = self._clock.now()
+            if transfers:
+                self._recorder.note(Transferred(now, tuple(transfers)))
+            for done in transfers:
+                self._scheduler.finish_transfer(done, now)
+            if self._cold_start is not ColdStart.BLOCK or not self._memory.awaited_transfers:
+                return now
+            self._executor.wait_for_transfer(None)
+
+    def _free_unwanted(self, now: float) -> None:
         if not self._unwanted:
             return
         running, waiting = self._scheduler.live_adapters()
         for digest in sorted(self._unwanted - running - waiting):
-            if self._memory.residency(digest) is not Residency.LOADING:
-                self._memory.purge(digest, now)
+            if self._memory.retire(digest, now):
                 self._unwanted.discard(digest)

@@ -4,18 +4,16 @@ On a virtual clock it is the simulator's; on the real one it sleeps, and a repli
 runs in a fraction of a core (design, idea 2).
 """
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import WaitableClock
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, KernelForm, SequenceStart, StepPlan, StepResult, Token
+from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Tier, Token, TransferDone
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.links import Link
 
 
 class PlanTimes(Protocol):
@@ -27,22 +25,6 @@ class PlanTimes(Protocol):
         Returns:
             Steps run, at least one; seconds of them; seconds that the loop takes after them.
         """
-        ...
-
-
-class Link(Protocol):
-    """Transfers of adapters to the device."""
-
-    def begin(self, load: AdapterLoad, now: float) -> None:
-        """Take a transfer on."""
-        ...
-
-    def next_s(self) -> float | None:
-        """Return when the next of its transfers ends, None if it has none."""
-        ...
-
-    def take_done(self, now: float) -> list[AdapterLoadDone]:
-        """Return the transfers that have ended since the last call, in the order of their ends."""
         ...
 
 
@@ -116,8 +98,9 @@ class ModelledTimes:
     def _remember(self, plan: StepPlan) -> None:
         for digest in plan.evictions:
             self._ranks.pop(digest, None)
-        for load in plan.loads:
-            self._ranks[load.adapter.digest] = self._model.adapter_rank(load.adapter)
+        for transfer in plan.transfers:
+            if transfer.adapter is not None and transfer.target is Tier.DEVICE:
+                self._ranks[transfer.adapter.digest] = self._model.adapter_rank(transfer.adapter)
         for request_id in plan.drops:
             del self._adapters[request_id]
         for start in plan.starts:
@@ -130,52 +113,17 @@ class ModelledTimes:
             yield SequenceWork(step.start, step.tokens, step.samples, adapter, rank)
 
 
-class ModelledLink:
-    """Transfers that follow one another, each as long as if it were alone.
-
-    Args:
-        load_s: seconds of an adapter's transfer.
-        on_load_done: on the real clock called, on another thread, when a transfer has ended.
-    """
-
-    def __init__(self, load_s: Callable[[AdapterRef], float], on_load_done: Callable[[], None] | None = None) -> None:
-        self._load_s = load_s
-        self._on_load_done = on_load_done
-        self._loads: deque[tuple[float, AdapterLoadDone]] = deque()
-        self._free_s = 0.0
-
-    def begin(self, load: AdapterLoad, now: float) -> None:
-        """See ``Link``."""
-        load_s = self._load_s(load.adapter)
-        self._free_s = max(self._free_s, now) + load_s
-        done = AdapterLoadDone(load.adapter.digest, load.generation, duration_s=load_s)
-        self._loads.append((self._free_s, done))
-        if self._on_load_done is not None:
-            timer = threading.Timer(self._free_s - now, self._on_load_done)
-            timer.daemon = True
-            timer.start()
-
-    def next_s(self) -> float | None:
-        """See ``Link``."""
-        return self._loads[0][0] if self._loads else None
-
-    def take_done(self, now: float) -> list[AdapterLoadDone]:
-        """See ``Link``."""
-        done = []
-        while self._loads and self._loads[0][0] <= now:
-            done.append(self._loads.popleft()[1])
-        return done
-
-
 class ModelledExecutor:
     """See the module. Transfers go on beside the steps.
 
     Args:
         clock: virtual or real.
         times: of plans.
-        link: of the loads.
+        link: of the transfers.
         choice: of the tokens.
         catch_up_s: how late, on a real clock, a step may begin and count as beginning with the last one's end.
+        coalesced: whether repeats stand for single steps, so that one ends when a transfer does and the engine may
+            decide anew. Live repeats do not look at transfers.
     """
 
     def __init__(
@@ -185,26 +133,32 @@ class ModelledExecutor:
         link: Link,
         choice: TokenChoice,
         catch_up_s: float = 0.0,
+        *,
+        coalesced: bool = False,
     ) -> None:
         self._clock = clock
         self._times = times
         self._link = link
         self._choice = choice
         self._catch_up_s = catch_up_s
+        self._coalesced = coalesced
         self._starts: dict[RequestId, SequenceStart] = {}
         self._ended_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Let the time of a plan pass. A repeat ends early at the next load's end, as its result is awaited."""
+        """Let the time of a plan pass."""
         for request_id in plan.drops:
             del self._starts[request_id]
         for start in plan.starts:
             self._starts[start.request_id] = start
         now = self._clock.now()
-        for load in plan.loads:
-            self._link.begin(load, now)
-        load_end_s = self._link.next_s()
-        limit_s = plan.max_duration_s if load_end_s is None else min(plan.max_duration_s, load_end_s - now)
+        if plan.urgent:
+            self._link.promote(plan.urgent, now)
+        for transfer in plan.transfers:
+            self._link.begin(transfer, now)
+        limit_s = plan.max_duration_s
+        if self._coalesced and (next_end_s := self._link.next_s()) is not None:
+            limit_s = min(limit_s, next_end_s - now)
         ran, steps_s, loop_s = self._times.steps_s(plan, limit_s)
         if plan.sequences:
             began_s = self._ended_s if now - self._ended_s < self._catch_up_s else now
@@ -217,18 +171,18 @@ class ModelledExecutor:
         failed = tuple(step.request_id for step, tokens in zip(plan.sequences, chosen, strict=True) if tokens is None)
         return StepResult(plan.step, tuple(tokens or () for tokens in chosen), ran, steps_s, failed)
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
-        """Return the loads whose time has come."""
+    def completed_transfers(self) -> list[TransferDone]:
+        """Return the transfers whose time has come."""
         return self._link.take_done(self._clock.now())
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
-        """Wait until the next load has ended, or for ``timeout_s``.
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        """Wait until the next transfer has ended, or for ``timeout_s``.
 
         Raises:
             ExecutorError: neither will ever come.
         """
-        load_end_s = self._link.next_s()
-        due = [] if load_end_s is None else [load_end_s]
+        next_end_s = self._link.next_s()
+        due = [] if next_end_s is None else [next_end_s]
         if timeout_s is not None:
             due.append(self._clock.now() + timeout_s)
         if not due:

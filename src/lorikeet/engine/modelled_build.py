@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.model import CostModel
 from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.executor import EngineSizes
-from lorikeet.engine.modelled import ModelledExecutor, ModelledLink, ModelledTimes, SeededTokens
+from lorikeet.engine.links import ModelledLink
+from lorikeet.engine.modelled import ModelledExecutor, ModelledTimes, SeededTokens
 from lorikeet.models.config import read_model_config
 
 CATCH_UP_S = 0.01
@@ -38,13 +39,13 @@ def build_modelled_executor(
         ConfigError: a setting does not fit the profile.
     """
     times = ModelledTimes(profile, form, loop_each_step=coalesced)
-    link = ModelledLink(CostModel(profile, form).load_s)
-    executor = ModelledExecutor(clock, times, link, _tokens_of(profile))
+    link = ModelledLink(transfer_model(settings.engine, profile).course)
+    executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
     return executor, sizes_of(settings, profile, "modelled")
 
 
 def build_paced_executor(
-    settings: Settings, form: KernelForm, clock: MonotonicClock, on_load_done: Callable[[], None]
+    settings: Settings, form: KernelForm, clock: MonotonicClock, on_transfer_done: Callable[[], None]
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a replica without arithmetic.
 
@@ -53,7 +54,7 @@ def build_paced_executor(
             ``config.json`` and tokenizer, whose weights nobody reads.
         form: kernel form of the row.
         clock: the real one.
-        on_load_done: called, on another thread, when a transfer has ended.
+        on_transfer_done: called, on another thread, when a transfer has ended.
 
     Raises:
         ConfigError: no profile is named, or a setting does not fit it.
@@ -72,13 +73,18 @@ def build_paced_executor(
             f"profile {profile.name}"
         )
     times = ModelledTimes(profile, form, loop_each_step=False)
-    link = ModelledLink(CostModel(profile, form).load_s, on_load_done)
+    link = ModelledLink(transfer_model(settings.engine, profile).course, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
     return executor, sizes_of(settings, profile, "paced")
 
 
+def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:
+    """Return what transfers cost an engine with these settings, by ``profile`` or by the link that they declare."""
+    return TransferModel(profile, profile.geometry.block_bytes(engine.block_tokens), engine.link_bytes_per_s)
+
+
 def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineSizes:
-    """Return the sizes of a replica by ``profile``: ``engine.memory_bytes`` of memory, or all that it has.
+    """Return the sizes of a replica by ``profile``: ``engine.memory_bytes`` of device memory, or all that it has.
 
     A modelled replica is one rank however many the profile stands for: blocks are of the whole model.
 
@@ -99,6 +105,7 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         geometry=geometry,
         local_geometry=geometry,
         total_blocks=total_blocks,
+        host_blocks=engine.host_memory_bytes // block_bytes,
         block_tokens=engine.block_tokens,
         max_model_tokens=longest_tokens,
         max_adapter_blocks=total_blocks - sequence_blocks,

@@ -5,6 +5,7 @@ settings as JSON; the input stays open as long as the API process lives, so that
 however it ends.
 """
 
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from lorikeet.core.messages import (
     Fatal,
     FromEngine,
     Hello,
+    KnowAdapters,
     Progress,
     Shutdown,
     StepOutputs,
@@ -63,9 +65,9 @@ class Channel:
         """Send a message; it is queued here while the other end is busy."""
         self._socket.send(self._encoder.encode(message))
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
-        """Return the messages that are there; with ``block`` wait for one, or for ``wake``."""
-        ready = dict(self._poller.poll(None if block else 0))
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """Return the messages that are there; wait for one, or for ``wake``, or until ``wait_s`` is over."""
+        ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         messages = []
@@ -86,12 +88,14 @@ def serve(channel: Channel, engine: Engine) -> None:
     """
     stats_due_s = 0.0
     while True:
-        for message in channel.receive(block=not engine.is_busy):
+        for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
             match message:
                 case Submit(request):
                     engine.submit(request)
                 case Abort(request_id):
                     engine.abort(request_id)
+                case KnowAdapters(adapters):
+                    engine.know_adapters(adapters)
                 case DropAdapter(digest):
                     engine.drop_adapter(digest)
                 case Shutdown():

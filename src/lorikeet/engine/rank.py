@@ -8,12 +8,12 @@ from torch import Tensor
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
-from lorikeet.engine.adapter_loader import AdapterLoader
 from lorikeet.engine.batch_builder import BatchRow, build_batch
 from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
+from lorikeet.engine.transfers import Transfers
 from lorikeet.kernels.base import kv_view
 
 
@@ -24,12 +24,12 @@ class Rank:
         model: this rank's share.
         arena: ``[blocks, elements]``, for KV and adapters.
         block_tokens: tokens of KV in a block.
-        loader: brings adapters into the arena.
+        transfers: move blocks beside the steps, and know which adapters are in the arena.
         cores: says before every plan how many threads compute.
     """
 
     def __init__(
-        self, model: RankModel, arena: Tensor, block_tokens: int, loader: AdapterLoader, cores: CoreShare
+        self, model: RankModel, arena: Tensor, block_tokens: int, transfers: Transfers, cores: CoreShare
     ) -> None:
         self.device: torch.device = arena.device
         self._decoder = model.decoder
@@ -38,7 +38,7 @@ class Rank:
         geometry = model.geometry
         self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
         self._block_tokens = block_tokens
-        self._loader = loader
+        self._transfers = transfers
         self._sequences: dict[RequestId, Sequence] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -54,11 +54,13 @@ class Rank:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")
         for digest in plan.evictions:
-            self._loader.evict(digest)
+            self._transfers.adapters.evict(digest)
         for start in plan.starts:
             self._sequences[start.request_id] = Sequence(start)
-        for load in plan.loads:
-            self._loader.start(load)
+        for transfer in plan.transfers:
+            self._transfers.start(transfer)
+        if plan.urgent:
+            self._transfers.promote(plan.urgent)
         for step in plan.sequences:
             self.sequence(step.request_id).add_blocks(step.new_blocks)
 
@@ -82,7 +84,7 @@ class Rank:
         ]
         used = {row.sequence.adapter for row in rows} - {None}
         try:
-            weights = {digest: self._loader.weights(digest) for digest in used if digest is not None}
+            weights = {digest: self._transfers.adapters.weights(digest) for digest in used if digest is not None}
             batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error

@@ -13,20 +13,22 @@ import msgspec
 import torch
 
 from lorikeet.config import Settings
-from lorikeet.core.plan import AdapterLoadDone, StepPlan
-from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.engine.cores import CoreShare, asked_threads
+from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import allocate_arena, load_rank
+from lorikeet.engine.transfers import Transfers
 from lorikeet.models.parallel import DistributedGroup, Group
 
 _LOG = logging.getLogger(__name__)
 
 
-class ArenaSize(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: its arena has so many blocks."""
+class ArenaSizes(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: its arenas have so many blocks."""
 
-    blocks: int
+    device_blocks: int
+    host_blocks: int
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -43,10 +45,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """From a rank: it has reached the next stage of its start."""
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a load has ended."""
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: a transfer has ended."""
 
-    done: AdapterLoadDone
+    done: TransferDone
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -55,8 +57,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-ToRank = ArenaSize | Run | Stop
-FromRank = Ready | Loaded | Failed
+ToRank = ArenaSizes | Run | Stop
+FromRank = Ready | Moved | Failed
 TO_RANK = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK = msgspec.msgpack.Decoder(FromRank)
 
@@ -85,22 +87,24 @@ def _serve(
 ) -> None:
     engine = settings.engine
     cores = CoreShare(asked_threads(engine.threads))
+    loader = start_loader_process()
     report(Ready())
     group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)
     report(Ready())
     message = TO_RANK.decode(connection.recv_bytes())
-    if not isinstance(message, ArenaSize):
+    if not isinstance(message, ArenaSizes):
         return
-    arena = allocate_arena(model, message.blocks, engine.block_tokens)
-    report(Ready())
-    loader = AdapterLoader(
-        arena, model.geometry, rank, group.size, engine.load_threads, lambda done: report(Loaded(done))
+    arena = allocate_arena(model, message.device_blocks, engine.block_tokens)
+    transfers = Transfers(
+        arena, message.host_blocks, model.geometry, rank, group.size, loader, engine, lambda done: report(Moved(done))
     )
-    own = Rank(model, arena, engine.block_tokens, loader, cores)
+    transfers.loader.wait_until_ready()
+    report(Ready())
+    own = Rank(model, arena, engine.block_tokens, transfers, cores)
     while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
         follow(own, message.plan, group)
-    loader.close()
+    transfers.close()
     cores.close()
     group.close()
 

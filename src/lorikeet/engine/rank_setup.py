@@ -120,6 +120,11 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     return blocks
 
 
+def host_arena_blocks(settings: Settings, model: RankModel) -> int:
+    """Return how many blocks this rank's host arena gets; none unless a size is given."""
+    return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_tokens)
+
+
 def allocate_arena(model: RankModel, blocks: int, block_tokens: int) -> Tensor:
     """Return the arena, ``[blocks, elements]``.
 

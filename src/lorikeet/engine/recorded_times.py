@@ -6,10 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
-from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.plan import KernelForm, StepPlan
-from lorikeet.costs.model import CostModel
+from lorikeet.core.plan import KernelForm, StepPlan, Tier, Transfer
 from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.modelled import ModelledTimes
 from lorikeet.engine.replay import Turn
 
@@ -23,11 +22,15 @@ class Kind(StrEnum):
     """A step in which none does."""
     MIXED = "mixed"
     LOAD = "load"
-    """Reading and copying an adapter."""
+    """Reading an adapter's files, and copying it on if it goes to the device by way of the host."""
+    FETCH = "fetch"
+    """Copying from the host to the device."""
+    STORE = "store"
+    """Copying from the device to the host."""
 
 
 def compare_times(
-    turns: Iterable[Turn], profile: CostProfile, form: KernelForm
+    turns: Iterable[Turn], profile: CostProfile, form: KernelForm, transfers: TransferModel
 ) -> dict[Kind, list[tuple[float, float]]]:
     """Return pairs of recorded and modelled seconds, of each plan's mean step and of each transfer.
 
@@ -35,20 +38,21 @@ def compare_times(
         turns: of a recording from its begin.
         profile: of the recorded machine and model.
         form: kernel form of the recorded row.
+        transfers: what they cost an engine with the recorded settings.
 
     Raises:
         ProfileError: the profile lacks something that the recording needs.
     """
-    times, model = ModelledTimes(profile, form, loop_each_step=False), CostModel(profile, form)
-    loading: dict[int, AdapterRef] = {}
+    times = ModelledTimes(profile, form, loop_each_step=False)
+    under_way: dict[int, Transfer] = {}
     pairs: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in Kind}
     for turn in turns:
-        for done in (done for loaded in turn.loads for done in loaded.loads):
-            ref = loading.pop(done.generation)
+        for done in (done for taken in turn.transferred for done in taken.transfers):
+            transfer = under_way.pop(done.transfer_id)
             if done.error is None and done.duration_s:
-                pairs[Kind.LOAD].append((done.duration_s, model.load_s(ref)))
+                pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.course(transfer).alone_s))
         plan = turn.planned.plan
-        loading |= {load.generation: load.adapter for load in plan.loads}
+        under_way |= {transfer.transfer_id: transfer for transfer in plan.transfers}
         if turn.ran is None:
             continue
         result = turn.ran.result
@@ -57,6 +61,12 @@ def compare_times(
         if ran:
             pairs[_kind(plan)].append((result.duration_s / ran, modelled_s / ran))
     return pairs
+
+
+def _kind_of_transfer(transfer: Transfer) -> Kind:
+    if transfer.source is Tier.SOURCE:
+        return Kind.LOAD
+    return Kind.FETCH if transfer.target is Tier.DEVICE else Kind.STORE
 
 
 def _kind(plan: StepPlan) -> Kind:

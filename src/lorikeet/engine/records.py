@@ -7,8 +7,8 @@ import msgspec
 from lorikeet.config import EngineSettings
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.ids import RequestId
-from lorikeet.core.messages import Abort, DropAdapter, Submit
-from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
+from lorikeet.core.messages import Abort, DropAdapter, KnowAdapters, Submit
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.engine.executor import EngineSizes
 
 
@@ -32,7 +32,7 @@ class Exported(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-Message = Submit | Abort | DropAdapter | Exported
+Message = Submit | Abort | KnowAdapters | DropAdapter | Exported
 
 
 class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -47,11 +47,11 @@ class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: Message
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Transferred(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine took finished transfers in, failed ones among them."""
 
     at_s: float
-    loads: tuple[AdapterLoadDone, ...]
+    transfers: tuple[TransferDone, ...]
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -82,7 +82,7 @@ class Told(msgspec.Struct, frozen=True, tag=True, array_like=True):
     adapter_events: tuple[AdapterEvent, ...]
 
 
-Record = Received | Loaded | Planned | Ran | Told
+Record = Received | Transferred | Planned | Ran | Told
 
 
 class Recorder(Protocol):

@@ -5,20 +5,20 @@ What is left has to decide the same.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
-from lorikeet.core.messages import Abort, DropAdapter, Submit
-from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, SequenceStart, StepPlan, Token
+from lorikeet.core.messages import Abort, DropAdapter, KnowAdapters, Submit
+from lorikeet.core.plan import SequenceStart, StepPlan, Token, Transfer, TransferDone
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.modelled import ModelledExecutor
 from lorikeet.engine.recording import Recording
-from lorikeet.engine.records import Exported, Loaded, Planned, Ran, Received, Record
+from lorikeet.engine.records import Exported, Planned, Ran, Received, Record, Transferred
 from lorikeet.memory.blocks import BlockError
 
 
@@ -59,13 +59,13 @@ class Turn:
     Attributes:
         planned: its plan.
         received: messages, oldest first.
-        loads: transfers that it took in, with the times.
+        transferred: transfers that it took in, with the times.
         ran: what the plan brought; None if it was empty or the recording ends before its end.
     """
 
     planned: Planned
     received: list[Received] = field(default_factory=list)
-    loads: list[Loaded] = field(default_factory=list)
+    transferred: list[Transferred] = field(default_factory=list)
     ran: Ran | None = None
 
     @property
@@ -76,13 +76,13 @@ class Turn:
     @property
     def began_s(self) -> float:
         """When the engine first looked at the clock in it."""
-        return self.loads[0].at_s if self.loads else self.planned.at_s
+        return self.transferred[0].at_s if self.transferred else self.planned.at_s
 
 
 def turns(records: Iterable[Record]) -> Iterator[Turn]:
     """Yield the turns of a recording. Messages after the last plan belong to none."""
     received: list[Received] = []
-    loads: list[Loaded] = []
+    transferred: list[Transferred] = []
     turn: Turn | None = None
     for record in records:
         match record:
@@ -92,12 +92,12 @@ def turns(records: Iterable[Record]) -> Iterator[Turn]:
                 continue
             case Received():
                 received.append(record)
-            case Loaded():
-                loads.append(record)
+            case Transferred():
+                transferred.append(record)
             case Planned():
                 if turn is not None:
                     yield turn
-                turn, received, loads = Turn(record, received, loads), [], []
+                turn, received, transferred = Turn(record, received, transferred), [], []
     if turn is not None:
         yield turn
 
@@ -134,6 +134,8 @@ def _tell(engine: Engine, received: Received) -> None:
             engine.submit(request)
         case Abort(request_id):
             engine.abort(request_id)
+        case KnowAdapters(refs):
+            engine.know_adapters(refs)
         case DropAdapter(digest):
             engine.drop_adapter(digest)
         case Exported(request_id):
@@ -159,12 +161,12 @@ class Playback:
     _tokens: dict[str, tuple[Token, ...] | None]
 
     def __init__(self) -> None:
-        self._loads: deque[Loaded] = deque()
+        self._transferred: deque[Transferred] = deque()
 
     def run(self, turn: Turn, engine: Engine) -> Difference | None:
         """Let an engine take a turn; return what is different from the recorded one."""
         self._turn, self._plan = turn, None
-        self._loads.extend(turn.loads)
+        self._transferred.extend(turn.transferred)
         recorded = turn.planned.plan
         try:
             engine.step(turn.planned.until_s)
@@ -198,18 +200,21 @@ class Playback:
 
     # --- Link ----------------------------------------------------------------------------------------
 
-    def begin(self, load: AdapterLoad, now: float) -> None:
+    def begin(self, transfer: Transfer, now: float) -> None:
         """See ``Link``: when it ends is recorded where it ends."""
+
+    def promote(self, transfer_ids: Collection[int], now: float) -> None:
+        """See ``Link``: the recorded ends know of it."""
 
     def next_s(self) -> float | None:
         """See ``Link``."""
-        return self._loads[0].at_s if self._loads else None
+        return self._transferred[0].at_s if self._transferred else None
 
-    def take_done(self, now: float) -> list[AdapterLoadDone]:
+    def take_done(self, now: float) -> list[TransferDone]:
         """See ``Link``."""
-        done: list[AdapterLoadDone] = []
-        while self._loads and self._loads[0].at_s <= now:
-            done += self._loads.popleft().loads
+        done: list[TransferDone] = []
+        while self._transferred and self._transferred[0].at_s <= now:
+            done += self._transferred.popleft().transfers
         return done
 
     # --- TokenChoice ---------------------------------------------------------------------------------

@@ -1,18 +1,19 @@
 """An executor without arithmetic that checks the plans it is given, on a virtual clock.
 
-It remembers what every block holds and refuses a plan that would read anything but the sequence's own
-tokens under its own adapter version, or weights that are not there. So every engine test on it is also
-a test that no plan can mix tenants.
+It remembers what every block of both arenas holds and refuses a plan that would read anything but the sequence's own
+tokens under its own adapter version, or weights that are not there. Transfers carry contents along, so what was stored
+wrongly is read wrongly later. So every engine test on it is also a test that no plan can mix tenants.
 """
 
-import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, SequenceStart, SequenceStep, StepPlan, StepResult, Token
-from lorikeet.engine.executor import ExecutorError
+from lorikeet.core.plan import SequenceStart, SequenceStep, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
+from lorikeet.costs.transfers import Course, Leg, Way
+from lorikeet.engine.links import ModelledLink
+from lorikeet.engine.scripted_arenas import ScriptedArenas, require
 
 TokenScript = Callable[[SequenceStart, int], int]
 """(the sequence, position of the new token) → token id."""
@@ -39,15 +40,17 @@ class _Sequence:
 
 
 class ScriptedExecutor:
-    """See the module. Times are virtual seconds.
+    """See the module. Times are virtual seconds; transfers follow one another as on :class:`ModelledLink`.
 
     Args:
         clock: is advanced by every step.
         block_tokens: tokens of KV in a block.
         script: gives the tokens.
         step_s: time of a step, whatever it holds.
-        load_s: time of a load.
-        failing: versions whose load fails.
+        load_s: time to read an adapter's files.
+        copy_s: time to copy a block between the tiers.
+        failing: versions that cannot be read.
+        fails: tells of a transfer whether it fails for another reason.
         sick: requests whose output is not finite.
     """
 
@@ -58,20 +61,24 @@ class ScriptedExecutor:
         script: TokenScript = token_by_seed,
         step_s: float = 0.01,
         load_s: float = 0.05,
-        failing: frozenset[AdapterDigest] = frozenset(),
-        sick: frozenset[RequestId] = frozenset(),
+        copy_s: float = 0.001,
+        failing: Collection[AdapterDigest] = (),
+        fails: Callable[[Transfer], bool] = lambda transfer: False,
+        sick: Collection[RequestId] = (),
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
         self._script = script
         self._step_s = step_s
         self._load_s = load_s
+        self._copy_s = copy_s
         self._failing = failing
+        self._fails = fails
         self._sick = sick
         self._sequences: dict[RequestId, _Sequence] = {}
-        self._contents: dict[BlockId, object] = {}
-        self._weights: dict[AdapterDigest, AdapterLoad] = {}
-        self._loads: list[tuple[float, int, AdapterLoad]] = []
+        self._weights: dict[AdapterDigest, tuple[BlockId, ...]] = {}
+        self._arenas = ScriptedArenas()
+        self._link = ModelledLink(self._course)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Check the plan, write its tokens into the blocks and give the next ones by the script."""
@@ -79,14 +86,17 @@ class ScriptedExecutor:
         for request_id in plan.drops:
             del self._sequences[request_id]
         for digest in plan.evictions:
+            require(not self._arenas.awaits(digest), f"{digest} is evicted, but still on its way")
             self._weights.pop(digest, None)
         for start in plan.starts:
-            self._require(start.request_id not in self._sequences, f"{start.request_id} is started twice")
+            require(start.request_id not in self._sequences, f"{start.request_id} is started twice")
             self._sequences[start.request_id] = _Sequence(start, list(start.token_ids))
-        for load in plan.loads:
-            for block in load.blocks:
-                self._contents[block] = ("in flight", load.generation)
-            heapq.heappush(self._loads, (self._clock.now() + self._load_s, load.generation, load))
+        for transfer_id in plan.urgent:
+            require(transfer_id in self._arenas.transfers, f"transfer {transfer_id} is urgent, but not under way")
+        self._link.promote(plan.urgent, started_s)
+        for transfer in plan.transfers:
+            self._arenas.begin(transfer)
+            self._link.begin(transfer, started_s)
         steps_run = self._steps_until_stop(plan)
         tokens = tuple(self._run(step, steps_run) for step in plan.sequences)
         if plan.sequences:
@@ -94,36 +104,44 @@ class ScriptedExecutor:
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
         return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed)
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
-        """Return the loads whose time has come."""
-        done = []
-        while self._loads and self._loads[0][0] <= self._clock.now():
-            _, generation, load = heapq.heappop(self._loads)
-            digest = load.adapter.digest
-            if digest in self._failing:
-                done.append(AdapterLoadDone(digest, generation, "scripted failure"))
-                continue
-            for index, block in enumerate(load.blocks):
-                self._contents[block] = (digest, generation, index)
-            self._weights[digest] = load
-            done.append(AdapterLoadDone(digest, generation))
-        return done
+    def completed_transfers(self) -> list[TransferDone]:
+        """Return the transfers whose time has come; what they bring is there now."""
+        return [self._end(done) for done in self._link.take_done(self._clock.now())]
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
-        """Advance the clock to the end of the next load, or by ``timeout_s``."""
-        latest = None if timeout_s is None else self._clock.now() + timeout_s
-        if self._loads:
-            due = self._loads[0][0]
-            self._clock.wait_until(due if latest is None else min(due, latest))
-        elif latest is not None:
-            self._clock.wait_until(latest)
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        """Advance the clock to the end of the next transfer, or by ``timeout_s``.
+
+        Raises:
+            ExecutorError: neither will ever come.
+        """
+        limits = (self._link.next_s(), None if timeout_s is None else self._clock.now() + timeout_s)
+        due = [when_s for when_s in limits if when_s is not None]
+        require(bool(due), "a transfer is awaited, and none is under way")
+        self._clock.wait_until(min(due))
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _require(self, condition: bool, complaint: str) -> None:
-        if not condition:
-            raise ExecutorError(complaint)
+    def _course(self, transfer: Transfer) -> Course:
+        copied_s = self._copy_s * len(transfer.device_blocks)
+        if transfer.source is Tier.DEVICE:
+            return Course((Leg(Way.OUT, copied_s),))
+        if transfer.source is Tier.HOST:
+            return Course((Leg(Way.IN, copied_s),))
+        read = Leg(Way.READ, self._load_s)
+        by_host = transfer.target is Tier.DEVICE and transfer.host_blocks
+        return Course((read, Leg(Way.IN, copied_s)) if by_host else (read,))
+
+    def _end(self, done: TransferDone) -> TransferDone:
+        transfer = self._arenas.transfers[done.transfer_id]
+        unreadable = transfer.adapter is not None and transfer.adapter.digest in self._failing
+        fails = (transfer.source is Tier.SOURCE and unreadable) or self._fails(transfer)
+        self._arenas.end(transfer, fails=fails)
+        if fails:
+            return TransferDone(done.transfer_id, "scripted failure", done.duration_s)
+        if transfer.adapter is not None and transfer.target is Tier.DEVICE:
+            self._weights[transfer.adapter.digest] = transfer.device_blocks
+        return done
 
     def _steps_until_stop(self, plan: StepPlan) -> int:
         """Return how many of the identical steps run before one of the sequences stops."""
@@ -139,34 +157,23 @@ class ScriptedExecutor:
         digest = sequence.start.adapter
         sequence.blocks += step.new_blocks
         if digest is not None:
-            self._require(digest in self._weights, f"{step.request_id}: adapter {digest} is not loaded")
-            load = self._weights[digest]
-            for index, block in enumerate(load.blocks):
-                intact = self._contents.get(block) == (digest, load.generation, index)
-                self._require(intact, f"{step.request_id}: block {block} no longer holds adapter {digest}")
+            require(digest in self._weights, f"{step.request_id}: adapter {digest} is not loaded")
+            for index, block in enumerate(self._weights[digest]):
+                intact = self._arenas.holds(block) == ("weights", digest, index)
+                require(intact, f"{step.request_id}: block {block} no longer holds adapter {digest}")
         for position in range(step.start):
-            block, found = self._at(sequence, position)
-            own = found == sequence.key(position)
-            self._require(own, f"{step.request_id}: block {block} holds other KV than token {position}'s")
+            block, offset = self._place(sequence, position)
+            own = self._arenas.kv(block, offset) == sequence.key(position)
+            require(own, f"{step.request_id}: block {block} holds other KV than token {position}'s")
         tokens = []
         for ran in range(steps_run):
             for position in range(step.start + ran, step.start + ran + step.tokens):
-                self._store(sequence, position)
+                self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
             if step.samples and step.request_id not in self._sick:
                 token = Token(self._script(sequence.start, step.start + step.tokens + ran))
                 sequence.token_ids.append(token.token_id)
                 tokens.append(token)
         return tuple(tokens)
 
-    def _at(self, sequence: _Sequence, position: int) -> tuple[BlockId, object]:
-        block = sequence.blocks[position // self._block_tokens]
-        held = self._contents.get(block)
-        return block, held.get(position % self._block_tokens) if isinstance(held, dict) else None
-
-    def _store(self, sequence: _Sequence, position: int) -> None:
-        block = sequence.blocks[position // self._block_tokens]
-        offset = position % self._block_tokens
-        held = self._contents.get(block)
-        if offset == 0 or not isinstance(held, dict):
-            held = self._contents[block] = {}
-        held[offset] = sequence.key(position)
+    def _place(self, sequence: _Sequence, position: int) -> tuple[BlockId, int]:
+        return sequence.blocks[position // self._block_tokens], position % self._block_tokens

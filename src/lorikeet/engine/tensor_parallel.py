@@ -21,14 +21,14 @@ import torch
 from lorikeet.config import Settings
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.finished_loads import FinishedLoads
+from lorikeet.engine.finished_transfers import FinishedTransfers
 from lorikeet.engine.rank_process import (
     BACKENDS,
     FROM_RANK,
-    ArenaSize,
+    ArenaSizes,
     Failed,
     FromRank,
-    Loaded,
+    Moved,
     Run,
     Stop,
     ToRank,
@@ -45,7 +45,7 @@ class RankProcesses:
     Args:
         settings: as rank 0 has them.
         folder: the model's.
-        finished: where the ranks' loads are counted.
+        finished: where the ranks' transfers are counted.
 
     Attributes:
         size: ranks in all.
@@ -55,7 +55,7 @@ class RankProcesses:
         ExecutorError: a rank did not start.
     """
 
-    def __init__(self, settings: Settings, folder: Path, finished: FinishedLoads) -> None:
+    def __init__(self, settings: Settings, folder: Path, finished: FinishedTransfers) -> None:
         self.size = settings.engine.tensor_parallel
         self._finished = finished
         self._device = torch.device("cuda", 0) if settings.engine.device == "cuda" else torch.device("cpu")
@@ -101,13 +101,13 @@ class RankProcesses:
                 if isinstance(message, Failed):
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
-    def start(self, blocks: int) -> None:
+    def start(self, device_blocks: int, host_blocks: int) -> None:
         """Let the ranks allocate their arenas and begin to serve, and watch them from now on.
 
         Raises:
             ExecutorError: one could not.
         """
-        self._send(ArenaSize(blocks))
+        self._send(ArenaSizes(device_blocks, host_blocks))
         self.wait_until_ready()
         self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
         self._listener.start()
@@ -161,12 +161,12 @@ class RankProcesses:
             connection.send_bytes(encoded)
 
     def _listen(self) -> None:
-        """Count loads until every rank has said its last words or ended."""
+        """Count transfers until every rank has said its last words or ended."""
         ranks = self._ranks()
         while ranks:
             for connection in cast("list[Connection]", wait(list(ranks))):
                 message = _receive(connection)
-                if isinstance(message, Loaded):
+                if isinstance(message, Moved):
                     self._finished.report(message.done)
                 elif isinstance(message, Failed):
                     self._note_failure(ranks.pop(connection), message.error)

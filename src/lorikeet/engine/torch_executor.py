@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -9,16 +10,24 @@ from torch import Tensor
 
 from lorikeet.config import Settings
 from lorikeet.core.ids import RequestId
-from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult, Token
-from lorikeet.engine.adapter_loader import AdapterLoader
+from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
-from lorikeet.engine.finished_loads import FinishedLoads
+from lorikeet.engine.finished_transfers import FinishedTransfers
+from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import RankModel, allocate_arena, arena_blocks, load_rank, max_model_tokens
+from lorikeet.engine.rank_setup import (
+    RankModel,
+    allocate_arena,
+    arena_blocks,
+    host_arena_blocks,
+    load_rank,
+    max_model_tokens,
+)
 from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.sequences import Sequence as RankSequence
 from lorikeet.engine.tensor_parallel import RankProcesses
+from lorikeet.engine.transfers import Transfers
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleGroup
 
@@ -79,8 +88,8 @@ class TorchExecutor:
         arena: ``[blocks, elements]`` of the model's dtype.
         block_tokens: tokens of KV in a block.
         cores: rank 0's part of the machine's.
-        finished: where loads are counted; made for as many ranks as ``peers`` has.
-        load_threads: adapters that are read at once.
+        finished: where transfers are counted; made for as many ranks as ``peers`` has.
+        transfers: rank 0's, which report there; also an attribute, to see who moved what.
         peers: the other ranks.
     """
 
@@ -90,15 +99,15 @@ class TorchExecutor:
         arena: Tensor,
         block_tokens: int,
         cores: CoreShare,
-        finished: FinishedLoads,
-        load_threads: int = 1,
+        finished: FinishedTransfers,
+        transfers: Transfers,
         peers: Peers | None = None,
     ) -> None:
         self._peers: Peers = peers or NoPeers()
         self._finished = finished
-        self._loader = AdapterLoader(arena, model.geometry, 0, self._peers.size, load_threads, finished.report)
+        self.transfers = transfers
         self._cores = cores
-        self._rank = Rank(model, arena, block_tokens, self._loader, cores)
+        self._rank = Rank(model, arena, block_tokens, transfers, cores)
         self._sampler = Sampler(model.kernels.choose)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -128,8 +137,8 @@ class TorchExecutor:
             failed=failed,
         )
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
-        """Return the loads that every rank has finished since the last call.
+    def completed_transfers(self) -> list[TransferDone]:
+        """Return the transfers that every rank has finished since the last call.
 
         Raises:
             ExecutorError: a rank has died.
@@ -137,14 +146,14 @@ class TorchExecutor:
         self._peers.check()
         return self._finished.take()
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
-        """Block until a load has completed, a rank has died, or ``timeout_s`` is over (None: no limit)."""
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        """Block until a transfer has completed, a rank has died, or ``timeout_s`` is over (None: no limit)."""
         self._finished.wait(timeout_s)
 
     def close(self) -> None:
-        """End threads and ranks. Loads that have not begun are abandoned."""
+        """End threads, loader processes and ranks. Transfers under way are abandoned."""
         self._peers.close()
-        self._loader.close()
+        self.transfers.close()
         self._cores.close()
 
     def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
@@ -173,46 +182,52 @@ def build_torch_executor(
     settings: Settings,
     model_folder: Path,
     progress: Callable[[str, int, int], None],
-    on_load_done: Callable[[], None],
+    on_transfer_done: Callable[[], None],
 ) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
-    """Load the model, start the other ranks, and take memory.
+    """Load the model, start the other ranks and a loader process, and take memory.
 
     Args:
         settings: all settings.
         model_folder: the checkpoint.
         progress: called with (stage, done, total) while loading.
-        on_load_done: called, on another thread, when ``completed_loads`` has something new or a rank has died.
+        on_transfer_done: called, on another thread, when ``completed_transfers`` has something new or a rank has died.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
         ModelConfigError: the model is not supported or does not split over the ranks.
         WeightError: the weights do not fit the config.
-        ExecutorError: a rank did not start.
+        ExecutorError: a rank or a loader process did not start.
     """
     engine = settings.engine
     config = read_model_config(model_folder)
     config.check_divides(engine.tensor_parallel)
     longest_tokens = max_model_tokens(settings, config)
     cores = CoreShare(asked_threads(engine.threads))
-    finished = FinishedLoads(engine.tensor_parallel, on_load_done)
-    peers = RankProcesses(settings, model_folder, finished) if engine.tensor_parallel > 1 else None
-    try:
+    ranks = engine.tensor_parallel
+    finished = FinishedTransfers(ranks, on_transfer_done)
+    with ExitStack() as undo:
+        loader = start_loader_process()
+        undo.callback(loader.end)
+        peers = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
+        if peers is not None:
+            undo.callback(peers.close)
         model = load_rank(settings, model_folder, (peers and peers.group) or SingleGroup(), progress)
         if peers is not None:
             peers.wait_until_ready()
-        blocks = arena_blocks(settings, model, longest_tokens)
+        blocks, host_blocks = arena_blocks(settings, model, longest_tokens), host_arena_blocks(settings, model)
         arena = allocate_arena(model, blocks, engine.block_tokens)
+        transfers = Transfers(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
+        undo.callback(transfers.close)
         if peers is not None:
-            peers.start(blocks)
-    except BaseException:
-        if peers is not None:
-            peers.close()
-        raise
-    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, engine.load_threads, peers)
+            peers.start(blocks, host_blocks)
+        transfers.loader.wait_until_ready()
+        undo.pop_all()
+    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
         total_blocks=blocks,
+        host_blocks=host_blocks,
         block_tokens=engine.block_tokens,
         max_model_tokens=longest_tokens,
         max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),

@@ -3,7 +3,7 @@
 All tensors of a batch lie on the executor's device. ``T`` is the number of tokens (rows) of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -23,18 +23,19 @@ LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 class LoraWeights:
     """Where one adapter's weights lie.
 
-    Attributes:
+    Args:
         pieces: as tensors.
+        layers: of the model.
+
+    Attributes:
         rank: the largest of any module on any layer.
         modules: those it touches.
-        table: int64 ``[pieces, 3]``, the same as numbers: address of the A rows, address of the Bᵀ rows, how many.
+        table: int64 ``[pieces, 3]``, the pieces as numbers: address of the A rows, address of the Bᵀ rows, how many.
             Ordered by layer, then module as in ``LORA_MODULES``.
         index: int64 ``[layers * modules + 1]``, the first piece of each (layer, module).
     """
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
-        self.pieces = pieces
-        self.modules = frozenset(module for _, module in pieces)
         rows: list[tuple[int, int, int]] = []
         index, rank = [0], 0
         for layer in range(layers):
@@ -44,8 +45,25 @@ class LoraWeights:
                 index.append(len(rows))
                 rank = max(rank, sum(len(a) for a, _ in found))
         self.rank = rank
+        self.modules = frozenset(module for _, module in pieces)
         self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         self.index = torch.tensor(index, dtype=torch.int64)
+        self._make_pieces: Callable[[], LoraPieces] = lambda: pieces
+
+    @classmethod
+    def from_table(
+        cls, rank: int, modules: frozenset[str], table: Tensor, index: Tensor, make_pieces: Callable[[], LoraPieces]
+    ) -> "LoraWeights":
+        """Make one of numbers: tensors of hundreds of pieces take milliseconds, and native kernels need none."""
+        made = cls.__new__(cls)
+        made.rank, made.modules, made.table, made.index = rank, modules, table, index
+        made._make_pieces = make_pieces
+        return made
+
+    @cached_property
+    def pieces(self) -> LoraPieces:
+        """As tensors."""
+        return self._make_pieces()
 
 
 class LoraSegment(NamedTuple):

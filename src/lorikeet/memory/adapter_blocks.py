@@ -1,42 +1,15 @@
-"""Adapters inside arena blocks: writing the pieces of a packing, and views of them for the kernels."""
+"""Adapters inside arena blocks, as the kernels see them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.base import LoraWeights
-from lorikeet.memory.packing import Packing, Piece
-
-
-def write_pieces(
-    weights: Iterable[tuple[int, str, Tensor, Tensor]], packing: Packing, blocks: Sequence[int], arena: Tensor
-) -> None:
-    """Copy an adapter into its blocks.
-
-    Args:
-        weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, as
-            ``adapters.weights.load_weights`` yields them.
-        packing: where each row goes.
-        blocks: the arena's blocks, in packing order.
-        arena: ``[blocks, elements]``, changed in place.
-
-    Raises:
-        ValueError: the weights are not those that were packed.
-    """
-    pieces = _by_module(packing)
-    for layer, module, a, bt in weights:
-        targets = pieces.pop((layer, module), [])
-        if sum(piece.rows for piece in targets) != a.shape[0]:
-            raise ValueError(f"{module} of layer {layer} has rank {a.shape[0]}, which is not what was packed")
-        for piece in targets:
-            rows = slice(piece.first_row, piece.first_row + piece.rows)
-            a_view, bt_view = _views(piece, blocks, arena, a.shape[1], bt.shape[1])
-            a_view.copy_(a[rows])
-            bt_view.copy_(bt[rows])
-    if pieces:
-        layer, module = next(iter(pieces))
-        raise ValueError(f"{module} of layer {layer} was packed, but has no weights")
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.kernels.base import LoraPieces, LoraWeights
+from lorikeet.memory.packing import Packing, Piece, module_of
 
 
 def weights_in_place(packing: Packing, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> LoraWeights:
@@ -48,27 +21,34 @@ def weights_in_place(packing: Packing, blocks: Sequence[int], arena: Tensor, geo
         arena: ``[blocks, elements]``.
         geometry: sizes that the packing was made for.
     """
-    pieces = {
-        (layer, module): tuple(
-            _views(piece, blocks, arena, geometry.modules[module].in_features, geometry.modules[module].out_features)
-            for piece in pieces
-        )
-        for (layer, module), pieces in _by_module(packing).items()
-    }
-    return LoraWeights(pieces, geometry.layers)
+
+    def make_pieces() -> LoraPieces:
+        return {
+            module: tuple(_views(piece, blocks, arena, geometry) for piece in pieces)
+            for module, pieces in groupby(packing.pieces, key=module_of)
+        }
+
+    numbers = {module: number for number, module in enumerate(LORA_MODULES)}
+    places = np.array(
+        [(p.layer * len(LORA_MODULES) + numbers[p.module], blocks[p.block], p.offset, p.rows) for p in packing.pieces],
+        dtype=np.int64,
+    ).reshape(-1, 4)
+    inputs = np.array([geometry.modules[p.module].in_features for p in packing.pieces], dtype=np.int64)
+    which, block, offset, rows = places.T
+    a = arena.data_ptr() + (block * arena.stride(0) + offset) * arena.itemsize
+    table = np.stack((a, a + rows * inputs * arena.itemsize, rows), axis=1)
+    index = np.searchsorted(which, np.arange(geometry.layers * len(LORA_MODULES) + 1))
+    rank = int(np.bincount(which, rows).max(initial=0))
+    modules = frozenset(piece.module for piece in packing.pieces)
+    return LoraWeights.from_table(rank, modules, torch.from_numpy(table), torch.from_numpy(index), make_pieces)
 
 
-def _by_module(packing: Packing) -> dict[tuple[int, str], list[Piece]]:
-    pieces: dict[tuple[int, str], list[Piece]] = {}
-    for piece in packing.pieces:
-        pieces.setdefault((piece.layer, piece.module), []).append(piece)
-    return pieces
-
-
-def _views(
-    piece: Piece, blocks: Sequence[int], arena: Tensor, in_features: int, out_features: int
-) -> tuple[Tensor, Tensor]:
+def _views(piece: Piece, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:
+    shape = geometry.modules[piece.module]
     block = arena[blocks[piece.block]]
-    middle = piece.offset + piece.rows * in_features
-    end = middle + piece.rows * out_features
-    return block[piece.offset : middle].view(piece.rows, in_features), block[middle:end].view(piece.rows, out_features)
+    middle = piece.offset + piece.rows * shape.in_features
+    end = middle + piece.rows * shape.out_features
+    return (
+        block[piece.offset : middle].view(piece.rows, shape.in_features),
+        block[middle:end].view(piece.rows, shape.out_features),
+    )

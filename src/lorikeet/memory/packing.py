@@ -11,6 +11,7 @@ block of the pool serves, and layers complete in load order (ELORA's paging by r
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 
 
@@ -80,3 +81,20 @@ def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_el
                 offset += rows * row_elements
                 used += rows * row_elements
     return Packing(tuple(pieces), block + 1 if pieces else 0, used)
+
+
+def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> Packing:
+    """Return the packing of an adapter for which somebody has set ``blocks`` blocks aside.
+
+    Raises:
+        ValueError: it takes another number of blocks.
+    """
+    packing = pack(ref.ranks, geometry, block_elements)
+    if packing.blocks != blocks:
+        raise ValueError(f"adapter {ref.name!r} takes {packing.blocks} blocks, not {blocks}")
+    return packing
+
+
+def module_of(piece: Piece) -> tuple[int, str]:
+    """Return the layer and module that a piece belongs to; those of one module follow each other in a packing."""
+    return piece.layer, piece.module

@@ -1,94 +1,279 @@
-"""The usage-dependency tree: adapters below the root, their KV below them (ELORA §4.1).
+"""The usage-dependency tree: adapters below the root, their KV below them (ELORA §V-A), with all it knows in arrays.
 
-KV is useful only with the adapter version that made it, so it hangs below that version's node and can
-neither be found from another one nor outlive it. The base model counts as an adapter without weights.
+KV is useful only with the adapter version that made it, so it hangs below that version's node. A node of KV is one
+block; its key is a hash chained from the adapter's digest over all tokens up to its end, so it can be found neither
+under another adapter or version nor behind other tokens. The base model counts as an adapter without weights.
+
+A node says where its bytes are (device, host, both, on their way); whoever moves them writes it down here. Numbers lie
+in arrays by node, so that policies can score a hundred thousand nodes at once. Arrays are replaced when they grow: read
+them through the tree.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, BlockId
 
+NO_BLOCK = -1
+NO_NODE = -1
+BASE = 0
+"""The base model's node. It has no weights, and counts as being on the device."""
 
-class Residency(Enum):
-    """Where an adapter's weights are, seen from the device."""
+_KEY_BYTES = 16
+_FIRST_NODES = 1024
 
-    ABSENT = auto()
-    LOADING = auto()
-    LOADED = auto()
-
-
-@dataclass(eq=False)
-class KvNode:
-    """One block of KV.
-
-    Attributes:
-        tokens: the token ids it covers.
-        parent: the block before it, or its adapter.
-        block, generation: where it lies.
-        pins: sequences that use it (each pins its whole path).
-        last_use_s: when a sequence last used it.
-        children: following blocks by their tokens.
-    """
-
-    tokens: tuple[int, ...]
-    parent: "KvNode | AdapterNode"
-    block: BlockId
-    generation: int
-    last_use_s: float
-    pins: int = 0
-    children: "dict[tuple[int, ...], KvNode]" = field(default_factory=dict)
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks it takes."""
-        return 1
+Nodes = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float64]
 
 
-@dataclass(eq=False)
-class AdapterNode:
-    """One adapter version, or the base.
+class Kind:
+    """What a node stands for. Plain numbers, as they are compared with arrays and one by one, very often."""
+
+    UNUSED: Final = 0
+    """Nothing: the place is free."""
+    BASE: Final = 1
+    ADAPTER: Final = 2
+    KV: Final = 3
+
+
+class Moving:
+    """Which transfer a node is part of."""
+
+    NO: Final = 0
+    IN: Final = 1
+    """To the device; it has device blocks, which hold nothing yet."""
+    OUT: Final = 2
+    """From the device to the host; the device copy can still be read."""
+    READ: Final = 3
+    """From the source to the host."""
+
+
+@dataclass(slots=True)
+class AdapterEntry:
+    """What only adapters have.
 
     Attributes:
-        digest: the version; None for the base.
-        residency: whether its weights are on the device.
-        held: the blocks of its weights, loading or loaded.
-        load_generation: number of its latest load.
-        load_started_s: when that load started.
-        pins: sequences that run under it.
-        last_use_s: when a sequence last used it.
-        children: KV of the first block of tokens, by tokens.
+        ref: the version.
+        host_size: blocks of its weights, in packing order.
+        device_blocks: those leased for it on the device; more than ``host_size`` where slots are padded.
+        host_blocks: those on the host.
+        retired: it is to be freed; nothing may bring it back.
     """
 
-    digest: AdapterDigest | None
-    residency: Residency = Residency.ABSENT
-    held: tuple[BlockId, ...] = ()
-    load_generation: int = 0
-    load_started_s: float = 0.0
-    last_use_s: float = 0.0
-    pins: int = 0
-    children: dict[tuple[int, ...], KvNode] = field(default_factory=dict)
+    ref: AdapterRef
+    host_size: int
+    device_blocks: tuple[BlockId, ...] = ()
+    host_blocks: tuple[BlockId, ...] = ()
+    retired: bool = False
+
+
+class Tree:
+    """See the module.
+
+    Attributes:
+        kind: :class:`Kind` of each node.
+        parent: the node before it; ``NO_NODE`` for the base and adapters.
+        top: the adapter (or the base) that it hangs below; of an adapter, itself.
+        depth: 0 for adapters, 1 for their first blocks.
+        size: blocks that it takes on the device: 1 for KV.
+        device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
+        device_generation, host_generation: of those blocks.
+        on_device, on_host: whether what it stands for can be read there.
+        moving: its :class:`Moving`.
+        pins: sequences and transfers that need it where it is.
+        children: nodes below it.
+        children_on_device: those of them on the device, or on their way to it.
+        last_use_s: when a request last matched or used it (moves do not count: ELORA spec, R19).
+        visits: requests that matched it on arrival; a new node begins with 1.
+        score: what the eviction policy last thought of it.
+        touched: rises when something happens to it, so that older notes about it can be told.
+        adapters: entries of adapters by node.
+    """
+
+    _FIELDS = (
+        ("kind", np.int8, Kind.UNUSED),
+        ("parent", np.int32, NO_NODE),
+        ("top", np.int32, NO_NODE),
+        ("depth", np.int32, 0),
+        ("size", np.int32, 0),
+        ("device", np.int32, NO_BLOCK),
+        ("host", np.int32, NO_BLOCK),
+        ("device_generation", np.int32, 0),
+        ("host_generation", np.int32, 0),
+        ("on_device", np.bool_, False),
+        ("on_host", np.bool_, False),
+        ("moving", np.int8, Moving.NO),
+        ("pins", np.int32, 0),
+        ("children", np.int32, 0),
+        ("children_on_device", np.int32, 0),
+        ("last_use_s", np.float64, 0.0),
+        ("visits", np.float64, 0.0),
+        ("score", np.float64, 0.0),
+        ("touched", np.int32, 0),
+    )
+
+    kind: npt.NDArray[np.int8]
+    parent: npt.NDArray[np.int32]
+    top: npt.NDArray[np.int32]
+    depth: npt.NDArray[np.int32]
+    size: npt.NDArray[np.int32]
+    device: npt.NDArray[np.int32]
+    host: npt.NDArray[np.int32]
+    device_generation: npt.NDArray[np.int32]
+    host_generation: npt.NDArray[np.int32]
+    on_device: npt.NDArray[np.bool_]
+    on_host: npt.NDArray[np.bool_]
+    moving: npt.NDArray[np.int8]
+    pins: npt.NDArray[np.int32]
+    children: npt.NDArray[np.int32]
+    children_on_device: npt.NDArray[np.int32]
+    last_use_s: npt.NDArray[np.float64]
+    visits: npt.NDArray[np.float64]
+    score: npt.NDArray[np.float64]
+    touched: npt.NDArray[np.int32]
+
+    def __init__(self) -> None:
+        for name, dtype, empty in self._FIELDS:
+            setattr(self, name, np.full(_FIRST_NODES, empty, dtype))
+        self.adapters: dict[int, AdapterEntry] = {}
+        self._by_digest: dict[AdapterDigest | None, int] = {None: BASE}
+        self._by_key: dict[bytes, int] = {}
+        self._keys: list[bytes] = [b""] * _FIRST_NODES
+        self._free = array("i", range(_FIRST_NODES - 1, BASE, -1))
+        self.kind[BASE], self.top[BASE], self.on_device[BASE] = Kind.BASE, BASE, True
+        self._end = BASE + 1
+
+    # --- looking -------------------------------------------------------------------------------------
+
+    def adapter(self, digest: AdapterDigest | None) -> int | None:
+        """Return the node of a version (None: the base), or None if it is not known."""
+        return self._by_digest.get(digest)
+
+    def digest(self, node: int) -> AdapterDigest | None:
+        """Return the version that a node belongs to; None for the base."""
+        top = int(self.top[node])
+        return None if top == BASE else self.adapters[top].ref.digest
+
+    def find(self, key: bytes) -> int | None:
+        """Return the node of KV with this key, wherever its bytes are, if anywhere."""
+        return self._by_key.get(key)
+
+    def key_of(self, node: int) -> bytes:
+        """Return what tells a node from others that had or will have its place."""
+        entry = self.adapters.get(node)
+        return self._keys[node] if entry is None else entry.ref.digest.encode()
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the nodes of the longest prefix of ``keys`` whose KV is on a tier, or on its way to the device."""
+        path: list[int] = []
+        for key in keys:
+            node = self._by_key.get(key)
+            if node is None:
+                break
+            path.append(node)
+        if path:
+            there = self.on_device[path] | self.on_host[path] | (self.moving[path] == Moving.IN)
+            if not there.all():
+                del path[int(np.argmin(there)) :]
+        return path
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks it takes."""
-        return len(self.held)
+    def end(self) -> int:
+        """No node has this index or a larger one."""
+        return self._end
+
+    def __len__(self) -> int:
+        """Return the number of nodes, the base excluded."""
+        return len(self._by_key) + len(self.adapters)
+
+    def below(self, node: int) -> Iterator[int]:
+        """Yield all nodes below an adapter or the base, parents before children."""
+        mine = np.flatnonzero((self.top[: self._end] == node) & (self.kind[: self._end] == Kind.KV))
+        yield from mine[np.argsort(self.depth[mine], kind="stable")].tolist()
+
+    # --- growing and shrinking -----------------------------------------------------------------------
+
+    def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
+        """Add a version that is on no tier yet."""
+        node = self._new(Kind.ADAPTER, NO_NODE)
+        self.top[node], self.size[node] = node, device_size
+        self.adapters[node] = AdapterEntry(ref, host_size)
+        self._by_digest[ref.digest] = node
+        return node
+
+    def add_kv(self, parent: int, key: bytes, now: float) -> int:
+        """Add a block of KV that is on no tier yet."""
+        node = self._new(Kind.KV, parent)
+        self.top[node], self.depth[node], self.size[node] = self.top[parent], self.depth[parent] + 1, 1
+        self.visits[node], self.last_use_s[node] = 1.0, now
+        self.children[parent] += 1
+        self._keys[node] = key
+        self._by_key[key] = node
+        return node
+
+    def remove(self, node: int) -> None:
+        """Take a node out that nothing is below and whose bytes are nowhere."""
+        parent = int(self.parent[node])
+        if parent != NO_NODE:
+            self.children[parent] -= 1
+            del self._by_key[self._keys[node]]
+            self._keys[node] = b""
+        else:
+            del self._by_digest[self.adapters.pop(node).ref.digest]
+        self.touched[node] += 1
+        self.kind[node] = Kind.UNUSED
+        self._free.append(node)
+
+    def _new(self, kind: int, parent: int) -> int:
+        if not self._free:
+            self._grow()
+        node = self._free.pop()
+        touched = self.touched[node]
+        for name, _, empty in self._FIELDS:
+            getattr(self, name)[node] = empty
+        self.kind[node], self.parent[node], self.touched[node] = kind, parent, touched + 1
+        self._end = max(self._end, node + 1)
+        return node
+
+    def _grow(self) -> None:
+        old = len(self.kind)
+        for name, dtype, empty in self._FIELDS:
+            grown = np.full(2 * old, empty, dtype)
+            grown[:old] = getattr(self, name)
+            setattr(self, name, grown)
+        self._keys += [b""] * old
+        self._free = array("i", range(2 * old - 1, old - 1, -1))
+
+    def metadata_bytes(self) -> int:
+        """Return what the tree takes itself: arrays, keys and their table (estimated per entry)."""
+        arrays: int = sum(getattr(self, name).nbytes for name, _, _ in self._FIELDS)
+        keys = len(self._by_key) * (_KEY_BYTES + 33)
+        return arrays + keys + self._by_key.__sizeof__() + len(self._keys) * 8 + len(self._by_key) * 28
 
 
-Node = KvNode | AdapterNode
+def block_keys(
+    digest: AdapterDigest | None, token_ids: Sequence[int], block_tokens: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Return the keys of all whole blocks of ``token_ids``, going on from those that are known.
 
-
-def match(adapter: AdapterNode, token_ids: list[int], block_tokens: int, limit_tokens: int) -> list[KvNode]:
-    """Return the longest path of KV blocks below ``adapter`` that covers a prefix of ``token_ids``.
-
-    At most ``limit_tokens`` tokens are matched, in whole blocks.
+    Args:
+        digest: the adapter version, None for the base.
+        token_ids: of one sequence.
+        block_tokens: tokens in a block.
+        known: keys of its first blocks.
     """
-    path: list[KvNode] = []
-    node: Node = adapter
-    for end in range(block_tokens, limit_tokens + 1, block_tokens):
-        child = node.children.get(tuple(token_ids[end - block_tokens : end]))
-        if child is None:
-            break
-        path.append(child)
-        node = child
-    return path
+    keys = list(known)
+    before = keys[-1] if keys else (digest or "").encode()
+    ids = np.asarray(token_ids[len(keys) * block_tokens :], dtype=np.int64)
+    data, step = ids.tobytes(), 8 * block_tokens
+    for begin in range(0, len(data) - step + 1, step):
+        before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()
+        keys.append(before)
+    return keys

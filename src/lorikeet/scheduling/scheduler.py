@@ -1,61 +1,43 @@
 """Makes the plan of each step and takes its result in. Owns the requests of one engine.
 
 Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
-waiting requests in the order of the admission queue. A request that waits for its adapter's transfer is
-passed over; one that finds no room ends admission, so that no later one can starve it. When blocks run
-out, the newest sequence is exported and queued again. A request is accepted only if it fits the pool
-alone, so the oldest can always go on, if need be after giving way once to itself: no load can deadlock
+waiting requests in the order of the admission queue. A request is admitted with all the blocks that it needs now, and
+runs as soon as the transfers that it waits for have ended; meanwhile others go on, unless the row's cold start says
+``block``. One that finds no room ends admission, so that no later one can starve it. When blocks run out and none are
+on their way to be free, the newest sequence is suspended, exported and queued again. A request is accepted only if it
+fits the pool alone, so the oldest can always go on, if need be after giving way once to itself: no load can deadlock
 the pool.
 """
 
 from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-import msgspec
-
-from lorikeet.config import Row
+from lorikeet.config import ColdStart, Row
 from lorikeet.core.events import (
-    AdapterWait,
+    AdapterArrived,
     Admitted,
     Finished,
     FinishReason,
     FirstToken,
+    KvArrived,
     Preempted,
     Queued,
     RequestEvent,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import AdapterLoad, AdapterLoadDone, SequenceStep, StepPlan, StepResult, Token
+from lorikeet.core.plan import SequenceStep, StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request
-from lorikeet.memory.device import DeviceMemory
-from lorikeet.memory.tree import Residency
+from lorikeet.memory.leases import SequenceLease, Wait
+from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.admission import AdmissionQueue
+from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.sequence import Sequence
 
 COALESCED_STEPS = 32
 """Most identical decode steps in one plan on a virtual clock."""
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Bounds of a plan.
-
-    Attributes:
-        max_running: most sequences that hold blocks.
-        max_step_tokens: most tokens in a step.
-        max_model_tokens: longest sequence.
-        max_repeat: most identical decode steps in one plan.
-        repeat_limit_s: a repeat ends after this time.
-        max_loads: most adapters in transfer at once.
-    """
-
-    max_running: int
-    max_step_tokens: int
-    max_model_tokens: int
-    max_repeat: int = 1
-    repeat_limit_s: float = 0.05
-    max_loads: int = 4
 
 
 @dataclass
@@ -64,14 +46,7 @@ class _Draft:
 
     budget_tokens: int
     tokens: dict[Sequence, int] = field(default_factory=dict)
-    loads: list[AdapterLoad] = field(default_factory=list)
     preempted: bool = False
-
-
-class _Adapter(Enum):
-    READY = auto()
-    IN_TRANSFER = auto()
-    NO_ROOM = auto()
 
 
 class Scheduler:
@@ -84,7 +59,7 @@ class Scheduler:
         row: the system it belongs to.
     """
 
-    def __init__(self, memory: DeviceMemory, queue: AdmissionQueue, limits: Limits, row: Row) -> None:
+    def __init__(self, memory: Memory, queue: AdmissionQueue, limits: Limits, row: Row) -> None:
         self._memory = memory
         self._queue = queue
         self._limits = limits
@@ -111,8 +86,9 @@ class Scheduler:
         if problem is not None:
             self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem))
             return
-        self._sequences[request.request_id] = Sequence(request, now)
-        self._queue.add(request, now)
+        sequence = self._enqueue(request, now)
+        if not request.output_token_ids:  # others have arrived before
+            self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request; its blocks are free at once. Unknown ids are ignored: it may just have finished."""
@@ -127,7 +103,7 @@ class Scheduler:
         """
         sequence = self._sequences[request_id]
         request = sequence.export()
-        self._leave(sequence, now)
+        self._leave(sequence, now, goes_on=True)
         return request
 
     def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
@@ -138,18 +114,23 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._running)
+        """Sequences that hold blocks and can run."""
+        return sum(s.is_ready for s in self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests in the admission queue."""
-        return len(self._queue)
+        """All other requests."""
+        return len(self._sequences) - self.running
 
     @property
     def waiting_for_adapter(self) -> int:
-        """Waiting requests whose adapter is in transfer."""
-        return sum(s.waits_for_adapter for s in self._sequences.values() if s.lease is None)
+        """Sequences that hold blocks and wait for their adapter."""
+        return sum(bool(s.lease and s.lease.adapter_transfers) for s in self._running)
+
+    @property
+    def waiting_for_kv(self) -> int:
+        """Sequences that hold blocks and wait for nothing but KV."""
+        return sum(bool(s.lease and s.lease.kv_transfers and not s.lease.adapter_transfers) for s in self._running)
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return tokens and events since the last call."""
@@ -157,19 +138,28 @@ class Scheduler:
         self._tokens, self._events = [], []
         return outputs
 
-    def finish_load(self, done: AdapterLoadDone, now: float) -> None:
-        """Take the end of a transfer in; requests that waited for one that failed end with its error.
+    def finish_transfer(self, done: TransferDone, now: float) -> None:
+        """Take the end of a transfer in.
 
-        Those that came after it had begun get a transfer of their own: the files may have been replaced since.
+        If it failed, requests that waited for their adapter end with its error, but those that came after it had begun
+        are queued again: the files may have been replaced since. So are those that waited for KV, to compute it.
         """
-        started_s = self._memory.finish_load(done, now)
-        for sequence in list(self._sequences.values()):
-            if sequence.lease is None and sequence.request.digest == done.digest:
-                if sequence.waits_for_adapter:
-                    sequence.waits_for_adapter = False
-                    self._events.append(AdapterWait(sequence.request_id, now, loaded=True))
-                if done.error is not None and sequence.queued_s <= started_s:
-                    self._finish(sequence, now, FinishReason.ERROR, error=done.error)
+        arrivals = self._memory.finish_transfer(done, now)
+        for sequence in self._owners(arrivals.adapter):
+            self._events.append(AdapterArrived(sequence.request_id, now))
+        for sequence in self._owners(arrivals.kv):
+            self._events.append(KvArrived(sequence.request_id, now))
+        for sequence in self._owners(arrivals.without_adapter):
+            if sequence.queued_s <= arrivals.began_s:
+                self._finish(sequence, now, FinishReason.ERROR, error=arrivals.error)
+            else:
+                self._suspend(sequence, now)
+        for sequence in self._owners(arrivals.without_kv):
+            self._suspend(sequence, now)
+
+    def _owners(self, leases: Iterable[SequenceLease]) -> list[Sequence]:
+        wanted = set(leases)
+        return [sequence for sequence in self._running if sequence.lease in wanted]
 
     # --- plan ----------------------------------------------------------------------------------------
 
@@ -184,12 +174,18 @@ class Scheduler:
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
+        self._memory.note_batch(len(self._running), now)
+        self._memory.note_waiting(self._wanted_adapters())
+        self._memory.swapper.after_admission(now)
+        if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
+            draft.tokens.clear()  # everybody waits
         repeat = self._repeat(draft, now, coalesced=until_s is not None)
-        return self._seal(draft, repeat, self._limits.repeat_limit_s if until_s is None else until_s - now)
+        limit_s = self._limits.repeat_limit_s if until_s is None else min(until_s, self._memory.swapper.due_s) - now
+        return self._seal(draft, repeat, limit_s)
 
     def _continue_running(self, draft: _Draft, now: float) -> None:
         for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
-            if sequence.lease is None:  # preempted for one before it
+            if not sequence.is_ready:  # waits for a transfer, or was preempted for one before it
                 continue
             tokens = min(sequence.remaining_tokens, draft.budget_tokens)
             if tokens and self._make_room(sequence, draft, now):
@@ -200,63 +196,57 @@ class Scheduler:
         """Lease the block that the next token needs, at the expense of the newest if need be."""
         assert sequence.lease is not None
         while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
-            if len(self._running) == 1 and self._memory.loads_in_flight:
+            if self._memory.room_is_coming or (len(self._running) == 1 and self._memory.transfers_under_way):
                 return False  # left out until a transfer has ended
             # The newest may be the sequence itself: alone, it can only lack room because it holds copies of
             # blocks that the tree has too (two sequences computed them at once); readmitted, it shares them.
             newest = self._running[-1]
-            self._preempt(newest, draft, now)
+            draft.budget_tokens += draft.tokens.pop(newest, 0)
+            draft.preempted = True
+            self._suspend(newest, now)
             if newest is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, draft: _Draft, now: float) -> None:
-        draft.budget_tokens += draft.tokens.pop(sequence, 0)
-        draft.preempted = True
+    def _suspend(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence's blocks, and queue it again with its next attempt."""
         self.preemptions += 1
         self._events.append(Preempted(sequence.request_id, now))
-        request = self.export_request(sequence.request_id, now)
-        self._sequences[request.request_id] = Sequence(request, now)
+        self._enqueue(self.export_request(sequence.request_id, now), now, sequence.keys)
+
+    def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
+        sequence = Sequence(request, now)
+        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, tuple(keys))
+        self._sequences[request.request_id] = sequence
         self._queue.add(request, now)
+        return sequence
 
     def _admit_waiting(self, draft: _Draft, now: float) -> None:
         for request in self._queue.candidates(now):
             if len(self._running) >= self._limits.max_running or not draft.budget_tokens:
                 return
             sequence = self._sequences[request.request_id]
-            match self._adapter(sequence, draft, now):
-                case _Adapter.IN_TRANSFER:
-                    continue
-                case _Adapter.NO_ROOM:
-                    return
-            lease = self._memory.try_admit(request.digest, sequence.token_ids, now)
-            if lease is None:
+            lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
+            if lease is Wait.ROOM:
                 return
+            if isinstance(lease, Wait):
+                continue
             self._queue.remove(request)
-            sequence.lease = lease
-            sequence.computed_tokens = cached = len(lease.path) * self._memory.block_tokens
+            sequence.lease, sequence.keys = lease, lease.keys
+            sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
             insort(self._running, sequence, key=lambda s: s.request.arrival_s)
             self.prefix_queries_tokens += len(sequence.token_ids)
             self.prefix_hits_tokens += cached
-            self._events.append(Admitted(request.request_id, now, cached))
-            draft.tokens[sequence] = min(sequence.remaining_tokens, draft.budget_tokens)
-            draft.budget_tokens -= draft.tokens[sequence]
+            waits = bool(lease.adapter_transfers), bool(lease.kv_transfers)
+            self._events.append(Admitted(request.request_id, now, cached, *waits))
+            if sequence.is_ready:
+                draft.tokens[sequence] = min(sequence.remaining_tokens, draft.budget_tokens)
+                draft.budget_tokens -= draft.tokens[sequence]
 
-    def _adapter(self, sequence: Sequence, draft: _Draft, now: float) -> _Adapter:
-        """Look for a waiting request's adapter, and begin its transfer where there is room."""
-        ref = sequence.request.adapter
-        if ref is None or self._memory.residency(ref.digest) is Residency.LOADED:
-            return _Adapter.READY
-        absent = self._memory.residency(ref.digest) is Residency.ABSENT
-        if absent and self._memory.loads_in_flight < self._limits.max_loads:
-            load = self._memory.try_start_load(ref, now)
-            if load is None:
-                return _Adapter.NO_ROOM
-            draft.loads.append(load)
-        if not sequence.waits_for_adapter:
-            sequence.waits_for_adapter = True
-            self._events.append(AdapterWait(sequence.request_id, now, loaded=False))
-        return _Adapter.IN_TRANSFER
+    def _wanted_adapters(self) -> Counter[AdapterDigest]:
+        """Return the adapters of the waiting requests, in the queue's order."""
+        waiting = (request.digest for request in self._queue.candidates(0.0))
+        return Counter(digest for digest in waiting if digest is not None)
 
     def _repeat(self, draft: _Draft, now: float, *, coalesced: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased.
@@ -266,9 +256,9 @@ class Scheduler:
         lease them one by one.
         """
         sequences = list(draft.tokens)
-        if not sequences or draft.loads or draft.preempted or not all(s.is_decoding for s in sequences):
+        if not sequences or draft.preempted or not all(s.is_decoding for s in sequences):
             return 1
-        if len(self._queue) and not coalesced:
+        if (len(self._queue) or self._memory.awaited_transfers) and not coalesced:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
         repeat = min(most, *(self._tokens_left(s) for s in sequences))
@@ -277,8 +267,7 @@ class Scheduler:
             assert sequence.lease is not None
             needed = self._memory.blocks_for(len(sequence.token_ids) + repeat - 1)
             blocks += max(0, needed - len(sequence.lease.blocks))
-        counts = self._memory.counts()
-        if blocks > counts.free + counts.cached:
+        if not self._memory.room.make(blocks, 0, now):
             return 1
         for sequence in sequences:
             assert sequence.lease is not None
@@ -299,13 +288,15 @@ class Scheduler:
             samples = tokens == sequence.remaining_tokens
             steps.append(SequenceStep(sequence.request_id, sequence.computed_tokens, tokens, new_blocks, samples))
         drops, self._drops = tuple(self._drops), []
+        transfers, urgent = self._memory.take_transfers()
         plan = StepPlan(
             step=self._steps,
             sequences=tuple(steps),
             starts=tuple(starts),
             drops=drops,
             adapters=tuple(dict.fromkeys(s.request.digest for s, _ in ordered if s.request.digest is not None)),
-            loads=tuple(draft.loads),
+            transfers=transfers,
+            urgent=urgent,
             evictions=self._memory.take_evictions(),
             kernel_form=self._row.kernel_form,
             repeat=repeat,
@@ -318,6 +309,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take the tokens of a step in."""
+        if plan.sequences:
+            self._memory.note_step(result.duration_s / result.steps_run)
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
@@ -364,14 +357,7 @@ class Scheduler:
         if known >= self._limits.max_model_tokens:
             return f"{known} tokens leave no room in a context of {self._limits.max_model_tokens}"
         longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_tokens)
-        adapter_blocks = 0 if request.adapter is None else self._memory.adapter_blocks(request.adapter)
-        needed = self._memory.blocks_for(longest) + adapter_blocks
-        if needed > self._memory.total_blocks:
-            return (
-                f"{longest} tokens and {adapter_blocks} blocks of adapter need {needed} blocks of "
-                f"{self._memory.block_bytes} bytes, there are {self._memory.total_blocks}"
-            )
-        return None
+        return self._memory.why_impossible(request.adapter, longest)
 
     def _finish(
         self,
@@ -384,13 +370,17 @@ class Scheduler:
         self._leave(sequence, now)
         self._events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
-    def _leave(self, sequence: Sequence, now: float) -> None:
+    def _leave(self, sequence: Sequence, now: float, *, goes_on: bool = False) -> None:
         """Take a sequence out of everything."""
         del self._sequences[sequence.request_id]
         if sequence.lease is None:
             self._queue.remove(sequence.request)
             return
-        self._memory.release(sequence.lease, now)
+        if goes_on:
+            computed = sequence.computed_tokens if sequence.is_ready else 0
+            self._memory.suspend(sequence.lease, sequence.token_ids, computed, now)
+        else:
+            self._memory.release(sequence.lease, now)
         sequence.lease = None
         self._running.remove(sequence)
         if sequence.started:

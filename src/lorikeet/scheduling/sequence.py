@@ -7,7 +7,7 @@ import msgspec
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import Request
-from lorikeet.memory.device import SequenceLease
+from lorikeet.memory.leases import SequenceLease
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Sequence:
         lease: its blocks, None while it waits.
         known_blocks: blocks of the lease that the executor has been told of.
         started: whether the executor knows it.
-        waits_for_adapter: whether it has been seen waiting for its adapter's transfer.
+        keys: of its whole blocks in the memory's tree, as far as known.
     """
 
     request: Request
@@ -35,7 +35,7 @@ class Sequence:
     lease: SequenceLease | None = None
     known_blocks: int = 0
     started: bool = False
-    waits_for_adapter: bool = False
+    keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin where earlier attempts ended."""
@@ -60,6 +60,11 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens to compute until the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has its blocks, and all that it waited for has arrived."""
+        return self.lease is not None and self.lease.is_ready
 
     @property
     def is_decoding(self) -> bool:

@@ -5,6 +5,8 @@ from html import escape
 
 import numpy as np
 
+from lorikeet.bench.svg import svg_document
+
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
 """Pixels: a panel, the space left of it and above, and between panels."""
 
@@ -24,12 +26,7 @@ def distribution_panels(title: str, panels: Sequence[tuple[str, Sequence[float]]
     shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>']
     for number, (name, seconds) in enumerate(panels):
         shapes += _panel(_LEFT + number * (_WIDTH + _GAP), name, np.sort([s for s in seconds if s > 0]))
-    width, height = _LEFT + len(panels) * (_WIDTH + _GAP), _TOP + _HEIGHT + 50
-    body = "\n".join(shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
-    )
+    return svg_document(_LEFT + len(panels) * (_WIDTH + _GAP), _TOP + _HEIGHT + 50, shapes)
 
 
 def _panel(left: int, name: str, values: np.ndarray) -> list[str]:

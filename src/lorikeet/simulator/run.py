@@ -5,14 +5,12 @@ from typing import NamedTuple
 
 from lorikeet.bench.in_process import Run, run_workload
 from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.config import Settings, resolve_row
+from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import VirtualClock
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.profile import CostProfile
-from lorikeet.engine.build import assemble
-from lorikeet.engine.modelled_build import build_modelled_executor
 
 
 class Simulated(NamedTuple):
@@ -32,13 +30,10 @@ def simulate(
     *,
     on_finished: Callable[[int], None] = lambda finished: None,
 ) -> Simulated:
-    """Run ``workload`` on one modelled replica.
-
-    With ``engine.max_repeat`` 1 the engine decides anew after every step, and steps that come out alike are run
-    together; with more it makes plans of several steps as a live engine with these settings does.
+    """Run ``workload`` on one modelled replica (see ``modelled_replica``).
 
     Args:
-        settings: of the engine; ``engine.executor`` is not looked at.
+        settings: of the engine.
         profile: what things cost.
         workload: by arrival.
         adapters: by the names in the workload.
@@ -50,10 +45,6 @@ def simulate(
         ProfileError: the profile lacks something that the workload needs.
         UnknownAdapter: the workload names an adapter that there is not.
     """
-    clock = VirtualClock()
-    coalesced = settings.engine.max_repeat == 1
-    _, row = resolve_row(settings.engine.row)
-    executor, sizes = build_modelled_executor(settings, profile, row.kernel_form, clock, coalesced=coalesced)
-    engine, _, notes = assemble(settings, executor, sizes, clock)
+    (engine, _, notes), clock, coalesced = modelled_replica(settings, profile)
     run = run_workload(engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished)
     return Simulated(run, engine.stats(), notes)

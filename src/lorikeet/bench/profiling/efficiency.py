@@ -15,7 +15,8 @@ def kernel_efficiency(profile: CostProfile, config: ModelConfig, limits: Machine
     """Return the share of the machine's limit that products of a step and adapters reach, by part.
 
     ``decode``: one row through all products and norms, beside reading the weights once. ``prefill``: 512 rows, beside
-    multiplying them. ``lora``: eight decodes under eight adapters, beside reading these once.
+    multiplying them. ``lora``: eight decodes under eight adapters, beside reading these once; left out if the fit of
+    adapters came out as nothing, which on a model of few weights the noise can do.
     """
     model = CostModel(profile, KernelForm.UNPADDED)
     bytes_each = profile.geometry.dtype_bytes
@@ -25,8 +26,10 @@ def kernel_efficiency(profile: CostProfile, config: ModelConfig, limits: Machine
     prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
     ranks = float(sum(_LORA_RANKS))
     adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
-    return {
+    shares = {
         "decode": Figure(1 / decode_limit_tok_s(base, limits, 1) / decode_s, _UNIT),
         "prefill": Figure(PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s, _UNIT),
-        "lora": Figure(adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s, _UNIT),
     }
+    if adapters_s:
+        shares["lora"] = Figure(adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s, _UNIT)
+    return shares

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import RequestId
-from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.fit import fit_line
 from lorikeet.costs.profile import Figure
@@ -32,11 +32,11 @@ class _Timed:
         self.last_s = result.duration_s
         return result
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
-        return self._inner.completed_loads()
+    def completed_transfers(self) -> list[TransferDone]:
+        return self._inner.completed_transfers()
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
-        self._inner.wait_for_load(timeout_s)
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        self._inner.wait_for_transfer(timeout_s)
 
     def close(self) -> None:
         self._inner.close()

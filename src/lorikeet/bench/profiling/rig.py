@@ -7,9 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.plan import AdapterLoad, KernelForm, SequenceStart, SequenceStep, StepPlan
+from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, Tier, Transfer
 from lorikeet.core.request import SamplingParams
 from lorikeet.costs.model import SequenceWork
 from lorikeet.engine.executor import EngineSizes, Executor
@@ -59,10 +58,18 @@ class Rig:
         generator.shuffle(blocks)
         kv_blocks = min(-(-kv_tokens // sizes.block_tokens), len(blocks) // 2)
         self._kv_blocks, self._free = blocks[:kv_blocks], blocks[kv_blocks:]
+        self._host_blocks = [BlockId(block) for block in range(sizes.host_blocks)]
+        generator.shuffle(self._host_blocks)
+        self._order = generator
         self._token_ids = generator.choices(range(vocabulary), k=sizes.max_model_tokens)
         self._loaded: dict[AdapterDigest, tuple[BlockId, ...]] = {}
         self._started: list[RequestId] = []
-        self._generation = 0
+        self._transfers = 0
+
+    @property
+    def most_copied_blocks(self) -> int:
+        """Blocks that a copy can have."""
+        return min(len(self._kv_blocks), len(self._host_blocks))
 
     @property
     def kv_tokens(self) -> int:
@@ -115,7 +122,7 @@ class Rig:
         return Timing(result.duration_s / result.steps_run, result.steps_run)
 
     def load(self, ref: AdapterRef) -> float:
-        """Load an adapter and return the seconds until it was there.
+        """Load an adapter into device blocks and return the seconds that took.
 
         Raises:
             RigError: there is no room, or the load failed.
@@ -124,7 +131,26 @@ class Rig:
         if count > len(self._free):
             raise RigError(f"adapter {ref.name!r} takes {count} blocks, {len(self._free)} are free; give more memory")
         self._loaded[ref.digest] = tuple(self._free.pop() for _ in range(count))
-        return self._load(ref, self._loaded[ref.digest])
+        return self._transfer(Tier.SOURCE, Tier.DEVICE, device=self._loaded[ref.digest], adapter=ref)
+
+    def read_to_host(self, ref: AdapterRef) -> float:
+        """Read an adapter into host blocks, whose contents do not matter, and return the seconds that took.
+
+        Raises:
+            RigError: there is no room, or it failed.
+        """
+        return self._transfer(Tier.SOURCE, Tier.HOST, host=self._some_host_blocks(self._blocks_of(ref)), adapter=ref)
+
+    def copy(self, target: Tier, count: int) -> float:
+        """Copy scattered blocks from the other tier to ``target`` and return the seconds that took.
+
+        Raises:
+            RigError: a tier has fewer blocks, or it failed.
+        """
+        if count > self.most_copied_blocks:
+            raise RigError(f"{count} blocks are more than the {self.most_copied_blocks} that a copy can have here")
+        device, host = tuple(self._order.sample(self._kv_blocks, count)), self._some_host_blocks(count)
+        return self._transfer(Tier.HOST if target is Tier.DEVICE else Tier.DEVICE, target, host=host, device=device)
 
     def evict(self, digest: AdapterDigest) -> None:
         """Give an adapter's blocks back."""
@@ -142,8 +168,22 @@ class Rig:
             raise RigError(f"adapter {ref.name!r} takes {count} blocks, {len(self._kv_blocks)} are kept for KV")
         for first in range(0, len(self._kv_blocks), count):
             last = min(first + count, len(self._kv_blocks))
-            self._load(ref, tuple(self._kv_blocks[last - count : last]))
+            blocks = tuple(self._kv_blocks[last - count : last])
+            self._transfer(Tier.SOURCE, Tier.DEVICE, device=blocks, adapter=ref)
         self._executor.execute(StepPlan(0, evictions=(ref.digest,)))
+
+    def write_host(self) -> None:
+        """Write all host blocks.
+
+        Raises:
+            RigError: there are none.
+        """
+        most = self.most_copied_blocks
+        if not most:
+            raise RigError("there are no host blocks to copy to; give host memory")
+        for first in range(0, len(self._host_blocks), most):
+            blocks = tuple(self._host_blocks[first : first + most])
+            self._transfer(Tier.DEVICE, Tier.HOST, host=blocks, device=tuple(self._kv_blocks[: len(blocks)]))
 
     def clear(self) -> None:
         """Let the executor forget all sequences and adapters, so that another may drive it."""
@@ -156,14 +196,24 @@ class Rig:
         geometry = self.sizes.local_geometry
         return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_tokens)).blocks
 
-    def _load(self, ref: AdapterRef, blocks: tuple[BlockId, ...]) -> float:
-        self._generation += 1
-        clock = MonotonicClock()
-        started_s = clock.now()
-        self._executor.execute(StepPlan(0, loads=(AdapterLoad(ref, blocks, self._generation),)))
-        while not (done := self._executor.completed_loads()):
-            self._executor.wait_for_load(None)
-        seconds = clock.now() - started_s
+    def _some_host_blocks(self, count: int) -> tuple[BlockId, ...]:
+        if count > len(self._host_blocks):
+            raise RigError(f"{count} host blocks are needed, there are {len(self._host_blocks)}; give more host memory")
+        return tuple(self._order.sample(self._host_blocks, count))
+
+    def _transfer(
+        self,
+        source: Tier,
+        target: Tier,
+        host: tuple[BlockId, ...] = (),
+        device: tuple[BlockId, ...] = (),
+        adapter: AdapterRef | None = None,
+    ) -> float:
+        self._transfers += 1
+        transfer = Transfer(self._transfers, source, target, host, device, adapter)
+        self._executor.execute(StepPlan(0, transfers=(transfer,)))
+        while not (done := self._executor.completed_transfers()):
+            self._executor.wait_for_transfer(None)
         if done[0].error is not None:
             raise RigError(done[0].error)
-        return seconds
+        return done[0].duration_s

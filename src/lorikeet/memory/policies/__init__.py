@@ -1,11 +1,46 @@
-"""Eviction rules by name: which unused node leaves first. One short file each, one row here."""
+"""Eviction and prefetch rules by name: one short file each, one line here (docs/decisions/memory-policies.md)."""
 
 from collections.abc import Callable
+from functools import partial
 
-from lorikeet.memory.policies.lru import lru
-from lorikeet.memory.tree import Node
+from lorikeet.memory.policies.base import Eviction, Prefetch, View
+from lorikeet.memory.policies.bfs import Bfs
+from lorikeet.memory.policies.chameleon import Chameleon
+from lorikeet.memory.policies.elora import Elora, Factor, LoraEval
+from lorikeet.memory.policies.halp import Halp
+from lorikeet.memory.policies.hawkeye import Hawkeye
+from lorikeet.memory.policies.histogram_prefetch import HistogramPrefetch
+from lorikeet.memory.policies.lru import Lru
+from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches, NewestFirst
+from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
+from lorikeet.memory.policies.rrip import Srrip
 
-EvictionPolicy = Callable[[Node], float]
-"""Gives an unused leaf its key; the smallest key leaves first. The key may not change while the leaf is unused."""
+EVICTION: dict[str, Callable[[View], Eviction]] = {
+    "lru": Lru,
+    "elora": Elora,
+    "elora:literal": partial(Elora, lora_eval=LoraEval.LITERAL),
+    "elora:tau-1": partial(Elora, tau_s=1.0),
+    "elora:tau-10": partial(Elora, tau_s=10.0),
+    "elora:tau-300": partial(Elora, tau_s=300.0),
+    "elora:wol": partial(Elora, lora_eval=LoraEval.OFF),
+    "elora:woc": partial(Elora, without=Factor.COST),
+    "elora:wov": partial(Elora, without=Factor.VISIT),
+    "elora:wou": partial(Elora, without=Factor.RECENCY),
+    "bfs": Bfs,
+    "rrip": Srrip,
+    "hawkeye": Hawkeye,
+    "halp": Halp,
+    "chameleon": Chameleon,
+    "chameleon:lru": partial(Chameleon, frequency=0.0, recency=1.0, size=0.0),
+    "chameleon:fairshare": partial(Chameleon, frequency=1 / 3, recency=1 / 3, size=1 / 3),
+}
 
-EVICTION: dict[str, EvictionPolicy] = {"lru": lru}
+PREFETCH: dict[str, Callable[[View, Eviction], Prefetch]] = {
+    "none": Prefetch,
+    "best-first": BestFirst,
+    "best-first:flat": BestFirstFlat,
+    "newest-first": NewestFirst,
+    "branches": Branches,
+    "queue": QueuePrefetch,
+    "histogram": HistogramPrefetch,
+}

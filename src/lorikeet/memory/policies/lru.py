@@ -1,8 +1,12 @@
 """Least recently used: adapters and KV alike, by the last use alone."""
 
-from lorikeet.memory.tree import Node
+from lorikeet.memory.policies.base import Eviction
+from lorikeet.memory.tree import Nodes, Scores
 
 
-def lru(node: Node) -> float:
-    """Return the time of last use in seconds."""
-    return node.last_use_s
+class Lru(Eviction):
+    """Scores a node by the time of its last use, in seconds."""
+
+    def scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return the last uses."""
+        return self.view.tree.last_use_s[nodes]

@@ -1,16 +1,16 @@
-"""Loads that have ended, on their way from the threads that notice to the loop."""
+"""Transfers that have ended, on their way from the threads that notice to the loop."""
 
 import threading
 from collections.abc import Callable
 
-from lorikeet.core.plan import AdapterLoadDone
+from lorikeet.core.plan import TransferDone
 
 
-class FinishedLoads:
-    """Loads that every rank has finished, handed from the threads that notice to the loop.
+class FinishedTransfers:
+    """Transfers that every rank has finished, handed from the threads that notice to the loop.
 
     Args:
-        ranks: how many have to report a load before it counts as done.
+        ranks: how many have to report a transfer before it counts as done.
         on_done: called, on the reporting thread, when there is something new.
     """
 
@@ -18,20 +18,21 @@ class FinishedLoads:
         self._ranks = ranks
         self._on_done = on_done
         self._changed = threading.Condition()
-        self._reports: dict[tuple[str, int], list[AdapterLoadDone]] = {}
-        self._done: list[AdapterLoadDone] = []
+        self._reports: dict[int, list[TransferDone]] = {}
+        self._done: list[TransferDone] = []
         self._broken = False
 
-    def report(self, done: AdapterLoadDone) -> None:
-        """Count one rank's report; the first error among them is the load's."""
-        key = (done.digest, done.generation)
+    def report(self, done: TransferDone) -> None:
+        """Count one rank's report; the first error among them is the transfer's, and the longest time."""
         with self._changed:
-            reports = self._reports.setdefault(key, [])
+            reports = self._reports.setdefault(done.transfer_id, [])
             reports.append(done)
             if len(reports) < self._ranks:
                 return
-            del self._reports[key]
-            self._done.append(next((report for report in reports if report.error is not None), done))
+            del self._reports[done.transfer_id]
+            error = next((report.error for report in reports if report.error is not None), None)
+            duration_s = max(report.duration_s for report in reports)
+            self._done.append(TransferDone(done.transfer_id, error, duration_s))
             self._changed.notify_all()
         self._on_done()
 
@@ -42,7 +43,7 @@ class FinishedLoads:
             self._changed.notify_all()
         self._on_done()
 
-    def take(self) -> list[AdapterLoadDone]:
+    def take(self) -> list[TransferDone]:
         """Return what was done since the last call."""
         with self._changed:
             done, self._done = self._done, []

@@ -1,0 +1,118 @@
+"""What transfers cost: the directions that they go in, and the seconds in each."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.plan import Tier, Transfer
+from lorikeet.costs.model import adapter_elements
+from lorikeet.costs.profile import CostProfile
+
+
+class Way(StrEnum):
+    """A direction. What goes in one does not wait for what goes in another."""
+
+    IN = "in"
+    """From the host to the device."""
+    OUT = "out"
+    """From the device to the host."""
+    READ = "read"
+    """From an adapter's files."""
+
+
+class Leg(NamedTuple):
+    """The seconds that something takes alone, in one direction."""
+
+    way: Way
+    seconds: float
+
+
+class Course(NamedTuple):
+    """How a transfer goes.
+
+    Attributes:
+        legs: where each of its parts goes, one leg after the other.
+        parts: how many follow one another, all alike: one goes its second leg while the next goes its first.
+    """
+
+    legs: tuple[Leg, ...]
+    parts: int = 1
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds from begin to end if nothing else moves."""
+        seconds = [leg.seconds for leg in self.legs]
+        return sum(seconds) + (self.parts - 1) * max(seconds)
+
+
+class TransferModel:
+    """Seconds of transfers, by one profile.
+
+    Copies move whole blocks, reads the bytes of an adapter's weights. Under tensor parallelism every rank moves its
+    part, all at once; blocks here are those of the whole model.
+
+    Args:
+        profile: whose links it uses.
+        block_bytes: of a block of the whole model.
+        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``), which then stands for both directions of
+            each rank, without a fixed part; 0 for the profile's.
+    """
+
+    def __init__(self, profile: CostProfile, block_bytes: int, link_bytes_per_s: float = 0.0) -> None:
+        self._profile = profile
+        self._block_bytes = block_bytes
+        self._declared_bytes_per_s = link_bytes_per_s * profile.tensor_parallel
+
+    def course(self, transfer: Transfer) -> Course:
+        """Return how a transfer goes.
+
+        Weights that go to the device by way of the host are read block by block, and each block is copied on while the
+        next is read. So are those that take none of the host's blocks if a link is declared, as nothing reaches the
+        device but over it; else they go at once.
+
+        Raises:
+            ProfileError: the profile does not know a link.
+        """
+        if transfer.source is not Tier.SOURCE:
+            way = Way.IN if transfer.target is Tier.DEVICE else Way.OUT
+            return Course((Leg(way, self.copy_s(way, len(transfer.device_blocks))),))
+        assert transfer.adapter is not None, "only adapters have files"
+        if not (transfer.host_blocks or self._declared_bytes_per_s):
+            return Course((Leg(Way.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))
+        read_s, blocks = self.source_s(transfer.adapter, Tier.HOST), len(transfer.device_blocks)
+        if transfer.target is Tier.HOST:
+            return Course((Leg(Way.READ, read_s),))
+        copy_s = self.copy_s(Way.IN, blocks)
+        return Course((Leg(Way.READ, read_s / blocks), Leg(Way.IN, copy_s / blocks)), blocks)
+
+    def source_s(self, ref: AdapterRef, target: Tier) -> float:
+        """Return the time from an adapter's files into blocks of a tier.
+
+        Raises:
+            ProfileError: the profile does not know it.
+        """
+        known, need = self._profile.transfers, self._profile.need
+        link = (
+            need(known.source_to_host, "transfers.source_to_host")
+            if target is Tier.HOST
+            else need(known.source_to_device, "transfers.source_to_device")
+        )
+        geometry = self._profile.geometry
+        return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
+
+    def copy_s(self, way: Way, blocks: int) -> float:
+        """Return the time to copy so many blocks between the tiers.
+
+        Raises:
+            ProfileError: the profile does not know it, and no link is declared.
+        """
+        copied_bytes = blocks * self._block_bytes
+        if self._declared_bytes_per_s:
+            return copied_bytes / self._declared_bytes_per_s
+        known, need = self._profile.transfers, self._profile.need
+        link = (
+            need(known.host_to_device, "transfers.host_to_device")
+            if way is Way.IN
+            else need(known.device_to_host, "transfers.device_to_host")
+        )
+        return link.seconds(copied_bytes)

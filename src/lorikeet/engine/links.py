@@ -1,0 +1,256 @@
+"""Transfers without bytes: when each ends, by the time that its parts take.
+
+In each direction (:class:`lorikeet.costs.transfers.Way`) one transfer goes at a time, the most urgent: those that
+somebody waits for in the order in which they began, then the others. A more urgent one that comes is let through, and
+the rest of what it interrupts goes on afterwards. Live copies give way between blocks; here they do at any time. No
+direction waits for another.
+"""
+
+import threading
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+from lorikeet.core.plan import Transfer, TransferDone
+from lorikeet.costs.transfers import Course, Leg, Way
+
+
+class Link(Protocol):
+    """Transfers that go on beside the steps."""
+
+    def begin(self, transfer: Transfer, now: float) -> None:
+        """Take a transfer on."""
+        ...
+
+    def promote(self, transfer_ids: Collection[int], now: float) -> None:
+        """Treat transfers as demanded from now on; those that have ended are ignored."""
+        ...
+
+    def next_s(self) -> float | None:
+        """Return when the next of its transfers ends, as things stand; None if it has none."""
+        ...
+
+    def take_done(self, now: float) -> list[TransferDone]:
+        """Return the transfers that have ended since the last call, in the order of their ends."""
+        ...
+
+
+class ModelledLink:
+    """See the module.
+
+    Args:
+        course: how a transfer goes.
+        on_done: on the real clock called, on another thread, when a transfer has ended.
+    """
+
+    def __init__(self, course: Callable[[Transfer], Course], on_done: Callable[[], None] | None = None) -> None:
+        self._course = course
+        self._lanes = _Lanes()
+        self._ended: deque[tuple[float, TransferDone]] = deque()
+        self._next_s: float | None = None
+        self._is_next_known = True
+        self._alarm = None if on_done is None else _Alarm(on_done)
+
+    def begin(self, transfer: Transfer, now: float) -> None:
+        """See ``Link``.
+
+        Raises:
+            ProfileError: nobody knows how long it takes.
+        """
+        self._settle(now)
+        self._lanes.begin(transfer, self._course(transfer), now)
+        self._expect_another_end(now)
+
+    def promote(self, transfer_ids: Collection[int], now: float) -> None:
+        """See ``Link``."""
+        self._settle(now)
+        self._lanes.promote(frozenset(transfer_ids), now)
+        self._expect_another_end(now)
+
+    def next_s(self) -> float | None:
+        """See ``Link``. The time is past if a transfer has ended that nobody has taken."""
+        if self._ended:
+            return self._ended[0][0]
+        if not self._is_next_known:
+            self._next_s, self._is_next_known = self._lanes.next_done_s(), True
+        return self._next_s
+
+    def take_done(self, now: float) -> list[TransferDone]:
+        """See ``Link``."""
+        self._settle(now)
+        done = []
+        while self._ended and self._ended[0][0] <= now:
+            done.append(self._ended.popleft()[1])
+        self._set_alarm(now)
+        return done
+
+    def _settle(self, now: float) -> None:
+        """Let everything end that has ended by ``now``."""
+        while (end_s := self._lanes.next_end_s()) is not None and end_s <= now:
+            done = self._lanes.end_next()
+            if done is not None:
+                self._ended.append((end_s, done))
+                self._is_next_known = False
+
+    def _expect_another_end(self, now: float) -> None:
+        self._is_next_known = False
+        self._set_alarm(now)
+
+    def _set_alarm(self, now: float) -> None:
+        if self._alarm is not None:
+            self._alarm.set(self.next_s(), now)
+
+
+class _Job(NamedTuple):
+    """A part of a transfer. The least by the first three is the most urgent.
+
+    Attributes:
+        is_prefetch: whether nobody waits for it.
+        transfer_id, part: which.
+        legs: those it has still to go, the seconds of the first as they are left.
+        alone_s: seconds of its transfer.
+    """
+
+    is_prefetch: bool
+    transfer_id: int
+    part: int
+    legs: tuple[Leg, ...]
+    alone_s: float
+
+
+class _Lane:
+    """One direction.
+
+    Attributes:
+        carried: the job that it carries, None if there is none at all.
+        end_s: when the leg of that one ends.
+        waiting: the others, the most urgent first.
+    """
+
+    __slots__ = ("carried", "end_s", "waiting")
+
+    def __init__(self) -> None:
+        self.carried: _Job | None = None
+        self.end_s = 0.0
+        self.waiting: list[_Job] = []
+
+    def copy(self) -> "_Lane":
+        copied = _Lane()
+        copied.carried, copied.end_s, copied.waiting = self.carried, self.end_s, self.waiting.copy()
+        return copied
+
+    def add(self, job: _Job, now: float) -> None:
+        """Take a job, and let it through if it is more urgent than the one that is carried."""
+        carried = self.carried
+        if carried is None:
+            self._carry(job, now)
+        elif job < carried:
+            rest = carried.legs[0]._replace(seconds=self.end_s - now)
+            insort(self.waiting, carried._replace(legs=(rest, *carried.legs[1:])))
+            self._carry(job, now)
+        else:
+            insort(self.waiting, job)
+
+    def end(self) -> _Job:
+        """End the leg of the carried job, and go on with the next one."""
+        ended, self.carried = self.carried, None
+        assert ended is not None
+        if self.waiting:
+            self._carry(self.waiting.pop(0), self.end_s)
+        return ended
+
+    def promote(self, transfer_ids: frozenset[int], now: float) -> None:
+        """Treat jobs as demanded."""
+        if self.carried is not None and self.carried.transfer_id in transfer_ids:
+            self.carried = self.carried._replace(is_prefetch=False)
+        waiting, self.waiting = self.waiting, []
+        for job in waiting:
+            is_demanded = job.transfer_id in transfer_ids
+            self.add(job._replace(is_prefetch=False) if is_demanded else job, now)
+
+    def _carry(self, job: _Job, now: float) -> None:
+        self.carried, self.end_s = job, now + job.legs[0].seconds
+
+
+class _Lanes:
+    """All directions, and how many parts of each transfer have not ended."""
+
+    def __init__(self) -> None:
+        self._lanes = {way: _Lane() for way in Way}
+        self._parts: dict[int, int] = {}
+
+    def begin(self, transfer: Transfer, course: Course, now: float) -> None:
+        """Let the parts of a transfer go their first leg."""
+        self._parts[transfer.transfer_id] = course.parts
+        for part in range(course.parts):
+            job = _Job(not transfer.demand, transfer.transfer_id, part, course.legs, course.alone_s)
+            self._lanes[course.legs[0].way].add(job, now)
+
+    def promote(self, transfer_ids: frozenset[int], now: float) -> None:
+        """Treat transfers as demanded, wherever their parts are."""
+        for lane in self._lanes.values():
+            lane.promote(transfer_ids, now)
+
+    def next_end_s(self) -> float | None:
+        """Return when the next leg ends."""
+        lane = self._next()
+        return None if lane is None else lane.end_s
+
+    def end_next(self) -> TransferDone | None:
+        """End the next leg; return the end of a transfer if it was its last one."""
+        lane = self._next()
+        assert lane is not None
+        end_s, job = lane.end_s, lane.end()
+        if len(job.legs) > 1:
+            self._lanes[job.legs[1].way].add(job._replace(legs=job.legs[1:]), end_s)
+            return None
+        self._parts[job.transfer_id] -= 1
+        if self._parts[job.transfer_id]:
+            return None
+        del self._parts[job.transfer_id]
+        return TransferDone(job.transfer_id, duration_s=job.alone_s)
+
+    def next_done_s(self) -> float | None:
+        """Return when the next transfer ends if nothing else begins."""
+        ahead = self._copy()
+        while (end_s := ahead.next_end_s()) is not None:
+            if ahead.end_next() is not None:
+                return end_s
+        return None
+
+    def _next(self) -> _Lane | None:
+        """Return the lane whose leg ends first; of several a copy's, which a read that ends now must not interrupt."""
+        busy = [lane for lane in self._lanes.values() if lane.carried is not None]
+        return min(busy, key=lambda lane: lane.end_s, default=None)
+
+    def _copy(self) -> "_Lanes":
+        copied = _Lanes()
+        copied._lanes = {way: lane.copy() for way, lane in self._lanes.items()}
+        copied._parts = self._parts.copy()
+        return copied
+
+
+class _Alarm:
+    """Calls somebody at a time that may still change."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._timer: threading.Timer | None = None
+        self._due_s: float | None = None
+
+    def set(self, due_s: float | None, now: float) -> None:
+        """Call at ``due_s`` (None: not at all) instead of when it was told before."""
+        if due_s == self._due_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        if due_s is not None:
+            self._timer = threading.Timer(max(0.0, due_s - now), self._ring)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _ring(self) -> None:
+        self._due_s = None  # before the call: whoever is called may set the same time again
+        self._call()

@@ -1,0 +1,71 @@
+"""From a row to the memory of a replica."""
+
+from collections.abc import Callable
+
+from lorikeet.config import ConfigError, KvAfterFinish, MemorySplit, Row
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.engine.executor import EngineSizes
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.packing import pack
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.rules import MemoryRules
+
+
+def build_memory(row: Row, sizes: EngineSizes) -> Memory:
+    """Build the memory of a replica.
+
+    Raises:
+        ConfigError: the row names a policy that does not exist.
+    """
+    return Memory(
+        sizes.total_blocks,
+        sizes.host_blocks,
+        sizes.block_tokens,
+        sizes.block_bytes,
+        _adapter_sizes(sizes),
+        row.eviction,
+        row.prefetch,
+        memory_rules(row),
+    )
+
+
+def memory_rules(row: Row) -> MemoryRules:
+    """Return what a row says of the memory.
+
+    Raises:
+        ConfigError: it names a policy that does not exist.
+    """
+    for policy, table in ((row.eviction, EVICTION), (row.prefetch, PREFETCH)):
+        if policy not in table:
+            raise ConfigError(f"row: no policy is called {policy!r}; there are: {', '.join(table)}")
+    return MemoryRules(
+        keep_kv=row.kv_after_finish is KvAfterFinish.KEPT,
+        host_kv=row.host_kv,
+        dependent=row.dependency_tree,
+        adapter_share=row.adapter_share if row.memory_split is MemorySplit.STATIC else None,
+        padded_slots=row.padded_slots,
+        keep_adapters=row.keep_adapters,
+        tick_s=row.swap_interval_s,
+        prefetch_below=row.prefetch_below,
+        evict_to=row.evict_to,
+    )
+
+
+def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
+    """Return a function that tells what an adapter takes. Thousands of versions share a few sizes, computed once."""
+    known: dict[str, AdapterSize] = {}
+    by_ranks: dict[tuple[tuple[str, tuple[int, ...]], ...], AdapterSize] = {}
+    geometry = sizes.local_geometry
+    block_elements = geometry.block_elements(sizes.block_tokens)
+
+    def size(ref: AdapterRef) -> AdapterSize:
+        if ref.digest not in known:
+            ranks = tuple(ref.ranks.items())
+            if ranks not in by_ranks:
+                packing = pack(ref.ranks, geometry, block_elements)
+                by_ranks[ranks] = AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
+            known[ref.digest] = by_ranks[ranks]
+        return known[ref.digest]
+
+    return size

@@ -1,0 +1,293 @@
+"""One rank's transfers between device, host and adapter files, beside the steps.
+
+A transfer is read in a loader process, or copied by one of two threads, or both: blocks are copied as soon as they have
+been read. Whoever copies takes the next few blocks of the most urgent transfer each time, so one that is awaited waits
+for no more than a few blocks of the others.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from lorikeet.config import EngineSettings
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.engine.copies import GROUP_BYTES, Copier, Group
+from lorikeet.engine.loaded_adapters import LoadedAdapters
+from lorikeet.engine.loader import Loader, LoaderError, LoaderProcess
+from lorikeet.engine.loader_process import Filled, Read, ReadEnded, Setup
+from lorikeet.engine.transfer_counts import TransferCounts, Worker
+from lorikeet.engine.underway import STAGED_BLOCKS, Underway
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.host_arena import HostArena
+from lorikeet.memory.packing import packing_for
+
+_LOG = logging.getLogger(__name__)
+
+
+class Transfers:
+    """Runs one rank's transfers, and owns its host arena.
+
+    Args:
+        arena: the device arena, ``[blocks, elements]``.
+        host_blocks: size of the host tier.
+        geometry: sizes of this rank's share of the model.
+        rank, size: which share of how many.
+        process: reads adapters; owned by this object from now on.
+        settings: how many adapters are read at once, and the declared link.
+        on_done: called, on another thread, with every transfer that has ended, well or not.
+
+    Attributes:
+        host: the host tier, ``[host_blocks, elements]``.
+        adapters: those that have arrived in the device arena.
+        loader: what reads adapters.
+        counts: who has worked on blocks.
+    """
+
+    def __init__(
+        self,
+        arena: Tensor,
+        host_blocks: int,
+        geometry: ModelGeometry,
+        rank: int,
+        size: int,
+        process: LoaderProcess,
+        settings: EngineSettings,
+        on_done: Callable[[TransferDone], None],
+    ) -> None:
+        self._arena = arena
+        self._geometry = geometry
+        self._on_done = on_done
+        self._most_reads = settings.load_threads
+        # Twice, so that prefetches keep nobody who is awaited from being read.
+        self._free_readers = list(range(2 * settings.load_threads))
+        self._lock = threading.Lock()
+        self._numbers = count()
+        self._underway: dict[int, Underway] = {}
+        self.adapters = LoadedAdapters()
+        self.counts = TransferCounts()
+        block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
+        self._host = HostArena.create(host_blocks + readers * STAGED_BLOCKS, block_bytes)
+        self._host_blocks = torch.from_numpy(self._host.bytes).view(arena.dtype)
+        self.host: Tensor = self._host_blocks[:host_blocks]
+        self._group_blocks = max(1, GROUP_BYTES // block_bytes)
+        dtype = str(arena.dtype).removeprefix("torch.")
+        setup = Setup(geometry, rank, size, arena.shape[1], dtype, readers, self._group_blocks)
+        self.loader = Loader(process, self._host, setup, self._filled, self._read_ended)
+        self._copiers = {
+            target: Copier(
+                f"copy-to-{target}",
+                partial(self._next_group, target),
+                self._copied,
+                settings.link_bytes_per_s,
+                self.counts,
+            )
+            for target in (Tier.DEVICE, Tier.HOST)
+        }
+
+    def start(self, transfer: Transfer) -> None:
+        """Begin a transfer. A newer one of the same adapter to the device takes the place of an older."""
+        error = self._flaw(transfer)
+        underway = Underway(
+            transfer,
+            next(self._numbers),
+            transfer.demand,
+            transfer.host_blocks,
+            reading=transfer.source is Tier.SOURCE and error is None,
+            filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
+            error=error,
+        )
+        if transfer.adapter is not None and transfer.target is Tier.DEVICE:
+            self.adapters.expect(transfer.adapter.digest, transfer.transfer_id)
+        with self._lock:
+            self._underway[transfer.transfer_id] = underway
+        self._go_on(underway)
+
+    def promote(self, transfer_ids: Collection[int]) -> None:
+        """Put transfers among those that are awaited; ids that are not under way any more are left out."""
+        with self._lock:
+            for transfer_id in transfer_ids:
+                if transfer_id in self._underway:
+                    self._underway[transfer_id].demand = True
+        self._start_reads()
+
+    def blocks_done(self, transfer_id: int) -> int | None:
+        """Return how many blocks of a transfer have arrived, in their order; None if it is not under way."""
+        with self._lock:
+            underway = self._underway.get(transfer_id)
+            return None if underway is None else underway.arrived
+
+    def close(self) -> None:
+        """Abandon what is under way, once the blocks that are being copied have been."""
+        for copier in self._copiers.values():
+            copier.close()
+        self.loader.close()
+        self._host.close()
+
+    def _flaw(self, transfer: Transfer) -> str | None:
+        """Return what makes a transfer impossible."""
+        device, host = transfer.device_blocks, transfer.host_blocks
+        for tier, blocks, total in ((Tier.DEVICE, device, len(self._arena)), (Tier.HOST, host, len(self.host))):
+            missing = next((block for block in blocks if not 0 <= block < total), None)
+            if missing is not None:
+                return f"there is no {tier} block {missing}, only {total} blocks"
+        if transfer.source is Tier.SOURCE and transfer.adapter is None:
+            return "only adapters have a source"
+        if (transfer.source is not Tier.SOURCE or (host and device)) and len(host) != len(device):
+            return f"{len(device)} device blocks and {len(host)} host blocks do not go together"
+        return None
+
+    # Each of these is called when something has happened, under the lock or not as it says. What ends is taken out of
+    # ``_underway`` under the lock by one thread, which then reports it without.
+
+    def _go_on(self, underway: Underway) -> None:
+        """Let whatever can happen next. Not under the lock."""
+        with self._lock:
+            is_over = self._take_if_over(underway)
+        if is_over:
+            self._report(underway)
+        elif underway.to_copy:
+            self._copiers[underway.transfer.target].wake()
+        self._start_reads()
+
+    def _take_if_over(self, underway: Underway) -> bool:
+        """Tell whether it has just ended. Under the lock."""
+        if not underway.is_over or self._underway.pop(underway.transfer.transfer_id, None) is None:
+            return False
+        underway.take_time()
+        return True
+
+    def _report(self, underway: Underway) -> None:
+        """Report a transfer that nobody works on any more. Not under the lock."""
+        transfer = underway.transfer
+        if transfer.adapter is not None and transfer.target is Tier.DEVICE:
+            self._note_adapter(underway)
+        if underway.error is not None:
+            what = "KV" if transfer.adapter is None else f"adapter {transfer.adapter.name}"
+            _LOG.warning("%s was not moved from %s to %s: %s", what, transfer.source, transfer.target, underway.error)
+        self._on_done(TransferDone(transfer.transfer_id, underway.error, underway.active_s))
+        with self._lock:
+            self._free_reader(underway)
+
+    def _note_adapter(self, underway: Underway) -> None:
+        """Let steps use an adapter that has arrived; it fails here if its blocks are not as many as it takes."""
+        transfer, ref = underway.transfer, underway.transfer.adapter
+        assert ref is not None
+        if underway.error is None:
+            try:
+                packing = packing_for(ref, self._geometry, self._arena.shape[1], underway.blocks)
+            except ValueError as error:
+                underway.error = str(error)
+        if underway.error is None:
+            weights = weights_in_place(packing, transfer.device_blocks, self._arena, self._geometry)
+            self.adapters.arrived(ref.digest, transfer.transfer_id, weights)
+        else:
+            self.adapters.failed(ref.digest, transfer.transfer_id)
+
+    # --- reading -------------------------------------------------------------------------------------
+
+    def _start_reads(self) -> None:
+        """Give readers that are free something to do. Not under the lock."""
+        while True:
+            with self._lock:
+                underway = self._next_read()
+                if underway is None:
+                    return
+                self._start_read(underway)
+                is_over = self._take_if_over(underway)
+            if is_over:
+                self._report(underway)
+
+    def _next_read(self) -> Underway | None:
+        """Return the most urgent transfer that is to be read, if it may be now. Under the lock."""
+        waiting = [underway for underway in self._underway.values() if underway.reading and underway.reader is None]
+        if not (waiting and self._free_readers):
+            return None
+        first = min(waiting, key=lambda underway: underway.urgency)
+        others = [underway for underway in self._underway.values() if underway.reader is not None]
+        before = sum(underway.demand for underway in others) if first.demand else len(others)
+        return first if before < self._most_reads else None
+
+    def _start_read(self, underway: Underway) -> None:
+        """Under the lock."""
+        transfer, reader = underway.transfer, self._free_readers.pop()
+        assert transfer.adapter is not None
+        underway.reader = reader
+        underway.take_time()
+        if underway.is_staged:
+            first = len(self.host) + STAGED_BLOCKS * reader
+            underway.host_blocks = tuple(BlockId(first + block % STAGED_BLOCKS) for block in range(underway.blocks))
+        try:
+            blocks, room = underway.host_blocks, underway.room
+            self.loader.read(Read(transfer.transfer_id, reader, transfer.adapter, blocks, room))
+        except LoaderError as error:
+            underway.reading, underway.error = False, str(error)
+
+    def _filled(self, message: Filled) -> None:
+        with self._lock:
+            underway = self._underway[message.transfer_id]
+            underway.filled = message.blocks
+        self._go_on(underway)
+
+    def _read_ended(self, message: ReadEnded) -> None:
+        self.counts.add({Worker(work, thread): times for work, thread, times in message.counts})
+        if message.trace:
+            _LOG.error("transfer %d: %s", message.transfer_id, message.trace)
+        with self._lock:
+            underway = self._underway[message.transfer_id]
+            underway.reading = False
+            if message.error is None:
+                underway.filled = underway.blocks
+            else:
+                underway.error = message.error
+            if not underway.is_staged:
+                self._free_reader(underway)
+        self._go_on(underway)
+
+    def _free_reader(self, underway: Underway) -> None:
+        """Under the lock."""
+        if underway.reader is not None:
+            self._free_readers.append(underway.reader)
+            underway.reader = None
+
+    # --- copying -------------------------------------------------------------------------------------
+
+    def _next_group(self, target: Tier) -> Group[Underway] | None:
+        """Return the next blocks of the most urgent transfer that has any."""
+        with self._lock:
+            ready = [
+                underway
+                for underway in self._underway.values()
+                if underway.transfer.target is target and underway.copied < min(underway.filled, underway.to_copy)
+            ]
+            if not ready:
+                return None
+            underway = min(ready, key=lambda underway: underway.urgency)
+            underway.copying = True
+            for other in ready:
+                other.take_time()
+            blocks = slice(underway.copied, min(underway.filled, underway.copied + self._group_blocks))
+        on_host = [self._host_blocks[block] for block in underway.host_blocks[blocks]]
+        on_device = [self._arena[block] for block in underway.transfer.device_blocks[blocks]]
+        if target is Tier.DEVICE:
+            return Group(underway, sources=on_host, targets=on_device)
+        return Group(underway, sources=on_device, targets=on_host)
+
+    def _copied(self, group: Group[Underway], error: str | None) -> None:
+        underway, blocks = group.job, len(group.sources)
+        with self._lock:
+            underway.copying = False
+            underway.copied += blocks  # even if it failed: what is still being read has to go somewhere
+            underway.error = underway.error or error
+            if underway.is_staged and underway.reading and underway.reader is not None:
+                self.loader.give_room(underway.reader, blocks)
+            is_over = self._take_if_over(underway)
+        if is_over:
+            self._report(underway)
+            self._start_reads()

@@ -1,0 +1,85 @@
+"""A transfer that has begun on a rank and has not ended there."""
+
+import time
+from dataclasses import dataclass
+
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Tier, Transfer
+
+STAGED_BLOCKS = 8
+"""Blocks behind the host tier through which each reader passes adapters that are to lie on the device only."""
+
+
+@dataclass(eq=False)
+class Underway:
+    """How far a transfer has come; whoever changes it holds the lock of :class:`lorikeet.engine.transfers.Transfers`.
+
+    Attributes:
+        transfer: what was asked for.
+        number: in the order in which transfers began.
+        demand: whether somebody waits for it by now.
+        host_blocks: where its blocks lie in the host arena or pass through it, in order.
+        reading: whether blocks are still to be read.
+        filled: blocks of ``host_blocks`` that hold what they should; all of them where nothing is to be read.
+        copying: whether a block is being copied.
+        copied: blocks copied.
+        reader: whose turn it is to read it, and whose blocks it passes through; None before and after.
+        error: why it has failed, None if it has not.
+        active_s: seconds in which it was read or copied.
+    """
+
+    transfer: Transfer
+    number: int
+    demand: bool
+    host_blocks: tuple[BlockId, ...]
+    reading: bool
+    filled: int
+    copying: bool = False
+    copied: int = 0
+    reader: int | None = None
+    error: str | None = None
+    active_s: float = 0.0
+    _active_since_s: float | None = None
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """The least is the most urgent: those that are awaited, in the order in which they began, then the others."""
+        return not self.demand, self.number
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks it has."""
+        return len(self.transfer.device_blocks or self.transfer.host_blocks)
+
+    @property
+    def to_copy(self) -> int:
+        """How many blocks are copied between host and device."""
+        return 0 if self.transfer.source is Tier.SOURCE and self.transfer.target is Tier.HOST else self.blocks
+
+    @property
+    def arrived(self) -> int:
+        """How many blocks are where they should be, in their order."""
+        return self.copied if self.to_copy else self.filled
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it passes through its reader's own blocks."""
+        return self.transfer.source is Tier.SOURCE and not self.transfer.host_blocks
+
+    @property
+    def room(self) -> int:
+        """How many blocks may be read before one of them is copied."""
+        return STAGED_BLOCKS if self.is_staged else self.blocks
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody works on its blocks any more, nor needs to."""
+        return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
+
+    def take_time(self) -> None:
+        """Count the time since the last call, if it was being read or copied then."""
+        now = time.monotonic()
+        if self._active_since_s is not None:
+            self.active_s += now - self._active_since_s
+        is_read = self.reading and self.reader is not None and self.filled - self.copied < self.room
+        self._active_since_s = now if is_read or self.copying else None

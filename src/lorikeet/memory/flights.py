@@ -1,0 +1,69 @@
+"""Values of the tiers: counts of blocks, and transfers under way."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lorikeet.core.plan import Transfer
+
+
+class BlockCounts(NamedTuple):
+    """Device blocks by state; their sum is the arena."""
+
+    free: int
+    cached: int
+    kv: int
+    adapter: int
+    inflight: int
+
+
+class HostCounts(NamedTuple):
+    """Host blocks by state; their sum is the arena."""
+
+    free: int
+    kv: int
+    adapter: int
+    inflight: int
+
+
+@dataclass(eq=False)
+class Flight:
+    """A transfer under way.
+
+    Attributes:
+        transfer: as the executor was told.
+        nodes: whose bytes move: one adapter, or nodes of KV in the order of the blocks.
+        began_s: when it was decided.
+        demand: whether somebody waits for it by now.
+        prefetch: it was begun before anybody wanted it.
+    """
+
+    transfer: Transfer
+    nodes: tuple[int, ...]
+    began_s: float
+    demand: bool
+    prefetch: bool = False
+
+
+@dataclass
+class RouteTotals:
+    """What went one way so far."""
+
+    transfers: int = 0
+    blocks: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Landing:
+    """The end of a transfer.
+
+    Attributes:
+        flight: what it was.
+        error: why it failed, None if it did not.
+        came: nodes that are on the device now and were not, or were to leave it.
+    """
+
+    flight: Flight
+    error: str | None
+    came: list[int] = field(default_factory=list)

@@ -1,0 +1,104 @@
+"""Counts everything anew and compares it with the books."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lorikeet.core.ids import BlockId
+from lorikeet.memory.blocks import BlockError
+from lorikeet.memory.flights import BlockCounts, HostCounts
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import NO_BLOCK, Kind, Moving, Tree
+
+
+def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
+    """Count all blocks anew and compare.
+
+    Args:
+        tiers: the books.
+        private: blocks of leases that no node stands for.
+
+    Raises:
+        BlockError: the accounts are wrong, a block has two owners, or the tree contradicts itself.
+    """
+    tree = tiers.tree
+    owners, host_owners = list(private), []
+    found = {"cached": 0, "kv": len(owners), "adapter": 0, "inflight": 0}
+    host = {"kv": 0, "adapter": 0, "inflight": 0}
+    used = {Kind.KV: len(owners), Kind.ADAPTER: 0}
+    resident = 0
+    children = np.zeros(len(tree.kind), np.int64)
+    on_device = np.zeros(len(tree.kind), np.int64)
+    for node in range(tree.end):
+        kind, moving = int(tree.kind[node]), int(tree.moving[node])
+        if kind in (Kind.UNUSED, Kind.BASE):
+            continue
+        is_kv = kind == Kind.KV
+        entry = None if is_kv else tree.adapters[node]
+        mine = [BlockId(int(tree.device[node]))] if entry is None else list(entry.device_blocks)
+        mine = [block for block in mine if block != NO_BLOCK]
+        hosts = [BlockId(int(tree.host[node]))] if entry is None else list(entry.host_blocks)
+        hosts = [block for block in hosts if block != NO_BLOCK]
+        if (moving != Moving.NO) != (node in tiers.flight_of):
+            raise BlockError(f"node {node} moves as {moving}, its transfer is not known")
+        if bool(mine) != bool(tree.on_device[node] or moving == Moving.IN):
+            raise BlockError(f"node {node} has device blocks {mine}, on_device {tree.on_device[node]}")
+        if mine:
+            owners += mine
+            used[kind] += len(mine)
+            resident += not is_kv
+            if moving in (Moving.IN, Moving.OUT):
+                found["inflight"] += len(mine)
+            elif tree.pins[node]:
+                found["kv" if is_kv else "adapter"] += len(mine)
+            else:
+                found["cached"] += len(mine)
+        if hosts:
+            host_owners += hosts
+            state = ("kv" if is_kv else "adapter") if tree.on_host[node] else "inflight"
+            host[state] += len(hosts)
+        elif tree.on_host[node]:
+            raise BlockError(f"node {node} is on the host without blocks")
+        if is_kv:
+            parent = int(tree.parent[node])
+            if tree.kind[parent] == Kind.UNUSED:
+                raise BlockError(f"node {node} hangs below nothing")
+            children[parent] += 1
+            on_device[parent] += bool(mine) and moving != Moving.OUT
+    if len(set(owners)) != len(owners) or len(set(host_owners)) != len(host_owners):
+        raise BlockError("a block has two owners")
+    counts = BlockCounts(tiers.device.total - len(owners), **found)
+    hosted = HostCounts(tiers.host.total - len(host_owners), **host)
+    if counts != tiers.counts() or hosted != tiers.host_counts():
+        raise BlockError(
+            f"accounts say {tiers.counts()} and {tiers.host_counts()}, the blocks say {counts} and {hosted}"
+        )
+    if used != tiers.used_blocks or resident != tiers.resident_adapters:
+        raise BlockError(f"{tiers.used_blocks} in use by the accounts, {used} by the blocks")
+    if (children != tree.children).any() or (on_device != tree.children_on_device).any():
+        raise BlockError("the tree miscounts children")
+
+
+def check_tree(tree: Tree, pinned: Sequence[Sequence[int]], *, dependent: bool) -> None:
+    """Compare the tree's pins with those of all leases, and see that nothing stands for nothing.
+
+    Args:
+        tree: all nodes.
+        pinned: the nodes of each lease.
+        dependent: whether KV may be on the device only below what it depends on.
+
+    Raises:
+        BlockError: a pin is nobody's or was lost, or a node is where it may not be.
+    """
+    pins = np.zeros(len(tree.pins), np.int64)
+    for nodes in pinned:
+        np.add.at(pins, nodes, 1)
+    if (pins != tree.pins).any():
+        raise BlockError("a node is pinned by nobody, or a pin was lost")
+    for node in np.flatnonzero(tree.kind == Kind.KV).tolist():
+        parent = int(tree.parent[node])
+        there = tree.on_device[node] and tree.moving[node] != Moving.OUT
+        if dependent and there and not (tree.on_device[parent] or tree.moving[parent] == Moving.IN):
+            raise BlockError(f"KV node {node} is on the device, what it depends on is not")
+        if not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.children[node]):
+            raise BlockError(f"node {node} stands for nothing")

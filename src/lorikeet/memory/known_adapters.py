@@ -1,0 +1,133 @@
+"""The adapters that the memory knows: what they take, and how they are given up with all that depends on them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvicted
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import Tier
+from lorikeet.memory.blocks import BlockError
+from lorikeet.memory.room import Room
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import Kind, Moving
+
+
+class AdapterSize(NamedTuple):
+    """What an adapter takes.
+
+    Attributes:
+        blocks: when packed.
+        weight_bytes: of them that hold weights; the rest is waste.
+    """
+
+    blocks: int
+    weight_bytes: int
+
+
+class KnownAdapters:
+    """See the module.
+
+    Args:
+        tiers: where everything is.
+        room: frees what is given up.
+        rules: of the row.
+        size: what an adapter takes when packed.
+        block_bytes: for reports.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        room: Room,
+        rules: MemoryRules,
+        size: Callable[[AdapterRef], AdapterSize],
+        block_bytes: int,
+    ) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._room = room
+        self._rules = rules
+        self._size = size
+        self._block_bytes = block_bytes
+        self._slot_blocks = 0
+
+    def add(self, ref: AdapterRef) -> int:
+        """Add a version that is not known yet, and return its node."""
+        return self._tree.add_adapter(ref, self.device_blocks(ref), self._size(ref).blocks)
+
+    def device_blocks(self, ref: AdapterRef) -> int:
+        """Return the blocks that a version takes on the device: with padded slots as many as the largest known one.
+
+        One that could never be there does not make slots larger.
+        """
+        blocks = self._size(ref).blocks
+        if self._rules.padded_slots and blocks <= self._room.limit(Kind.ADAPTER):
+            self._slot_blocks = blocks = max(self._slot_blocks, blocks)
+        return blocks
+
+    def blocks_to_come(self, node: int) -> int:
+        """Return the blocks that an adapter off the device will take there: slots may have grown since it was added."""
+        self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
+        return int(self._tree.size[node])
+
+    def predicted_load_s(self, node: int) -> float:
+        """Return what bringing an adapter to the device should take, by what such transfers took so far."""
+        totals = self._tiers.totals.get((Tier.HOST if self._tree.on_host[node] else Tier.SOURCE, Tier.DEVICE))
+        return totals.busy_s / totals.blocks * int(self._tree.size[node]) if totals and totals.blocks else 0.0
+
+    def retire(self, digest: AdapterDigest, now: float) -> bool:
+        """Free a version that no request needs, its KV too, on every tier; report what was freed.
+
+        Returns:
+            False if transfers of it are under way: nothing new begins for it alone, and the caller asks again.
+
+        Raises:
+            BlockError: a sequence uses it.
+        """
+        tree, node = self._tree, self._tree.adapter(digest)
+        if node is None:
+            self._room.events.append(AdapterEvicted(digest, now, 0, dropped=True))
+            return True
+        entry = tree.adapters[node]
+        entry.retired = True
+        below = list(tree.below(node))
+        if tree.moving[[node, *below]].any():
+            return False
+        if tree.pins[[node, *below]].any():
+            raise BlockError(f"adapter {digest[:12]} is in use")
+        freed = sum(self._room.free(kv, now) for kv in reversed(below))
+        if tree.on_host[node]:
+            freed += len(entry.host_blocks)
+            self._tiers.drop_from_host(node)
+        if tree.on_device[node]:
+            self._room.evict_adapter(node, now, other_blocks=freed, dropped=True)
+        else:
+            self._room.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
+        self._room.forget(node)
+        return True
+
+    def clear_stranded(self, node: int, now: float) -> None:
+        """Where KV may not be without its adapter: let KV leave whose adapter did not arrive."""
+        tree = self._tree
+        if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == Moving.IN:
+            return
+        for kv in reversed(list(tree.below(node))):
+            if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
+                self._room.evict(kv, now)
+
+    def free_if_idle(self, node: int, now: float) -> None:
+        """Free an adapter on the device that nobody needs and nothing depends on."""
+        tree = self._tree
+        rests = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
+        if rests and not tree.pins[node] and not tree.children_on_device[node]:
+            self._room.evict_adapter(node, now)
+
+    def waste_bytes(self) -> int:
+        """Return what adapters on the device take beyond their weights."""
+        return sum(
+            len(entry.device_blocks) * self._block_bytes - self._size(entry.ref).weight_bytes
+            for node, entry in self._tree.adapters.items()
+            if self._tree.on_device[node]
+        )

@@ -1,0 +1,68 @@
+"""What sequences hold of the memory, and what they wait for."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from lorikeet.core.ids import BlockId
+
+
+class Wait(Enum):
+    """Why a request cannot be admitted now."""
+
+    ROOM = auto()
+    """Blocks are lacking."""
+    ADAPTER_ROOM = auto()
+    """Blocks set aside for adapters are lacking; requests of other adapters may be admitted."""
+    TRANSFER = auto()
+    """Its adapter is being read into the host tier; others may be admitted."""
+
+
+@dataclass(eq=False)
+class SequenceLease:
+    """What one admitted sequence holds.
+
+    Attributes:
+        adapter: node of the version it runs under; pinned.
+        blocks: its block table.
+        path: tree nodes of its leading blocks; pinned. A node may lie in another block than the sequence's own, if
+            two sequences computed the same tokens at the same time.
+        keys: of its whole blocks, as far as they were needed.
+        private: those of ``blocks`` that the tree does not know.
+        adapter_transfers, kv_transfers: ids of those it waits for.
+        cached_blocks: blocks found for it.
+    """
+
+    adapter: int
+    blocks: list[BlockId] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    private: set[BlockId] = field(default_factory=set)
+    adapter_transfers: set[int] = field(default_factory=set)
+    kv_transfers: set[int] = field(default_factory=set)
+    cached_blocks: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all it waited for has arrived."""
+        return not (self.adapter_transfers or self.kv_transfers)
+
+
+class Arrivals(NamedTuple):
+    """What the end of a transfer means for leases.
+
+    Attributes:
+        adapter: leases whose adapter has arrived.
+        kv: leases whose KV has arrived.
+        error: why it failed, None if it did not.
+        without_adapter: then, leases whose adapter did not arrive.
+        without_kv: then, leases whose KV did not arrive; it has to be computed again.
+        began_s: when the transfer was decided.
+    """
+
+    adapter: tuple[SequenceLease, ...]
+    kv: tuple[SequenceLease, ...]
+    error: str | None = None
+    without_adapter: tuple[SequenceLease, ...] = ()
+    without_kv: tuple[SequenceLease, ...] = ()
+    began_s: float = 0.0

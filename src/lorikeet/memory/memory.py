@@ -1,0 +1,396 @@
+"""The memory of one replica: which adapter and which KV is where, what sequences hold, and what comes and goes.
+
+Requests are matched with the tree when they arrive, and receive all their blocks at once when they are admitted: their
+adapter and the KV found for them are then kept on the device or on their way to it, and they can run as soon as the
+last transfer they wait for has ended. What they leave behind stays until its room is needed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.core.ids import AdapterDigest, BlockId
+from lorikeet.core.messages import MemoryStats
+from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.memory.blocks import BlockError, BlockPool
+from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
+from lorikeet.memory.integrity import check_accounts, check_tree
+from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
+from lorikeet.memory.leases import Arrivals, SequenceLease, Wait
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.policies.base import View
+from lorikeet.memory.room import Room
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.statistics import MemoryCounters
+from lorikeet.memory.swapper import Swapper
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import BASE, Kind, Moving, Tree, block_keys
+
+_PLAIN = MemoryRules()
+
+
+class Memory:
+    """See the module.
+
+    Args:
+        device_blocks, host_blocks: sizes of the arenas.
+        block_tokens: tokens of KV in a block.
+        block_bytes: bytes of a block, for reports.
+        adapter_size: what an adapter takes when packed.
+        eviction, prefetch: names of policies.
+        rules: of the row.
+    """
+
+    def __init__(
+        self,
+        device_blocks: int,
+        host_blocks: int,
+        block_tokens: int,
+        block_bytes: int,
+        adapter_size: Callable[[AdapterRef], AdapterSize],
+        eviction: str = "lru",
+        prefetch: str = "none",
+        rules: MemoryRules = _PLAIN,
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._rules = rules
+        self.tree = Tree()
+        self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=rules.dependent)
+        self._view = View(self.tree, device_blocks)
+        self._view.resident_adapters = lambda: self.tiers.resident_adapters
+        self._eviction = EVICTION[eviction](self._view)
+        self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
+        self.counters = MemoryCounters(self.tiers, rules)
+        self.room = Room(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
+        self.swapper = Swapper(self.tiers, self.room, self._eviction, self._prefetch, rules, self.counters)
+        self._adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
+        self._view.load_s = self._adapters.predicted_load_s
+        self._leases: set[SequenceLease] = set()
+        self._waiting: dict[int, set[SequenceLease]] = {}
+
+    # --- what there is -------------------------------------------------------------------------------
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks in the device arena."""
+        return self.tiers.device.total
+
+    def counts(self) -> BlockCounts:
+        """Return the number of device blocks in each state."""
+        return self.tiers.counts()
+
+    def host_counts(self) -> HostCounts:
+        """Return the number of host blocks in each state."""
+        return self.tiers.host_counts()
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks that ``tokens`` tokens of KV take."""
+        return -(-tokens // self.block_tokens)
+
+    def is_loaded(self, digest: AdapterDigest | None) -> bool:
+        """Whether the weights of a version are on the device (the base's always are)."""
+        node = self.tree.adapter(digest)
+        return node is not None and bool(self.tree.on_device[node])
+
+    def resident(self) -> dict[AdapterDigest, int]:
+        """Return the adapters on the device and the blocks of each."""
+        entries = self.tree.adapters.items()
+        return {entry.ref.digest: len(entry.device_blocks) for node, entry in entries if self.tree.on_device[node]}
+
+    @property
+    def transfers_under_way(self) -> int:
+        """Transfers that have not ended."""
+        return len(self.tiers.flights)
+
+    @property
+    def awaited_transfers(self) -> int:
+        """Transfers that some admitted sequence waits for."""
+        return len(self._waiting)
+
+    @property
+    def room_is_coming(self) -> bool:
+        """Whether blocks become free by transfers under way alone."""
+        return any(self.tiers.leaving_blocks.values())
+
+    def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
+        """Return why a sequence of ``tokens`` tokens under an adapter could not run even alone, None if it could."""
+        kv, adapter = self.blocks_for(tokens), 0 if ref is None else self._adapters.device_blocks(ref)
+        limits = self.room.limit(Kind.KV), self.room.limit(Kind.ADAPTER)
+        if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= self.total_blocks:
+            return None
+        split = (
+            f", of which {limits[0]} for KV and {limits[1]} for adapters" if sum(limits) <= self.total_blocks else ""
+        )
+        return (
+            f"{tokens} tokens and {adapter} blocks of adapter need {kv + adapter} blocks of {self.block_bytes} bytes, "
+            f"there are {self.total_blocks}{split}"
+        )
+
+    # --- adapters ------------------------------------------------------------------------------------
+
+    def know(self, ref: AdapterRef) -> int:
+        """Take note of a version, so that it can be prefetched and read into the host tier; return its node."""
+        node = self.tree.adapter(ref.digest)
+        if node is None:
+            node = self._adapters.add(ref)
+            self.swapper.note_known(node)
+        return node
+
+    def retire(self, digest: AdapterDigest, now: float) -> bool:
+        """Free a version that no request needs, its KV too, on every tier; report what was freed.
+
+        Returns:
+            False if transfers of it are under way: nothing new begins for it alone, and the caller asks again.
+
+        Raises:
+            BlockError: a sequence uses it.
+        """
+        return self._adapters.retire(digest, now)
+
+    def finish_transfer(self, done: TransferDone, now: float) -> Arrivals:
+        """Take the end of a transfer in.
+
+        Raises:
+            BlockError: it was not under way.
+        """
+        landing = self.tiers.land(done)
+        flight, tree = landing.flight, self.tree
+        leases = tuple(self._waiting.pop(done.transfer_id, ()))
+        self.swapper.note_landing(flight, done.error, now)
+        for node in landing.came:
+            self._eviction.inserted(node, now)
+        self.room.rescore(np.asarray(flight.nodes), now)
+        for node in flight.nodes:
+            if tree.kind[node] == Kind.KV:
+                self.room.offer(int(tree.parent[node]))
+                self.room.forget_if_empty(node)
+        if flight.transfer.adapter is not None:
+            self._adapters.clear_stranded(flight.nodes[0], now)
+            self._report_load(flight, done, now)
+        mine = {lease: done.transfer_id in lease.adapter_transfers for lease in leases}
+        for lease in leases:
+            lease.adapter_transfers.discard(done.transfer_id)
+            lease.kv_transfers.discard(done.transfer_id)
+        adapter = tuple(lease for lease, is_adapter in mine.items() if is_adapter)
+        kv = tuple(lease for lease, is_adapter in mine.items() if not is_adapter)
+        if done.error is not None:
+            return Arrivals((), (), done.error, adapter, kv, flight.began_s)
+        return Arrivals(
+            tuple(lease for lease in adapter if not lease.adapter_transfers),
+            tuple(lease for lease in kv if not lease.kv_transfers),
+        )
+
+    def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """Return the transfers begun since the last call, and the ids of earlier ones that are awaited by now."""
+        return self.tiers.take_begun()
+
+    def take_evictions(self) -> tuple[AdapterDigest, ...]:
+        """Return the versions whose device blocks were given up since the last call, for the executor to forget."""
+        evicted, self.room.evicted = tuple(self.room.evicted), []
+        return evicted
+
+    def take_events(self) -> tuple[AdapterEvent, ...]:
+        """Return what happened to adapters since the last call."""
+        events, self.room.events = tuple(self.room.events), []
+        return events
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def arrive(self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float) -> None:
+        """A request arrived (ELORA §V-B): note visits and last uses of its adapter and of the KV that it matches.
+
+        Args:
+            ref: its adapter.
+            keys: of the whole blocks of its prompt.
+            tokens: of its prompt.
+            now: the time.
+        """
+        adapter = BASE if ref is None else self.know(ref)
+        path = self.tree.match(keys)
+        nodes = [adapter, *path]
+        self.tree.visits[nodes] += 1
+        self.tree.last_use_s[nodes] = now
+        self._eviction.arrived(adapter, path, now)
+        self._prefetch.arrived(adapter, now)
+        self.room.rescore(np.asarray(nodes), now)
+        self.counters.arrived(adapter, path, self.block_tokens, tokens)
+
+    def keys_of(
+        self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the keys of the whole blocks of a sequence, going on from those known."""
+        return block_keys(digest, token_ids, self.block_tokens, known)
+
+    def try_admit(self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float) -> SequenceLease | Wait:
+        """Lease the blocks of a sequence, reuse the KV that is found for it, and begin the transfers it waits for.
+
+        The last token is never taken from the cache, since its logits are wanted.
+
+        Args:
+            ref: its adapter.
+            keys: of its whole blocks.
+            tokens: that it must hold.
+            now: the time.
+        """
+        tree, tiers = self.tree, self.tiers
+        adapter = BASE if ref is None else self.know(ref)
+        if adapter != BASE:
+            tree.adapters[adapter].retired = False  # who was accepted before it is freed is served first
+        if tree.moving[adapter] == Moving.READ:
+            tiers.want([adapter])
+            return Wait.TRANSFER
+        path = tree.match(keys[: (tokens - 1) // self.block_tokens])
+        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
+        load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != Moving.IN
+        adapter_blocks = self._adapters.blocks_to_come(adapter) if load else 0
+        private = self.blocks_for(tokens) - len(path)
+        pinned = [adapter, *path]
+        tiers.pin(pinned)
+        if not self.room.make(private + len(away), adapter_blocks, now):
+            tiers.unpin(pinned)
+            self._offer(pinned)
+            lacks_slot = self._rules.adapter_share is not None and not self.room.could_make(
+                Kind.ADAPTER, adapter_blocks
+            )
+            return Wait.ADAPTER_ROOM if lacks_slot else Wait.ROOM
+        lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
+        self._leases.add(lease)
+        if load:
+            self.swapper.load(adapter, now, demand=True)
+        if away:
+            tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
+        for flight in tiers.want([adapter]):
+            lease.adapter_transfers.add(flight.transfer.transfer_id)
+        for flight in tiers.want(path):
+            lease.kv_transfers.add(flight.transfer.transfer_id)
+        for transfer_id in lease.adapter_transfers | lease.kv_transfers:
+            self._waiting.setdefault(transfer_id, set()).add(lease)
+        tree.last_use_s[pinned] = now
+        self._eviction.admitted(adapter, path, now)
+        self.counters.admitted(adapter, path)
+        lease.blocks = tiers.device_blocks(path)
+        added = tiers.lease_private(private)
+        lease.blocks += added
+        lease.private.update(added)
+        return lease
+
+    def try_grow(self, lease: SequenceLease, tokens: int, now: float) -> tuple[BlockId, ...] | None:
+        """Let a lease hold ``tokens`` tokens; return the new blocks, or None while there is no room."""
+        missing = self.blocks_for(tokens) - len(lease.blocks)
+        if missing <= 0:
+            return ()
+        if not self.room.make(missing, 0, now):
+            return None
+        blocks = self.tiers.lease_private(missing)
+        lease.blocks += blocks
+        lease.private.update(blocks)
+        return tuple(blocks)
+
+    def commit(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
+        """Make the blocks that are full now findable by others.
+
+        ``token_ids`` are the sequence's tokens, the KV of the first ``computed_tokens`` of them is in its blocks.
+        """
+        if self._rules.keep_kv and computed_tokens // self.block_tokens > len(lease.path):
+            self._insert(lease, token_ids, computed_tokens, now)
+
+    def suspend(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
+        """Give a lease back whose sequence will go on: its whole blocks stay, on whichever tier there is room.
+
+        ``try_admit`` with the sequence's keys resumes it: what is still there is fetched, the rest computed again.
+        """
+        if computed_tokens // self.block_tokens > len(lease.path):
+            self._insert(lease, token_ids, computed_tokens, now)
+        self._give_back(lease, now)
+
+    def release(self, lease: SequenceLease, now: float) -> None:
+        """Give a lease back whose sequence has ended: what the tree knows stays cached, the rest is free.
+
+        Raises:
+            BlockError: it was given back before.
+        """
+        self._give_back(lease, now)
+        if not self._rules.keep_kv:
+            for node in reversed(lease.path):
+                self.room.discard(node, now)
+        if not self._rules.keep_adapters and lease.adapter not in self._view.waiting:
+            self._adapters.free_if_idle(lease.adapter, now)
+
+    def note_waiting(self, waiting: Mapping[AdapterDigest, int]) -> None:
+        """Tell the policies which adapters the queued requests want, in the queue's order."""
+        nodes = {self.tree.adapter(digest): count for digest, count in waiting.items()}
+        self._view.waiting = {node: count for node, count in nodes.items() if node is not None}
+
+    def note_batch(self, running: int, now: float) -> None:
+        """Tell the policies how many sequences hold blocks from now on."""
+        self._eviction.batch(running, now)
+
+    def note_step(self, step_s: float) -> None:
+        """Tell the policies how long a step takes at present."""
+        self._view.iteration_s = step_s
+
+    # --- the inside ----------------------------------------------------------------------------------
+
+    def _insert(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
+        tree, tiers = self.tree, self.tiers
+        whole = computed_tokens // self.block_tokens
+        if len(lease.keys) < whole:
+            lease.keys = self.keys_of(tree.digest(lease.adapter), token_ids, lease.keys)
+        added = []
+        for index in range(len(lease.path), whole):
+            parent = lease.path[-1] if lease.path else lease.adapter
+            node = tree.find(lease.keys[index])
+            if node is None:
+                node = tree.add_kv(parent, lease.keys[index], now)
+            if not tree.on_device[node] and not tree.moving[node]:
+                block = lease.blocks[index]
+                tiers.adopt(node, block)
+                lease.private.remove(block)
+                self._eviction.inserted(node, now)
+            lease.path.append(node)
+            added.append(node)
+        tiers.pin(added)
+        tree.last_use_s[added] = now
+
+    def _give_back(self, lease: SequenceLease, now: float) -> None:
+        if lease not in self._leases:
+            raise BlockError("a sequence's blocks are released twice")
+        self._leases.remove(lease)
+        for transfer_id in lease.adapter_transfers | lease.kv_transfers:
+            self._waiting[transfer_id].discard(lease)
+            if not self._waiting[transfer_id]:
+                del self._waiting[transfer_id]
+        self.tiers.release_private(sorted(lease.private, reverse=True))
+        pinned = [lease.adapter, *lease.path]
+        self.tiers.unpin(pinned)
+        self.tree.last_use_s[pinned] = now
+        self.room.rescore(np.asarray(pinned), now)
+        for node in reversed(lease.path):
+            self.room.forget_if_empty(node)
+        self._adapters.clear_stranded(lease.adapter, now)
+
+    def _offer(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self.room.offer(node)
+
+    def _report_load(self, flight: Flight, done: TransferDone, now: float) -> None:
+        transfer = flight.transfer
+        assert transfer.adapter is not None
+        if transfer.target is Tier.DEVICE or done.error is not None:
+            self.room.events.append(AdapterLoaded(transfer.adapter.digest, now, now - flight.began_s, done.error))
+
+    def check_integrity(self) -> None:
+        """Count everything anew and compare; for tests and idle moments.
+
+        Raises:
+            BlockError: the accounts are wrong, a block has two owners, or something is pinned by nobody.
+        """
+        check_accounts(self.tiers, [block for lease in self._leases for block in lease.private])
+        check_tree(self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._rules.dependent)
+
+    def stats(self) -> MemoryStats:
+        """Return what there is to tell."""
+        return self.counters.stats(self.block_bytes, self._adapters.waste_bytes())

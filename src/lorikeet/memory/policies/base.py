@@ -1,0 +1,167 @@
+"""What a policy of the memory is: it looks at the tree, is told what happens, and says what it thinks.
+
+Policies change nothing. The memory asks an :class:`Eviction` for scores and moves nodes in their order; a
+:class:`Prefetch` names nodes to bring to the device, best first.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.memory.tree import Moving, Nodes, Scores, Tree
+
+LOWEST = float(np.finfo(np.float64).min)
+"""Stands for a score of minus infinity, which would be no number any more with an infinite offset added."""
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+@dataclass
+class View:
+    """What policies may look at. The memory keeps it up to date; they only read.
+
+    Attributes:
+        tree: all nodes.
+        device_blocks: size of the device arena.
+        waiting: adapters of the requests in the admission queue, in its order, with how many requests want each.
+        resident_adapters: returns the number of adapters on the device or on their way to it, at this moment: it
+            changes with every single move.
+        load_s: predicted seconds until an adapter that is loaded now can be used; 0 where nobody knows.
+        iteration_s: what a step takes at present; 0 where nobody knows.
+    """
+
+    tree: Tree
+    device_blocks: int
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    resident_adapters: Callable[[], int] = lambda: 0
+    load_s: Callable[[int], float] = lambda node: 0.0
+    iteration_s: float = 0.0
+
+
+class Eviction:
+    """Scores nodes: the lowest leaves first. Subclasses override what they need.
+
+    Args:
+        view: what there is to see.
+
+    Attributes:
+        rescored_at_eviction: scores depend on who else is resident, and are asked for anew before every eviction
+            (of the adapters only); else those of the last tick count, renewed for nodes that were used since.
+        whole_branches: when a node leaves, what may leave of its branch (all nodes of the same ``top``) leaves too.
+        proposals: so many of the lowest are put before :meth:`choose`; with 1 the lowest leaves.
+        dispensable_below: adapters that score less may make room for what the queue wants before its turn has come.
+    """
+
+    rescored_at_eviction = False
+    whole_branches = False
+    proposals = 1
+    dispensable_below = -np.inf
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+
+    def scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return a finite score for each of ``nodes``; a node of a tie that lies deeper leaves first.
+
+        What is returned for the base's node is never looked at.
+        """
+        raise NotImplementedError
+
+    def adapter_offset(self, now: float) -> float:
+        """Return what is added to the scores of adapters when they are compared with those of KV for eviction."""
+        return 0.0
+
+    def adapter_offset_in(self, now: float) -> float:
+        """Return what is added to the scores of adapters when they are compared with those of KV for prefetching."""
+        return 0.0
+
+    def choose(self, nodes: Sequence[int], now: float) -> int:
+        """Return which of the proposed nodes leaves, the lowest score first among them; the others stay."""
+        return nodes[0]
+
+    def protect(self, adapter: int, until_s: float) -> None:
+        """A prefetch asks that an adapter be kept until then. What that means, if anything, is the policy's."""
+
+    def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
+        """A request arrived for ``adapter`` and matched ``path``; visits and last uses are noted already."""
+
+    def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
+        """A request received its blocks."""
+
+    def inserted(self, node: int, now: float) -> None:
+        """An adapter or KV came to the device that was not there before."""
+
+    def removed(self, node: int, now: float) -> None:
+        """A node left the device."""
+
+    def forgotten(self, node: int) -> None:
+        """A node was taken out of the tree; its index may stand for another one later."""
+
+    def batch(self, running: int, now: float) -> None:
+        """From now on so many sequences hold blocks."""
+
+
+class Prefetch:
+    """Names what should be on the device. Subclasses override :meth:`targets`.
+
+    Args:
+        view: what there is to see.
+        eviction: of the same row.
+
+    Attributes:
+        fills: bring nodes only while less than the row's ``prefetch_below`` of the device is in use, and up to it.
+            Else any free memory is used.
+    """
+
+    fills = True
+
+    def __init__(self, view: View, eviction: Eviction) -> None:
+        self.view = view
+        self.eviction = eviction
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield nodes on the host (adapters also from their source), best first.
+
+        A node of KV may be named only when its parent is on the device, on its way there, or has been named before
+        (rows without the tree rule: any). Nodes that cannot be moved now are passed over by whoever asks, one by
+        one: an adapter is on its way, or passed over, before the next node is asked for. Where a row ``fills``, the
+        eviction policy's scores in ``tree.score`` are those of this moment.
+        """
+        return iter(())
+
+    def evicts_below(self, node: int) -> float:
+        """Return below which score adapters may be evicted to make room for ``node``; -inf: nobody may."""
+        return -np.inf
+
+    def arrived(self, adapter: int, now: float) -> None:
+        """A request arrived for ``adapter``; nothing has been loaded for it yet."""
+
+    def fetched(self, node: int, now: float) -> None:
+        """A node that it named is being brought."""
+
+    def forgotten(self, node: int) -> None:
+        """A node was taken out of the tree; its index may stand for another one later."""
+
+
+def is_prefetchable(tree: Tree, node: int) -> bool:
+    """Whether a node's bytes are off the device, at rest, and could be brought to it."""
+    entry = tree.adapters.get(node)
+    if entry is not None and entry.retired:
+        return False
+    return not tree.on_device[node] and not tree.moving[node] and (entry is not None or bool(tree.on_host[node]))
+
+
+def stays(tree: Tree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Return which nodes are on the device and not about to leave it, or are on their way to it."""
+    moving = tree.moving[nodes]
+    there: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != Moving.OUT)) | (moving == Moving.IN)
+    return there
+
+
+def by_node(values: npt.NDArray[_Number], tree: Tree, empty: Any) -> npt.NDArray[_Number]:
+    """Return a policy's own array by node, lengthened with ``empty`` if the tree has grown."""
+    missing = len(tree.kind) - len(values)
+    return np.concatenate([values, np.full(missing, empty, values.dtype)]) if missing > 0 else values

@@ -1,0 +1,36 @@
+"""BFS (ELORA §VIII-H): whole branches move, an adapter with all its KV, chosen by the sum of their Eval."""
+
+import numpy as np
+
+from lorikeet.memory.policies.base import LOWEST, View
+from lorikeet.memory.policies.elora import Elora, LoraEval
+from lorikeet.memory.tree import Kind, Nodes, Scores
+
+
+class Bfs(Elora):
+    """Scores a node by the logarithm of the sum of Eval over its branch, on whichever tier the nodes lie.
+
+    LoRA_Eval is left out: the move of a branch takes its adapter along, so Now is the same for every branch and
+    cancels.
+    """
+
+    whole_branches = True
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view, lora_eval=LoraEval.OFF)
+
+    def scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return the branch sums of ``nodes``; nodes of one branch have the same."""
+        tree, end = self.view.tree, self.view.tree.end
+        tops = tree.top[nodes]
+        asked = np.zeros(end, np.bool_)
+        asked[tops] = True
+        members = np.flatnonzero(tree.kind[:end] >= Kind.ADAPTER)
+        members = members[asked[tree.top[members]]]
+        each, branch = super().scores(members, now), tree.top[members]
+        highest = np.full(end, LOWEST)
+        np.maximum.at(highest, branch, each)
+        sums = np.bincount(branch, weights=np.exp(each - highest[branch]), minlength=end)
+        filled = np.flatnonzero(sums)
+        highest[filled] += np.log(sums[filled])
+        return highest[tops]

@@ -1,0 +1,118 @@
+"""Chameleon's adapter cache (§4.1): Score = F * Frequency + R * Recency + S * Size, and the lowest leaves.
+
+By the formula, and against a sentence beside it, small adapters leave before large ones: they are cheap to load again.
+Above the scores, which lie between 0 and 1, are tiers. Adapters that queued requests want leave after all others.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.memory.policies.base import Eviction, View, by_node, stays
+from lorikeet.memory.tree import Kind, Nodes, Scores
+
+WANTED = 10.0
+"""Added while a queued request wants the adapter: tier 2."""
+PROTECTED = 5.0
+"""Added while a prefetch asks for it to be kept; still tier 1."""
+WINDOW_S = 300.0
+"""Uses are counted over so long: the paper's T_refresh."""
+
+_UNKNOWN = -1
+
+
+class Chameleon(Eviction):
+    """See the module.
+
+    All terms are between 0 and 1: uses in the window over the most of a resident adapter; the last use between the
+    oldest (0) and newest (1) of them; rank over the largest rank of all known adapters. KV scores below any adapter:
+    Chameleon has no history KV, so there is some only of requests that were preempted.
+
+    Args:
+        view: what there is to see.
+        frequency, recency, size: the weights F, R and S (§4.1). With 0, 1, 0 it is LRU within the tiers, with a third
+            each FairShare (§5.3).
+    """
+
+    rescored_at_eviction = True
+    dispensable_below = WANTED
+
+    def __init__(self, view: View, *, frequency: float = 0.45, recency: float = 0.10, size: float = 0.45) -> None:
+        super().__init__(view)
+        self._weights = frequency, recency, size
+        self._uses: deque[tuple[float, int]] = deque()
+        self._frequency = np.zeros(0, np.float64)
+        self._rank = np.zeros(0, np.int64)
+        self._protected: dict[int, float] = {}
+
+    def scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return scores of adapters as they are now, by who is resident and who is wanted."""
+        tree = self.view.tree
+        known = np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER)
+        resident = known[stays(tree, known)]
+        is_adapter = tree.kind[nodes] == Kind.ADAPTER
+        scores = np.where(is_adapter, 0.0, -1.0)
+        if len(resident):
+            scores[is_adapter] = self._scores(nodes[is_adapter], resident, known, now)
+        return scores
+
+    def protect(self, adapter: int, until_s: float) -> None:
+        """Let all unprotected and unwanted adapters leave before this one until then."""
+        self._protected[adapter] = until_s
+
+    def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
+        """Count a use. A prefetch is none."""
+        self._frequency = by_node(self._frequency, self.view.tree, 0.0)
+        self._frequency[adapter] += 1
+        self._uses.append((now, adapter))
+
+    def forgotten(self, node: int) -> None:
+        """Another adapter may get its place."""
+        self._protected.pop(node, None)
+        if node < len(self._rank):
+            self._rank[node] = _UNKNOWN
+        if node < len(self._frequency) and self._frequency[node]:
+            self._frequency[node] = 0
+            self._uses = deque(use for use in self._uses if use[1] != node)
+
+    def _scores(self, adapters: Nodes, resident: Nodes, known: Nodes, now: float) -> Scores:
+        self._forget_uses(now)
+        frequency, recency, size = self._weights
+        scores = (
+            frequency * _share(self._frequency, adapters, resident)
+            + recency * _between(self.view.tree.last_use_s, adapters, resident)
+            + size * _share(self._ranks(known), adapters, known)
+        )
+        for tier, members in ((WANTED, self.view.waiting), (PROTECTED, self._protected_now(now))):
+            scores += tier * np.isin(adapters, list(members))
+        return scores
+
+    def _forget_uses(self, now: float) -> None:
+        self._frequency = by_node(self._frequency, self.view.tree, 0.0)
+        while self._uses and self._uses[0][0] <= now - WINDOW_S:
+            self._frequency[self._uses.popleft()[1]] -= 1
+
+    def _ranks(self, known: Nodes) -> npt.NDArray[np.int64]:
+        """Return ranks by node. They are asked of an adapter only once: it looks through all its modules and layers."""
+        self._rank = by_node(self._rank, self.view.tree, _UNKNOWN)
+        for node in known[self._rank[known] == _UNKNOWN].tolist():
+            self._rank[node] = self.view.tree.adapters[node].ref.max_rank
+        return self._rank
+
+    def _protected_now(self, now: float) -> dict[int, float]:
+        self._protected = {node: until_s for node, until_s in self._protected.items() if now < until_s}
+        return self._protected
+
+
+def _share(values: npt.NDArray[np.float64] | npt.NDArray[np.int64], nodes: Nodes, among: Nodes) -> Scores:
+    """Return the values of ``nodes`` over the largest among some; 0 if that is 0."""
+    most = float(values[among].max())
+    return np.minimum(values[nodes] / most, 1.0) if most > 0 else np.zeros(len(nodes))
+
+
+def _between(values: npt.NDArray[np.float64], nodes: Nodes, among: Nodes) -> Scores:
+    """Return where values lie between the smallest (0) and the largest (1) among some; 1 if all are equal."""
+    least, most = float(values[among].min()), float(values[among].max())
+    return np.clip((values[nodes] - least) / (most - least), 0.0, 1.0) if most > least else np.ones(len(nodes))

@@ -1,0 +1,145 @@
+"""Predictive prefetch of Chameleon (§4.1, §5.3) after "Serverless in the Wild" (Shahrad et al., ATC 2020).
+
+Each adapter's times between arrivals are kept in a histogram. Before the earliest time at which the next arrival is
+to be expected it is loaded, and until the latest it is kept.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lorikeet.memory.policies.base import Eviction, View, is_prefetchable, stays
+from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
+
+_BINS = 240
+_RANGE = 10.0
+"""The histogram reaches to so many mean gaps; longer ones are counted in the last bin."""
+_EARLIEST, _LATEST = 0.05, 0.99
+_GAPS_NEEDED = 10
+
+
+class GapHistogram:
+    """Times between the arrivals for one adapter.
+
+    The width of bins follows the mean: when it has doubled, pairs of bins become one; when it has halved, each bin
+    becomes two.
+
+    Attributes:
+        last_s: the last arrival.
+        gaps: number of times noted.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last_s = now
+        self.gaps = 0
+        self._sum_s = 0.0
+        self._first: list[float] = []
+        self._counts = np.zeros(0)
+        self._width_s = 0.0
+
+    def add(self, now: float) -> None:
+        """Note an arrival."""
+        gap_s, self.last_s = now - self.last_s, now
+        self.gaps += 1
+        self._sum_s += gap_s
+        if self.gaps <= _GAPS_NEEDED:
+            self._first.append(gap_s)
+            if self.gaps == _GAPS_NEEDED:
+                self._begin()
+            return
+        self._counts[self._bin(gap_s)] += 1
+        self._fit()
+
+    def quantile_s(self, share: float, *, upper: bool) -> float:
+        """Return a bound of the bin within which a share of all gaps is reached: its lower or its upper end."""
+        reached = int(np.searchsorted(np.cumsum(self._counts), share * self.gaps * (1 - 1e-12)))
+        return (reached + upper) * self._width_s
+
+    def _begin(self) -> None:
+        self._width_s = self._fitting_width_s()
+        self._counts = np.zeros(_BINS)
+        for gap_s in self._first:
+            self._counts[self._bin(gap_s)] += 1
+        self._first = []
+
+    def _fit(self) -> None:
+        half = _BINS // 2
+        if self._fitting_width_s() > 2 * self._width_s:
+            self._width_s *= 2
+            self._counts = np.concatenate([self._counts.reshape(half, 2).sum(axis=1), np.zeros(half)])
+        elif self._fitting_width_s() < self._width_s / 2:
+            self._width_s /= 2
+            beyond = self._counts[half:].sum()
+            self._counts = np.repeat(self._counts[:half] / 2, 2)
+            self._counts[-1] += beyond
+
+    def _fitting_width_s(self) -> float:
+        return max(_RANGE * self._sum_s / self.gaps / _BINS, 1e-9)  # all may have come at once
+
+    def _bin(self, gap_s: float) -> int:
+        return min(int(gap_s / self._width_s), _BINS - 1)
+
+
+class HistogramPrefetch(QueuePrefetch):
+    """What the queue wants, and then what is predicted, soonest first, into free memory only.
+
+    Attributes:
+        predicted: adapters brought because of a prediction.
+        came_true: those of them that a request arrived for before they had left again.
+    """
+
+    def __init__(self, view: View, eviction: Eviction) -> None:
+        super().__init__(view, eviction)
+        self.predicted = 0
+        self.came_true = 0
+        self._gaps: dict[int, GapHistogram] = {}
+        self._expected: dict[int, tuple[float, float]] = {}
+        self._unused: set[int] = set()
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield the adapters of the queue, then those whose arrival is at hand."""
+        yield from super().targets(now)
+        tree, horizon_s = self.view.tree, now + self.view.iteration_s
+        due = [
+            (earliest, adapter)
+            for adapter, (earliest, latest) in self._expected.items()
+            if now <= latest and is_prefetchable(tree, adapter) and earliest <= horizon_s + self.view.load_s(adapter)
+        ]
+        for _, adapter in sorted(due):
+            if adapter not in self.view.waiting:
+                yield adapter
+
+    def evicts_below(self, node: int) -> float:
+        """Return the same for what the queue wants; for what is predicted nobody leaves."""
+        return super().evicts_below(node) if node in self.view.waiting else -np.inf
+
+    def arrived(self, adapter: int, now: float) -> None:
+        """Note the gap, and predict the next arrival; see whether the last prediction was of use."""
+        tree = self.view.tree
+        if adapter not in tree.adapters:
+            return
+        if adapter in self._unused:
+            self._unused.remove(adapter)
+            self.came_true += bool(stays(tree, np.array([adapter]))[0])
+            self.eviction.protect(adapter, now)
+        gaps = self._gaps.get(adapter)
+        if gaps is None:
+            self._gaps[adapter] = GapHistogram(now)
+            return
+        gaps.add(now)
+        if gaps.gaps >= _GAPS_NEEDED:
+            earliest = now + gaps.quantile_s(_EARLIEST, upper=False)
+            self._expected[adapter] = earliest, now + gaps.quantile_s(_LATEST, upper=True)
+
+    def fetched(self, node: int, now: float) -> None:
+        """Keep what was predicted until the latest time at which it is expected."""
+        if node not in self.view.waiting:
+            self.predicted += 1
+            self._unused.add(node)
+            self.eviction.protect(node, self._expected[node][1])
+
+    def forgotten(self, node: int) -> None:
+        """The adapter is gone."""
+        self._gaps.pop(node, None)
+        self._expected.pop(node, None)
+        self._unused.discard(node)

@@ -1,0 +1,176 @@
+"""Prefetch in the order of scores: roots first, as dependence demands (ELORA §V-B and VI-C)."""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.memory.policies.base import Prefetch, is_prefetchable, stays
+from lorikeet.memory.tree import NO_NODE, Kind, Moving, Nodes, Scores, Tree
+
+_SORTED = 256
+"""So many of the best are put in order first, and twice as many each time that more are asked for."""
+
+_Key = tuple[float, float, int, int]
+"""Score with the sign turned, last use likewise, depth, node: of equals the newer, then the higher comes first."""
+
+
+class BestFirst(Prefetch):
+    """Names what scores highest, adapters and KV compared as the eviction policy says.
+
+    Candidates are nodes off the device whose parent is there or on its way, and those below them once they are named.
+    With a score that is the last use, this is "newest first".
+    """
+
+    flat = False
+    """Whether any node is a candidate, wherever its parent is."""
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield nodes, best first. How adapters compare with KV is asked anew for each: it changes as they come."""
+        tree = self.view.tree
+        ranks = self._ranks()
+        adapters, kv = _off_device(tree)
+        is_open = np.ones(len(kv), np.bool_) if self.flat else stays(tree, tree.parent[kv])
+        below = _Children(tree, kv[~is_open])
+        best_adapters, best_kv = _Ranked(tree, adapters, ranks), _Ranked(tree, kv[is_open], ranks)
+        while best_adapters.first or best_kv.first:
+            if _before(best_adapters.first, best_kv.first, self.eviction.adapter_offset_in(now)):
+                node = best_adapters.pop()
+            else:
+                node = best_kv.pop()
+            if not is_prefetchable(tree, node):
+                continue
+            yield node
+            if tree.kind[node] == Kind.KV or tree.moving[node] == Moving.IN or tree.on_device[node]:
+                for child in below.of(node):
+                    best_kv.add(child)
+
+    def _ranks(self) -> Scores:
+        """Return by node what they are ordered by."""
+        return self.view.tree.score
+
+
+class BestFirstFlat(BestFirst):
+    """The same without the tree (ELORA-WOM): each node by itself."""
+
+    flat = True
+
+
+class NewestFirst(BestFirst):
+    """Names what was used last, within the tree: for policies whose scores say nothing of what is off the device."""
+
+    def _ranks(self) -> Scores:
+        return self.view.tree.last_use_s
+
+
+class Branches(Prefetch):
+    """Names branch after branch, an adapter and then its KV, the highest score first (ELORA §VIII-H, BFS)."""
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield the nodes of each branch, parents before children."""
+        tree = self.view.tree
+        nodes = np.concatenate(_off_device(tree))
+        some = np.full(tree.end, NO_NODE)
+        some[tree.top[nodes]] = nodes
+        tops = np.flatnonzero(some != NO_NODE)
+        for top in tops[np.argsort(-tree.score[some[tops]], kind="stable")]:
+            branch = nodes[tree.top[nodes] == top]
+            named: set[int] = set()
+            for node in branch[np.argsort(tree.depth[branch], kind="stable")].tolist():
+                parent = int(tree.parent[node])
+                is_open = parent == NO_NODE or parent in named or bool(stays(tree, np.array([parent]))[0])
+                if is_open and is_prefetchable(tree, node):
+                    if tree.kind[node] == Kind.KV:
+                        named.add(node)
+                    yield node
+
+
+class _Ranked:
+    """Nodes of one kind by rank, to which others can be added. Only as many are sorted as are taken."""
+
+    def __init__(self, tree: Tree, nodes: Nodes, ranks: Scores) -> None:
+        self._tree = tree
+        self._ranks = ranks
+        self._heap: list[tuple[_Key, bool]] = []  # whether the key is the next of the sorted ones
+        self._sorted = self._falling(nodes)
+        self._take_next()
+
+    @property
+    def first(self) -> _Key | None:
+        """The key of the best."""
+        return self._heap[0][0] if self._heap else None
+
+    def pop(self) -> int:
+        """Take the best out and return it."""
+        key, was_sorted = heappop(self._heap)
+        if was_sorted:
+            self._take_next()
+        return key[3]
+
+    def add(self, node: int) -> None:
+        """Add a node."""
+        tree = self._tree
+        key = (-float(self._ranks[node]), -float(tree.last_use_s[node]), int(tree.depth[node]), node)
+        heappush(self._heap, (key, False))
+
+    def _take_next(self) -> None:
+        key = next(self._sorted, None)
+        if key is not None:
+            heappush(self._heap, (key, True))
+
+    def _falling(self, nodes: Nodes) -> Iterator[_Key]:
+        """Yield the keys of ``nodes`` in order, sorting no more of them at a time than may be needed."""
+        count = _SORTED
+        while len(nodes):
+            is_chosen = self._among_best(nodes, count)
+            chosen = nodes[is_chosen]
+            ranks, last, depth = -self._ranks[chosen], -self._tree.last_use_s[chosen], self._tree.depth[chosen]
+            yield from sorted(zip(ranks.tolist(), last.tolist(), depth.tolist(), chosen.tolist(), strict=True))
+            nodes, count = nodes[~is_chosen], 2 * count
+
+    def _among_best(self, nodes: Nodes, count: int) -> npt.NDArray[np.bool_]:
+        """Return which are the ``count`` best, and their equals in rank and last use."""
+        if count >= len(nodes):
+            return np.ones(len(nodes), np.bool_)
+        ranks = self._ranks[nodes]
+        least = np.partition(ranks, -count)[-count]
+        is_best: npt.NDArray[np.bool_] = ranks >= least
+        ties = np.flatnonzero(ranks == least)
+        if len(ties) > count:  # where recency is no factor, most nodes are equal
+            last = self._tree.last_use_s[nodes[ties]]
+            is_best[ties] = last >= np.partition(last, -count)[-count]
+        return is_best
+
+
+class _Children:
+    """Finds the nodes below a node, among some."""
+
+    def __init__(self, tree: Tree, nodes: Nodes) -> None:
+        self._tree = tree
+        self._nodes = nodes
+        self._by_parent: npt.NDArray[np.int64] | None = None  # parent in the upper half of bits, node in the lower
+
+    def of(self, parent: int) -> list[int]:
+        """Return them. They are put in order when the first is asked for."""
+        if not self._tree.children[parent] or not len(self._nodes):
+            return []
+        if self._by_parent is None:
+            self._by_parent = np.sort(self._tree.parent[self._nodes].astype(np.int64) << 32 | self._nodes)
+        begin, end = np.searchsorted(self._by_parent, (parent << 32, (parent + 1) << 32))
+        children: list[int] = (self._by_parent[begin:end] & 0xFFFFFFFF).tolist()
+        return children
+
+
+def _off_device(tree: Tree) -> tuple[Nodes, Nodes]:
+    """Return the adapters, and the KV on the host, that rest off the device."""
+    end = tree.end
+    kind, rest = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == Moving.NO)
+    return np.flatnonzero(rest & (kind == Kind.ADAPTER)), np.flatnonzero(rest & (kind == Kind.KV) & tree.on_host[:end])
+
+
+def _before(adapter: _Key | None, kv: _Key | None, offset: float) -> bool:
+    """Whether an adapter comes before KV if ``offset`` is added to its score."""
+    if adapter is None or kv is None:
+        return adapter is not None
+    return (adapter[0] - offset, *adapter[1:]) < kv

@@ -1,0 +1,25 @@
+"""Prefetch by the queue (Chameleon §4.1, after S-LoRA): what waiting requests want, in their order."""
+
+from collections.abc import Iterator
+
+from lorikeet.memory.policies.base import Prefetch, is_prefetchable
+
+
+class QueuePrefetch(Prefetch):
+    """Names the adapters of waiting requests that are not on the device.
+
+    Room for them is made by evicting adapters that no queued request wants, where the eviction policy tells those
+    apart; never others.
+    """
+
+    fills = False
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield them in the order of the queue."""
+        for adapter in tuple(self.view.waiting):
+            if is_prefetchable(self.view.tree, adapter):
+                yield adapter
+
+    def evicts_below(self, node: int) -> float:
+        """Return what the eviction policy says."""
+        return self.eviction.dispensable_below

@@ -1,0 +1,322 @@
+"""Makes room on both tiers: asks the eviction policy who leaves first, and lets them leave."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from lorikeet.core.events import AdapterEvent, AdapterEvicted
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.memory.policies.base import Eviction, Prefetch
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.statistics import MemoryCounters
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import Kind, Moving, Nodes
+from lorikeet.memory.victims import Victims
+
+
+class _Area(NamedTuple):
+    """A part of the device within which blocks are lent.
+
+    Attributes:
+        kinds: what it is for.
+        limit: its blocks.
+    """
+
+    kinds: tuple[int, ...]
+    limit: int
+
+
+class Room:
+    """See the module.
+
+    Args:
+        tiers: carries the moves out.
+        eviction: scores nodes.
+        prefetch: is told of nodes that are gone.
+        rules: of the row.
+        counters: are told who left.
+        block_bytes: for reports.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        eviction: Eviction,
+        prefetch: Prefetch,
+        rules: MemoryRules,
+        counters: MemoryCounters,
+        block_bytes: int,
+    ) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._eviction = eviction
+        self._prefetch = prefetch
+        self._rules = rules
+        self._counters = counters
+        self._block_bytes = block_bytes
+        total = tiers.device.total
+        if rules.adapter_share is None:
+            self._areas: tuple[_Area, ...] = (_Area((Kind.KV, Kind.ADAPTER), total),)
+        else:
+            adapters = int(rules.adapter_share * total)
+            self._areas = (_Area((Kind.ADAPTER,), adapters), _Area((Kind.KV,), total - adapters))
+        self._leaving = {
+            kind: Victims(self._tree, self._lister(kind), self._may_leave) for kind in (Kind.KV, Kind.ADAPTER)
+        }
+        self._host_leaving = {
+            kind: Victims(self._tree, self._host_lister(kind), self._may_leave_host) for kind in (Kind.KV, Kind.ADAPTER)
+        }
+        self.evicted: list[AdapterDigest] = []
+        self.events: list[AdapterEvent] = []
+
+    # --- the device ----------------------------------------------------------------------------------
+
+    def limit(self, kind: int) -> int:
+        """Return the most device blocks that a kind may ever take."""
+        return next(area.limit for area in self._areas if kind in area.kinds)
+
+    def unused(self) -> int:
+        """Return the device blocks that are free, or will be without evicting anybody else."""
+        return self._tiers.device.free + sum(self._tiers.leaving_blocks.values())
+
+    def make(self, kv: int, adapter: int, now: float, below: float = np.inf) -> bool:
+        """See to it that so many blocks for KV and for adapters can be leased now.
+
+        Nobody is evicted if that would not suffice. KV that is on its way to the host is not waited for here: False,
+        and its room comes with the end of its transfer.
+
+        Args:
+            kv, adapter: blocks.
+            now: the time.
+            below: only nodes that score less may be evicted.
+        """
+        needs = [(area, sum({Kind.KV: kv, Kind.ADAPTER: adapter}[kind] for kind in area.kinds)) for area in self._areas]
+        for area, need in needs:
+            if not self._could_clear(area, need, now, below):
+                return False
+        cleared = [self._clear(area, need, now, below) for area, need in needs if need]
+        return all(cleared)
+
+    def could_make(self, kind: int, blocks: int) -> bool:
+        """Whether so many blocks of a kind could be leased if everything that may leave left."""
+        area = next(area for area in self._areas if kind in area.kinds)
+        return self._could_clear(area, blocks, 0.0, np.inf)
+
+    def clear(self, blocks: int, now: float, most: int) -> None:
+        """Evict until so many device blocks are free or on their way to be, or ``most`` more than there were."""
+        blocks = min(blocks, self.unused() + most)
+        for area in self._areas:
+            self._clear(area, blocks * area.limit // self._tiers.device.total, now, np.inf)
+
+    def rescore(self, nodes: Nodes, now: float) -> None:
+        """Ask for the scores of nodes that were used, or came."""
+        self._tree.score[nodes] = self._eviction.scores(nodes, now)
+        for node in nodes.tolist():
+            self.offer(node)
+
+    def rescore_all(self, now: float) -> None:
+        """Ask for all scores anew."""
+        tree = self._tree
+        nodes = np.flatnonzero(tree.kind[: tree.end] >= Kind.ADAPTER)
+        tree.score[nodes] = self._eviction.scores(nodes, now)
+        for victims in (*self._leaving.values(), *self._host_leaving.values()):
+            victims.forget()
+
+    def offer(self, node: int) -> None:
+        """A node may have become one that can leave."""
+        kind = int(self._tree.kind[node])
+        if kind in self._leaving:
+            self._leaving[kind].offer(node)
+            self._host_leaving[kind].offer(node)
+
+    def evict(self, node: int, now: float) -> None:
+        """Let a node leave the device that may."""
+        tree, tiers = self._tree, self._tiers
+        if tree.kind[node] == Kind.ADAPTER:
+            self.evict_adapter(node, now)
+            return
+        parent = int(tree.parent[node])
+        self._eviction.removed(node, now)
+        self._counters.left(node)
+        if tree.on_host[node]:
+            tiers.drop_from_device(node)
+        elif self._rules.host_kv and self._make_host_room(1, now, float(tree.score[node]), adapters=False):
+            tiers.store_kv(node, tiers.host.lease(1)[0], now)
+        else:
+            tiers.drop_from_device(node)
+            self.forget_if_empty(node)
+        self.offer(parent)
+
+    def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
+        """Free an adapter's device blocks.
+
+        Args:
+            node: at rest there.
+            now: the time.
+            other_blocks: freed with it, for the report.
+            dropped: because it was asked for, not to make room.
+        """
+        entry = self._tree.adapters[node]
+        blocks = len(entry.device_blocks) + other_blocks
+        self._eviction.removed(node, now)
+        self._counters.left(node)
+        self._tiers.drop_from_device(node)
+        self.evicted.append(entry.ref.digest)
+        self.events.append(AdapterEvicted(entry.ref.digest, now, blocks * self._block_bytes, dropped))
+
+    def forget_if_empty(self, node: int) -> None:
+        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
+        tree = self._tree
+        while (
+            tree.kind[node] == Kind.KV
+            and not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.children[node])
+            and not tree.pins[node]
+        ):
+            parent = int(tree.parent[node])
+            self.forget(node)
+            self.offer(parent)
+            node = parent
+
+    def free(self, node: int, now: float) -> int:
+        """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were."""
+        tree, freed = self._tree, 0
+        if tree.on_device[node]:
+            self._eviction.removed(node, now)
+            self._counters.left(node)
+            self._tiers.drop_from_device(node)
+            freed += 1
+        if tree.on_host[node]:
+            self._tiers.drop_from_host(node)
+            freed += 1
+        self.forget(node)
+        return freed
+
+    def discard(self, node: int, now: float) -> None:
+        """Free KV that nobody needs and nothing is below, and earlier KV that is empty then."""
+        tree, parent = self._tree, int(self._tree.parent[node])
+        if tree.kind[node] == Kind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
+            self.free(node, now)
+            self.forget_if_empty(parent)
+
+    def forget(self, node: int) -> None:
+        """Take a node out of the tree."""
+        self._tree.remove(node)
+        self._eviction.forgotten(node)
+        self._prefetch.forgotten(node)
+
+    # --- the host ------------------------------------------------------------------------------------
+
+    def make_host_room(self, blocks: int, now: float) -> bool:
+        """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters."""
+        return self._make_host_room(blocks, now, np.inf, adapters=True)
+
+    def _make_host_room(self, blocks: int, now: float, below: float, *, adapters: bool) -> bool:
+        tiers = self._tiers
+        if blocks > tiers.host.total:
+            return False
+        while tiers.host.free < blocks:
+            kv = self._host_leaving[Kind.KV].first()
+            if kv and self._tree.score[kv[0]] < below:
+                tiers.drop_from_host(kv[0])
+                self.forget_if_empty(kv[0])
+                continue
+            others = self._host_leaving[Kind.ADAPTER].first() if adapters else []
+            if not others:
+                return False
+            tiers.drop_from_host(others[0])
+        return True
+
+    # --- the inside ----------------------------------------------------------------------------------
+
+    def _free(self, area: _Area) -> int:
+        return area.limit - sum(self._tiers.used_blocks[kind] for kind in area.kinds)
+
+    def _could_clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
+        tiers = self._tiers
+        have = self._free(area) + sum(tiers.leaving_blocks[kind] for kind in area.kinds)
+        if blocks <= have:
+            return True
+        if below == np.inf:
+            return blocks <= have + sum(tiers.cached_blocks[kind] for kind in area.kinds)
+        nodes = np.concatenate([self._candidates(kind) for kind in area.kinds])
+        scores = self._eviction.scores(nodes, now)
+        return blocks <= have + int(self._tree.size[nodes[scores < below]].sum())
+
+    def _clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
+        while self._free(area) + sum(self._tiers.leaving_blocks[kind] for kind in area.kinds) < blocks:
+            node = self._first(area.kinds, now)
+            if node is None or self._tree.score[node] >= below:
+                return False
+            top = int(self._tree.top[node])
+            self.evict(node, now)
+            if self._eviction.whole_branches:
+                self._evict_branch(top, area, now)
+        return self._free(area) >= blocks
+
+    def _first(self, kinds: tuple[int, ...], now: float) -> int | None:
+        """Return who leaves first. Adapters are compared with KV by what the policy adds to their scores."""
+        tree, eviction = self._tree, self._eviction
+        if Kind.ADAPTER in kinds and eviction.rescored_at_eviction:
+            adapters = self._candidates(Kind.ADAPTER)
+            tree.score[adapters] = eviction.scores(adapters, now)
+            self._leaving[Kind.ADAPTER].forget()
+            self._host_leaving[Kind.ADAPTER].forget()
+        firsts = {kind: nodes for kind in kinds if (nodes := self._leaving[kind].first(eviction.proposals))}
+        offsets = {Kind.KV: 0.0, Kind.ADAPTER: eviction.adapter_offset(now) if len(firsts) > 1 else 0.0}
+        ranked = [(float(tree.score[node]) + offsets[kind], node) for kind, nodes in firsts.items() for node in nodes]
+        if not ranked:
+            return None
+        ranked.sort(key=lambda item: item[0])
+        proposed = [node for _, node in ranked[: eviction.proposals]]
+        return eviction.choose(proposed, now)
+
+    def _evict_branch(self, top: int, area: _Area, now: float) -> None:
+        """Let everything leave that may below an adapter, and the adapter."""
+        tree = self._tree
+        branch = np.flatnonzero((tree.top[: tree.end] == top) & tree.on_device[: tree.end])
+        for node in branch[np.argsort(-tree.depth[branch], kind="stable")].tolist():
+            if tree.kind[node] in area.kinds and self._may_leave(node):
+                self.evict(node, now)
+
+    def _lister(self, kind: int) -> Callable[[], Nodes]:
+        return lambda: self._candidates(kind)
+
+    def _candidates(self, kind: int) -> Nodes:
+        tree, end = self._tree, self._tree.end
+        may = (
+            (tree.kind[:end] == kind) & tree.on_device[:end] & (tree.moving[:end] == Moving.NO) & (tree.pins[:end] == 0)
+        )
+        if self._rules.dependent:
+            may &= tree.children_on_device[:end] == 0
+        return np.flatnonzero(may)
+
+    def _may_leave(self, node: int) -> bool:
+        tree = self._tree
+        return bool(
+            tree.on_device[node]
+            and not tree.moving[node]
+            and not tree.pins[node]
+            and tree.kind[node] >= Kind.ADAPTER
+            and not (self._rules.dependent and tree.children_on_device[node])
+        )
+
+    def _host_lister(self, kind: int) -> Callable[[], Nodes]:
+        return lambda: self._host_candidates(kind)
+
+    def _host_candidates(self, kind: int) -> Nodes:
+        tree, end = self._tree, self._tree.end
+        resting = (tree.moving[:end] == Moving.NO) & (tree.pins[:end] == 0)
+        may = (tree.kind[:end] == kind) & tree.on_host[:end] & resting
+        if kind == Kind.KV:
+            may &= tree.children[:end] == 0
+        return np.flatnonzero(may)
+
+    def _may_leave_host(self, node: int) -> bool:
+        tree = self._tree
+        return bool(
+            tree.on_host[node]
+            and not tree.moving[node]
+            and not tree.pins[node]
+            and (tree.kind[node] == Kind.ADAPTER or not tree.children[node])
+        )

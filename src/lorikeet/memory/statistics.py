@@ -1,0 +1,156 @@
+"""What the memory can tell about itself: bytes by kind and tier, hits, waste, traffic, and time spent deciding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lorikeet.core.messages import DecisionTimes, MemoryStats, RouteStats, TierBytes
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import BASE, Kind, Moving
+
+_OBSERVE_EVERY_S = 0.1
+
+
+@dataclass
+class _Shares:
+    """Integrals over time of bytes that one looks at every now and then."""
+
+    seconds: float = 0.0
+    invalid: float = 0.0
+    unpinned: float = 0.0
+
+
+class MemoryCounters:
+    """Counts what happens. See ``MemoryStats`` for what each number means.
+
+    Args:
+        tiers: where everything is.
+        rules: of the row.
+    """
+
+    def __init__(self, tiers: Tiers, rules: MemoryRules) -> None:
+        self._tiers = tiers
+        self._dependent = rules.dependent
+        self._adapter_queries = self._adapter_hits = 0
+        self._kv_queries_tokens = self._kv_hits_tokens = self._kv_host_hits_tokens = 0
+        self._prefetched = self._prefetched_used = 0
+        self._unused: dict[int, bytes] = {}
+        self._decisions = DecisionTimes()
+        self._shares = _Shares()
+        self._observed_s: float | None = None
+
+    def arrived(self, adapter: int, path: Sequence[int], block_tokens: int, query_tokens: int) -> None:
+        """A request arrived: what of what it needs is on the device (ELORA spec, R17: a host hit is a miss)?"""
+        tree = self._tiers.tree
+        if adapter != BASE:
+            self._adapter_queries += 1
+            self._adapter_hits += bool(tree.on_device[adapter])
+        on_device = int(tree.on_device[list(path)].sum()) if path else 0
+        self._kv_queries_tokens += query_tokens
+        self._kv_hits_tokens += on_device * block_tokens
+        self._kv_host_hits_tokens += (len(path) - on_device) * block_tokens
+
+    def admitted(self, adapter: int, path: Sequence[int]) -> None:
+        """A request received its blocks: what was brought before it was wanted has been of use."""
+        tree = self._tiers.tree
+        for node in (adapter, *path):
+            if node in self._unused and self._unused.pop(node) == tree.key_of(node):
+                self._prefetched_used += 1
+
+    def prefetched(self, node: int) -> None:
+        """A node is brought to the device that nobody waits for."""
+        self._prefetched += 1
+        self._unused[node] = self._tiers.tree.key_of(node)
+
+    def left(self, node: int) -> None:
+        """A node left the device."""
+        self._unused.pop(node, None)
+
+    def decided(self, seconds: float) -> None:
+        """A tick that did something took so long on this machine."""
+        old = self._decisions
+        self._decisions = DecisionTimes(old.count + 1, old.total_s + seconds, max(old.worst_s, seconds))
+
+    def observe(self, now: float) -> None:
+        """Look at the device every now and then, for averages over time."""
+        if self._observed_s is None:
+            self._observed_s = now
+        passed_s = now - self._observed_s
+        if passed_s < _OBSERVE_EVERY_S:
+            return
+        self._observed_s = now
+        invalid, unpinned = self._invalid_blocks()
+        self._shares.seconds += passed_s
+        self._shares.invalid += invalid * passed_s
+        self._shares.unpinned += unpinned * passed_s
+
+    def stats(self, block_bytes: int, waste_bytes: int) -> MemoryStats:
+        """Return everything as it is now.
+
+        Args:
+            block_bytes: of a block.
+            waste_bytes: of the blocks of adapters on the device, those that hold nothing.
+        """
+        device, host = self._tiers.counts(), self._tiers.host_counts()
+        cached = self._tiers.cached_blocks
+        invalid, unpinned = self._invalid_blocks()
+        shares = self._shares
+        return MemoryStats(
+            device=TierBytes(
+                total=self._tiers.device.total * block_bytes,
+                free=device.free * block_bytes,
+                adapters=(device.adapter + cached[Kind.ADAPTER]) * block_bytes,
+                kv_running=device.kv * block_bytes,
+                kv_cached=cached[Kind.KV] * block_bytes,
+                inflight=device.inflight * block_bytes,
+            ),
+            host=TierBytes(
+                total=self._tiers.host.total * block_bytes,
+                free=host.free * block_bytes,
+                adapters=host.adapter * block_bytes,
+                kv_running=0,
+                kv_cached=host.kv * block_bytes,
+                inflight=host.inflight * block_bytes,
+            ),
+            host_adapters=int((self._tiers.tree.on_host & (self._tiers.tree.kind == Kind.ADAPTER)).sum()),
+            packing_waste_bytes=waste_bytes,
+            invalid_kv_bytes=invalid * block_bytes,
+            unpinned_kv_bytes=unpinned * block_bytes,
+            invalid_kv_share=shares.invalid / shares.unpinned if shares.unpinned else 0.0,
+            adapter_queries=self._adapter_queries,
+            adapter_hits=self._adapter_hits,
+            kv_queries_tokens=self._kv_queries_tokens,
+            kv_hits_tokens=self._kv_hits_tokens,
+            kv_host_hits_tokens=self._kv_host_hits_tokens,
+            transfers={
+                f"{source}-{target}": RouteStats(
+                    total.transfers, total.blocks * block_bytes, total.failed, total.busy_s
+                )
+                for (source, target), total in sorted(self._tiers.totals.items())
+            },
+            prefetched=self._prefetched,
+            prefetched_used=self._prefetched_used,
+            decisions=self._decisions,
+            nodes=len(self._tiers.tree),
+            metadata_bytes=self._tiers.tree.metadata_bytes(),
+        )
+
+    def _invalid_blocks(self) -> tuple[int, int]:
+        """Return unneeded KV blocks on the device whose adapter or earlier KV is not there, and all unneeded ones."""
+        tree, end = self._tiers.tree, self._tiers.tree.end
+        is_kv, there = tree.kind[:end] == Kind.KV, tree.on_device[:end]
+        unpinned = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == Moving.NO)
+        if not unpinned.any():
+            return 0, 0
+        valid = there.copy()
+        if self._dependent:  # then only the adapter can be missing
+            valid &= there[tree.top[:end]]
+        else:
+            by_depth = np.flatnonzero(is_kv)
+            by_depth = by_depth[np.argsort(tree.depth[by_depth], kind="stable")]
+            depths = tree.depth[by_depth]
+            for level in np.split(by_depth, np.flatnonzero(np.diff(depths)) + 1):
+                valid[level] &= valid[tree.parent[level]]
+        return int((unpinned & ~valid).sum()), int(unpinned.sum())

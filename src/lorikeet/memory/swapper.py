@@ -1,0 +1,188 @@
+"""Decides what moves without anybody waiting for it: every tick, and what is read into the host tier.
+
+A tick (ELORA §VI-C) rescores all nodes. If the device is full it lets the lowest leave until ``evict_to`` of it is in
+use; if less than ``prefetch_below`` is, it brings what scores highest. In between it does nothing. Nothing here waits:
+transfers end on their own.
+"""
+
+import math
+import time
+from collections import deque
+from itertools import islice
+
+import numpy as np
+
+from lorikeet.core.plan import Tier
+from lorikeet.memory.flights import Flight
+from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable, stays
+from lorikeet.memory.room import Room
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.statistics import MemoryCounters
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import NO_NODE, Kind
+
+_READS_UNDER_WAY = 2
+"""Reads into the host tier that nobody waits for, at a time."""
+_SHARE_FOR_READS = 0.5
+"""They leave the rest of the host tier to KV, where KV goes there."""
+_EVICTIONS_A_TICK = 64
+_PREFETCHES_A_TICK = 256
+"""A tick takes its time from the steps; what is left to do, the next one does."""
+_RETRY_S = 5.0
+"""After a transfer that nobody waited for has failed, its adapter is left alone for so long."""
+
+
+class Swapper:
+    """See the module.
+
+    Args:
+        tiers: carries the moves out.
+        room: finds room.
+        eviction, prefetch: the row's policies.
+        rules: of the row.
+        counters: are told what it did.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        room: Room,
+        eviction: Eviction,
+        prefetch: Prefetch,
+        rules: MemoryRules,
+        counters: MemoryCounters,
+    ) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._room = room
+        self._eviction = eviction
+        self._prefetch = prefetch
+        self._rules = rules
+        self._counters = counters
+        self._unread: deque[int] = deque()
+        self._reads = 0
+        self._retry_s: dict[int, float] = {}
+        self._due_s = 0.0 if rules.tick_s else math.inf
+        self._resting = True
+        self._clearing = False
+
+    @property
+    def due_s(self) -> float:
+        """When the next tick is due; ``inf`` for rows without ticks."""
+        return self._due_s
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the last tick moved nothing, so that the next will not either unless something happens."""
+        return self._resting
+
+    def tick(self, now: float) -> None:
+        """Do what is due. Called by the loop between steps; the clock's time, never the machine's, decides."""
+        self._counters.observe(now)
+        if now < self._due_s:
+            return
+        self._due_s = now + self._rules.tick_s
+        started_s = time.perf_counter()
+        self._room.rescore_all(now)
+        under_way = len(self._tiers.flights)
+        total, unused = self._tiers.device.total, self._room.unused()
+        wanted = round((1 - self._rules.evict_to) * total)
+        self._clearing = unused == 0 or (self._clearing and unused < wanted)
+        if self._clearing:
+            self._room.clear(wanted, now, _EVICTIONS_A_TICK)
+        elif self._prefetch.fills and total - unused < self._rules.prefetch_below * total:
+            self._fill(round((1 - self._rules.prefetch_below) * total), now)
+        self._resting = len(self._tiers.flights) == under_way
+        self._counters.decided(time.perf_counter() - started_s)
+
+    def after_admission(self, now: float) -> None:
+        """Read known adapters into the host tier, and prefetch by policies that use whatever memory is free.
+
+        Called once the waiting requests have had their turn.
+        """
+        self._read_ahead(now)
+        if not self._prefetch.fills:
+            self._fill(0, now)
+
+    def load(self, node: int, now: float, *, demand: bool) -> Flight:
+        """Begin to bring an adapter to the device; its room has been made."""
+        tiers, entry = self._tiers, self._tree.adapters[node]
+        host_blocks = []
+        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size, now):
+            host_blocks = tiers.host.lease(entry.host_size)
+        blocks = tiers.device.lease(int(self._tree.size[node]))
+        return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand)
+
+    def note_known(self, node: int) -> None:
+        """A new adapter is to be read into the host tier when there is room."""
+        if self._tiers.host.total:
+            self._unread.append(node)
+
+    def note_landing(self, flight: Flight, error: str | None, now: float) -> None:
+        """A transfer has ended."""
+        if flight.transfer.adapter is None:
+            return
+        self._reads -= flight.transfer.target is Tier.HOST
+        if error is not None:
+            self._retry_s[flight.nodes[0]] = now + _RETRY_S
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether adapters are still to be read into the host tier, and can be."""
+        return bool(self._reads or self._next_unread() is not None)
+
+    def _fill(self, leave_free: int, now: float) -> None:
+        """Bring nodes to the device as long as more than ``leave_free`` blocks stay unused."""
+        tiers, tree = self._tiers, self._tree
+        batch: list[int] = []
+        named: set[int] = set()
+        for node in islice(self._prefetch.targets(now), _PREFETCHES_A_TICK):
+            if not is_prefetchable(tree, node) or self._retry_s.get(node, now) > now:
+                continue
+            if self._rules.dependent and not (self._stays(int(tree.parent[node])) or int(tree.parent[node]) in named):
+                continue
+            size = int(tree.size[node])
+            short = size + len(batch) + leave_free - tiers.device.free
+            below = self._prefetch.evicts_below(node) if short > 0 else -math.inf
+            if short > 0 and below == -math.inf:
+                break
+            if tree.kind[node] == Kind.KV:
+                batch.append(node)
+                named.add(node)
+                continue
+            if self._room.make(len(batch), size, now, below):
+                self._note(self.load(node, now, demand=False), now)
+        for begin in range(0, len(batch), 32):
+            nodes = batch[begin : begin + 32]
+            self._note(tiers.fetch_kv(nodes, tiers.device.lease(len(nodes)), now, demand=False), now)
+
+    def _stays(self, parent: int) -> bool:
+        """Whether KV below ``parent`` may be on the device: it is there to stay, or comes."""
+        return parent == NO_NODE or bool(stays(self._tree, np.array([parent]))[0])
+
+    def _note(self, flight: Flight, now: float) -> None:
+        flight.prefetch = True
+        for node in flight.nodes:
+            self._prefetch.fetched(node, now)
+            self._counters.prefetched(node)
+
+    def _read_ahead(self, now: float) -> None:
+        while self._reads < _READS_UNDER_WAY and (node := self._next_unread()) is not None:
+            self._unread.popleft()
+            self._reads += 1
+            blocks = self._tiers.host.lease(self._tree.adapters[node].host_size)
+            self._tiers.read_to_host(node, blocks, now)
+
+    def _next_unread(self) -> int | None:
+        """Return the next adapter to read into the host tier, None if there is none or no room."""
+        tree, host = self._tree, self._tiers.host
+        share = _SHARE_FOR_READS if self._rules.host_kv and self._rules.keep_kv else 1.0
+        while self._unread:
+            node = self._unread[0]
+            entry = tree.adapters.get(node)
+            if entry is None or entry.retired or tree.on_host[node] or tree.moving[node]:
+                self._unread.popleft()
+                continue
+            fits = host.total - host.free + entry.host_size <= share * host.total
+            return node if fits else None
+        return None

@@ -1,0 +1,386 @@
+"""The two tiers: which node has which blocks, what is on its way, and exact accounts of all blocks.
+
+Every device block is in exactly one of five states, every host block in one of four, and the counts add up to the
+arenas after every step:
+
+======== ==========================================================================
+free     nobody leases it
+cached   device: holds an adapter or KV that nobody needs where it is
+kv       device: KV of running sequences; host: KV
+adapter  device: weights that running sequences use; host: weights
+inflight part of a transfer that writes it, or that ends with its release
+======== ==========================================================================
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.memory.blocks import BlockError, BlockPool
+from lorikeet.memory.flights import BlockCounts, Flight, HostCounts, Landing, RouteTotals
+from lorikeet.memory.tree import NO_BLOCK, NO_NODE, Kind, Moving, Tree
+
+
+class Tiers:
+    """Moves nodes between the tiers, and keeps the books. Decides nothing: whoever calls has found the room.
+
+    Args:
+        tree: is told where everything is.
+        device, host: the blocks.
+        dependent: whether KV may be on the device only below KV that is there.
+
+    Attributes:
+        flights, flight_of: transfers under way by id, and by node.
+        totals: what went so far, by source and target.
+        used_blocks: device blocks leased by kind, on their way in or out too.
+        cached_blocks: those of nodes that rest there and that nobody needs there.
+        leaving_blocks: those that are free when transfers to the host have ended, if nobody needs them again.
+        resident_adapters: on the device or on their way to it.
+    """
+
+    def __init__(self, tree: Tree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
+        self.tree = tree
+        self.device = device
+        self.host = host
+        self.flights: dict[int, Flight] = {}
+        self.totals: dict[tuple[Tier, Tier], RouteTotals] = {}
+        self.leaving_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
+        self.used_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
+        self.cached_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
+        self.resident_adapters = 0
+        self._dependent = dependent
+        self.flight_of: dict[int, Flight] = {}
+        self._begun: list[Flight] = []
+        self._urgent: list[int] = []
+        self._ids = count()
+        self._kv = self._adapter = self._inflight = 0
+        self._host_kv = self._host_adapter = self._host_inflight = 0
+
+    # --- accounts ------------------------------------------------------------------------------------
+
+    def counts(self) -> BlockCounts:
+        """Return the number of device blocks in each state."""
+        cached = self.cached_blocks[Kind.KV] + self.cached_blocks[Kind.ADAPTER]
+        return BlockCounts(self.device.free, cached, self._kv, self._adapter, self._inflight)
+
+    def host_counts(self) -> HostCounts:
+        """Return the number of host blocks in each state."""
+        return HostCounts(self.host.free, self._host_kv, self._host_adapter, self._host_inflight)
+
+    def lease_private(self, blocks: int) -> list[BlockId]:
+        """Lease device blocks for KV that no node stands for yet."""
+        self._kv += blocks
+        self.used_blocks[Kind.KV] += blocks
+        return self.device.lease(blocks)
+
+    def release_private(self, blocks: Sequence[BlockId]) -> None:
+        """Give such blocks back."""
+        self.device.release(blocks)
+        self._kv -= len(blocks)
+        self.used_blocks[Kind.KV] -= len(blocks)
+
+    def adopt(self, node: int, block: BlockId) -> None:
+        """Let a node of KV stand for a leased block."""
+        tree = self.tree
+        tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
+        tree.on_device[node] = True
+        tree.children_on_device[tree.parent[node]] += 1
+        self._kv -= 1
+        self.used_blocks[Kind.KV] -= 1  # counted again as the node's
+        self._count(node, 1)
+
+    def device_blocks(self, path: Sequence[int]) -> list[BlockId]:
+        """Return the device blocks of KV that is there or on its way.
+
+        Raises:
+            BlockError: one of them was freed since it became the node's.
+        """
+        blocks = [BlockId(block) for block in self.tree.device[path].tolist()] if path else []
+        for block, node in zip(blocks, path, strict=True):
+            self.device.check(block, int(self.tree.device_generation[node]))
+        return blocks
+
+    def pin(self, nodes: Sequence[int]) -> None:
+        """Keep nodes where they are. Each counts; see :meth:`unpin`."""
+        self._change_pins(nodes, 1)
+
+    def unpin(self, nodes: Sequence[int]) -> None:
+        """Take back one :meth:`pin` of each node."""
+        self._change_pins(nodes, -1)
+
+    def _change_pins(self, nodes: Sequence[int], change: int) -> None:
+        if not nodes:
+            return
+        tree = self.tree
+        index = np.asarray(nodes)
+        before = tree.pins[index]
+        tree.pins[index] += change
+        tree.touched[index] += 1
+        turned = index[(before == 0) if change > 0 else (before == 1)]
+        still = turned[tree.on_device[turned] & (tree.moving[turned] != Moving.OUT)]
+        is_kv = tree.kind[still] == Kind.KV
+        kv, adapter = int(is_kv.sum()) * change, int(tree.size[still[~is_kv]].sum()) * change
+        self._kv += kv
+        self._adapter += adapter
+        self.cached_blocks[Kind.KV] -= kv
+        self.cached_blocks[Kind.ADAPTER] -= adapter
+
+    # --- moves ---------------------------------------------------------------------------------------
+
+    def fetch_adapter(
+        self, node: int, device_blocks: Sequence[BlockId], host_blocks: Sequence[BlockId], now: float, *, demand: bool
+    ) -> Flight:
+        """Begin to bring an adapter to the device: from the host if it is there, else from its source.
+
+        Args:
+            node: the adapter; at rest, not on the device.
+            device_blocks: leased for it.
+            host_blocks: leased for it, to read its source by way of; empty if it is on the host, or to read directly.
+            now: the time.
+            demand: whether somebody waits.
+        """
+        tree, entry = self.tree, self.tree.adapters[node]
+        from_host = bool(tree.on_host[node])
+        entry.device_blocks = tuple(device_blocks)
+        if not from_host:
+            entry.host_blocks = tuple(host_blocks)
+            self._host_inflight += len(host_blocks)
+        tree.moving[node] = Moving.IN
+        self._inflight += len(device_blocks)
+        self.used_blocks[Kind.ADAPTER] += len(device_blocks)
+        self.resident_adapters += 1
+        transfer = Transfer(
+            next(self._ids),
+            Tier.HOST if from_host else Tier.SOURCE,
+            Tier.DEVICE,
+            entry.host_blocks,
+            entry.device_blocks[: entry.host_size],
+            entry.ref,
+            demand,
+        )
+        return self._begin(transfer, (node,), now)
+
+    def fetch_kv(self, nodes: Sequence[int], device_blocks: Sequence[BlockId], now: float, *, demand: bool) -> Flight:
+        """Begin to bring KV from the host to the device.
+
+        Args:
+            nodes: on the host only, at rest; parents before children.
+            device_blocks: leased for them, one each.
+            now: the time.
+            demand: whether somebody waits.
+        """
+        tree = self.tree
+        for node, block in zip(nodes, device_blocks, strict=True):
+            self.host.check(BlockId(int(tree.host[node])), int(tree.host_generation[node]))
+            tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
+            tree.moving[node] = Moving.IN
+            tree.children_on_device[tree.parent[node]] += 1
+        self._inflight += len(nodes)
+        self.used_blocks[Kind.KV] += len(nodes)
+        host_blocks = tuple(BlockId(int(tree.host[node])) for node in nodes)
+        transfer = Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, host_blocks, tuple(device_blocks), None, demand)
+        return self._begin(transfer, tuple(nodes), now)
+
+    def store_kv(self, node: int, host_block: BlockId, now: float) -> Flight:
+        """Begin to move KV to the host. Its device block is free when the copy has ended, unless it is needed again."""
+        tree = self.tree
+        self._count(node, -1)
+        tree.children_on_device[tree.parent[node]] -= 1  # so that its parent can follow at once
+        self.used_blocks[Kind.KV] += 1
+        self.leaving_blocks[Kind.KV] += 1
+        self._inflight += 1
+        tree.moving[node] = Moving.OUT
+        tree.host[node], tree.host_generation[node] = host_block, self.host.generation(host_block)
+        self._host_inflight += 1
+        device_block = BlockId(int(tree.device[node]))
+        transfer = Transfer(next(self._ids), Tier.DEVICE, Tier.HOST, (host_block,), (device_block,))
+        return self._begin(transfer, (node,), now)
+
+    def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> Flight:
+        """Begin to read an adapter's source into the host tier; nobody waits for it."""
+        entry = self.tree.adapters[node]
+        entry.host_blocks = tuple(host_blocks)
+        self._host_inflight += len(host_blocks)
+        self.tree.moving[node] = Moving.READ
+        transfer = Transfer(next(self._ids), Tier.SOURCE, Tier.HOST, entry.host_blocks, adapter=entry.ref, demand=False)
+        return self._begin(transfer, (node,), now)
+
+    def drop_from_device(self, node: int) -> None:
+        """Free an unpinned node's device blocks. Its bytes are lost, unless the host or its source has them."""
+        tree = self.tree
+        self._count(node, -1)
+        if tree.kind[node] == Kind.KV:
+            tree.children_on_device[tree.parent[node]] -= 1
+        else:
+            self.resident_adapters -= 1
+        self._free_device(node)
+        tree.on_device[node] = False
+        tree.touched[node] += 1
+
+    def drop_from_host(self, node: int) -> None:
+        """Free a resting node's host blocks."""
+        tree = self.tree
+        if tree.kind[node] == Kind.KV:
+            self._free_host_kv(node)
+            self._host_kv -= 1
+        else:
+            entry = tree.adapters[node]
+            self.host.release(entry.host_blocks)
+            self._host_adapter -= len(entry.host_blocks)
+            entry.host_blocks = ()
+        tree.on_host[node] = False
+
+    def want(self, nodes: Iterable[int]) -> list[Flight]:
+        """Return the transfers to the device that ``nodes`` are part of; somebody waits for them from now on."""
+        flights = {}
+        for node in nodes:
+            flight = self.flight_of.get(node)
+            if flight is None or (flight.transfer.target is Tier.HOST and flight.transfer.source is Tier.DEVICE):
+                continue
+            flights[flight.transfer.transfer_id] = flight
+            if not flight.demand:
+                flight.demand = True
+                self._urgent.append(flight.transfer.transfer_id)
+        return list(flights.values())
+
+    def take_begun(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """Return the transfers begun since the last call, and the ids of earlier ones that have become urgent."""
+        new = {flight.transfer.transfer_id for flight in self._begun}
+        begun = tuple(msgspec.structs.replace(flight.transfer, demand=flight.demand) for flight in self._begun)
+        urgent = tuple(i for i in self._urgent if i in self.flights and i not in new)
+        self._begun, self._urgent = [], []
+        return begun, urgent
+
+    def land(self, done: TransferDone) -> Landing:
+        """Take the end of a transfer in.
+
+        Raises:
+            BlockError: it was not under way.
+        """
+        flight = self.flights.pop(done.transfer_id, None)
+        if flight is None:
+            raise BlockError(f"transfer {done.transfer_id} was not under way")
+        transfer = flight.transfer
+        totals = self.totals.setdefault((transfer.source, transfer.target), RouteTotals())
+        totals.transfers += 1
+        totals.blocks += len(transfer.device_blocks or transfer.host_blocks)
+        totals.busy_s += done.duration_s
+        totals.failed += done.error is not None
+        landing = Landing(flight, done.error)
+        for node in flight.nodes:
+            del self.flight_of[node]
+            moving, self.tree.moving[node] = int(self.tree.moving[node]), Moving.NO
+            self.tree.touched[node] += 1
+            match moving:
+                case Moving.IN:
+                    self._land_in(node, landing)
+                case Moving.OUT:
+                    self._land_out(node, landing)
+                case Moving.READ:
+                    self._land_host_adapter(node, landing.error)
+                case Moving.NO:
+                    raise BlockError(f"node {node} of transfer {done.transfer_id} was at rest")
+        return landing
+
+    # --- the inside ----------------------------------------------------------------------------------
+
+    def _begin(self, transfer: Transfer, nodes: tuple[int, ...], now: float) -> Flight:
+        flight = Flight(transfer, nodes, now, transfer.demand)
+        self.flights[transfer.transfer_id] = flight
+        for node in nodes:
+            self.flight_of[node] = flight
+            self.tree.touched[node] += 1
+        self._begun.append(flight)
+        return flight
+
+    def _land_in(self, node: int, landing: Landing) -> None:
+        tree = self.tree
+        self._inflight -= int(tree.size[node])
+        if tree.kind[node] == Kind.ADAPTER and landing.flight.transfer.source is Tier.SOURCE:
+            self._land_host_adapter(node, landing.error)
+        parent = int(tree.parent[node])
+        # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
+        orphan = self._dependent and parent != NO_NODE and not self._is_coming_or_there(parent)
+        if landing.error is None and not orphan:
+            tree.on_device[node] = True
+            self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
+            self._count(node, 1)
+            landing.came.append(node)
+            return
+        self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
+        if tree.kind[node] == Kind.ADAPTER:
+            self.resident_adapters -= 1
+        else:
+            tree.children_on_device[tree.parent[node]] -= 1
+        self._free_device(node)
+        if tree.kind[node] == Kind.KV and landing.error is not None:
+            self.drop_from_host(node)  # what could not be copied is not trusted again
+
+    def _is_coming_or_there(self, node: int) -> bool:
+        return bool(self.tree.on_device[node]) or int(self.tree.moving[node]) == Moving.IN
+
+    def _land_out(self, node: int, landing: Landing) -> None:
+        tree = self.tree
+        self._inflight -= 1
+        self.leaving_blocks[Kind.KV] -= 1
+        self._host_inflight -= 1
+        self.used_blocks[Kind.KV] -= 1
+        if landing.error is None:
+            tree.on_host[node] = True
+            self._host_kv += 1
+        else:
+            self._free_host_kv(node)
+        if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
+            self._count(node, 1)  # it was needed again meanwhile, or what depends on it was
+            landing.came.append(node)
+            tree.children_on_device[tree.parent[node]] += 1
+        else:
+            self._free_device(node)
+            tree.on_device[node] = False
+
+    def _land_host_adapter(self, node: int, error: str | None) -> None:
+        entry = self.tree.adapters[node]
+        if not entry.host_blocks:
+            return
+        self._host_inflight -= len(entry.host_blocks)
+        if error is None:
+            self.tree.on_host[node] = True
+            self._host_adapter += len(entry.host_blocks)
+        else:
+            self.host.release(entry.host_blocks)
+            entry.host_blocks = ()
+
+    def _count(self, node: int, sign: int) -> None:
+        """Add a node that rests on the device to the accounts, or take it out."""
+        tree = self.tree
+        kind, blocks = int(tree.kind[node]), int(tree.size[node]) * sign
+        self.used_blocks[kind] += blocks
+        if not tree.pins[node]:
+            self.cached_blocks[kind] += blocks
+        elif kind == Kind.KV:
+            self._kv += blocks
+        else:
+            self._adapter += blocks
+
+    def _free_device(self, node: int) -> None:
+        tree = self.tree
+        if tree.kind[node] == Kind.KV:
+            block = BlockId(int(tree.device[node]))
+            self.device.check(block, int(tree.device_generation[node]))
+            self.device.release([block])
+            tree.device[node] = NO_BLOCK
+        else:
+            entry = tree.adapters[node]
+            self.device.release(entry.device_blocks)
+            entry.device_blocks = ()
+
+    def _free_host_kv(self, node: int) -> None:
+        tree = self.tree
+        block = BlockId(int(tree.host[node]))
+        self.host.check(block, int(tree.host_generation[node]))
+        self.host.release([block])
+        tree.host[node] = NO_BLOCK

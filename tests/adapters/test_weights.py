@@ -1,0 +1,22 @@
+"""Files that change while they are read."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.store import reference
+from lorikeet.adapters.weights import load_weights
+from tests.adapters.builders import geometry, write_adapter
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    ref = reference("x", write_adapter(tmp_path / "x"), geometry())
+    weights = load_weights(ref, geometry(), "float32")
+    next(weights)
+    os.truncate(tmp_path / "x" / "adapter_model.safetensors", ref.weight_bytes // 2)
+    with pytest.raises(
+        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: became shorter while tensor .*lora"
+    ):
+        list(weights)

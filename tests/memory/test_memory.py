@@ -1,0 +1,375 @@
+"""The memory on the live engine's loop, with the executor that refuses whatever does not belong together."""
+
+import math
+
+import pytest
+
+from lorikeet.config import ROWS, Row
+from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.plan import Tier, Transfer
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.tree import Kind
+from lorikeet.scheduling.limits import Limits
+from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
+
+ELORA, PLAIN = ROWS["elora"], Row()
+
+
+def ask(
+    bench: Bench, name: str, prompt: list[int], adapter_name: str | None = None, blocks: int = 2, **more: object
+) -> None:
+    """Let one request run to its end, alone."""
+    ref = None if adapter_name is None else adapter(adapter_name, blocks)
+    bench.engine.submit(request(name, prompt, bench.clock.now(), ref, **{"max_tokens": 2, **more}))
+    bench.run()
+
+
+def fill_host(bench: Bench) -> None:
+    """Let known adapters be read into the host tier."""
+    while bench.engine.host_fill_pending:
+        bench.step()
+
+
+def cached_tokens(bench: Bench) -> dict[str, int]:
+    """What each request found."""
+    return {e.request_id: e.cached_tokens for e in bench.events if isinstance(e, Admitted)}
+
+
+def routes(bench: Bench) -> dict[str, int]:
+    """Transfers so far, by route."""
+    return {route: total.transfers for route, total in bench.engine.memory_stats().transfers.items()}
+
+
+def words(first: int, blocks: int) -> list[int]:
+    """A prompt of whole blocks and one token more."""
+    return [first + index for index in range(blocks * BLOCK_TOKENS + 1)]
+
+
+# --- tiers ------------------------------------------------------------------------------------------
+
+
+def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_computed_again() -> None:
+    bench = Bench(blocks=12, host_blocks=20)
+    ask(bench, "first", words(0, 4))
+    for index in range(3):
+        ask(bench, f"other{index}", words(100 * (index + 1), 4))
+    assert routes(bench)["device-host"] > 0
+    ask(bench, "again", words(0, 4))
+    assert cached_tokens(bench)["again"] == 16
+    assert [event.request_id for event in bench.events if isinstance(event, KvArrived)] == ["again"]
+
+
+def test_without_a_host_tier_it_is_computed_again() -> None:
+    bench = Bench(blocks=12, host_blocks=0)
+    ask(bench, "first", words(0, 4))
+    for index in range(3):
+        ask(bench, f"other{index}", words(100 * (index + 1), 4))
+    ask(bench, "again", words(0, 4))
+    assert cached_tokens(bench)["again"] == 0
+    assert not routes(bench)
+
+
+def test_a_host_copy_is_kept_so_that_the_next_time_nothing_is_copied_out() -> None:
+    bench = Bench(blocks=12, host_blocks=40)
+    for name in ("a", "b", "c", "a2", "b2", "c2"):
+        ask(bench, name, words(100 * ord(name[0]), 4))
+    stored = routes(bench)["device-host"]
+    for name in ("a3", "b3", "c3"):
+        ask(bench, name, words(100 * ord(name[0]), 4))
+    assert routes(bench)["device-host"] == stored
+
+
+def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
+    bench = Bench(blocks=10, host_blocks=20)
+    for name in ("a", "b", "c", "a2"):
+        ask(bench, name, [1, 2], name[0], blocks=4)
+    counts = routes(bench)
+    assert counts["source-device"] == 3
+    assert counts["host-device"] == 1
+
+
+def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks() -> None:
+    bench = Bench(blocks=10, host_blocks=20, row=ROWS["elora:s-lora"])
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    fill_host(bench)
+    assert bench.memory.host_counts().adapter == 18, "six of three blocks each; a seventh does not fit"
+    ask(bench, "x", [1, 2], "a0", blocks=3)
+    assert routes(bench)["host-device"] == 1
+
+
+def test_host_victims_are_childless_kv_first_and_then_other_adapters() -> None:
+    bench = Bench(blocks=20, host_blocks=8, row=Row(host_kv=True))
+    ask(bench, "kv", words(0, 6))
+    for index in range(3):
+        ask(bench, f"more{index}", words(1000 * (index + 1), 5))
+    host = bench.memory.host_counts()
+    assert (host.kv > 0, host.adapter) == (True, 0)
+    ask(bench, "a", [1, 2], "a", blocks=5)
+    assert bench.memory.host_counts().adapter == 5
+    ask(bench, "b", [1, 2], "b", blocks=5)
+    host = bench.memory.host_counts()
+    assert (host.adapter, bench.memory.tree.on_host[bench.memory.tree.adapter(AdapterDigest("digest-b"))]) == (5, True)
+
+
+# --- the dependency tree ----------------------------------------------------------------------------
+
+
+def test_kv_leaves_before_the_adapter_it_depends_on_and_later_kv_before_earlier() -> None:
+    bench = Bench(blocks=8)
+    ask(bench, "x", words(0, 4), "a", blocks=2)
+    tree = bench.memory.tree
+    node = tree.adapter(AdapterDigest("digest-a"))
+    assert node is not None
+    left = []
+    while bench.memory.counts().cached:
+        before = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
+        assert bench.memory.room.make(bench.memory.counts().free + 1, 0, 10.0)
+        after = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
+        left += [(int(tree.depth[n]) if n != node else 0) for n in before - after]
+    assert left == [4, 3, 2, 1, 0]
+
+
+def test_a_prompt_that_diverges_shares_the_blocks_before_it_does() -> None:
+    bench = Bench()
+    ask(bench, "x", [*range(12), 50, 51, 52, 53, 1])
+    ask(bench, "y", [*range(12), 60, 61, 62, 63, 1])
+    assert cached_tokens(bench)["y"] == 12
+    assert len(bench.memory.tree) == 5, "three shared, one of each"
+
+
+def test_visits_and_last_uses_are_noted_on_arrival_along_the_matched_path() -> None:
+    bench = Bench()
+    ask(bench, "x", words(0, 3), "a")
+    bench.clock.advance(5.0)
+    arrived_s = bench.clock.now()
+    bench.engine.submit(request("y", words(0, 2), arrived_s, adapter("a", 2)))
+    tree = bench.memory.tree
+    node = tree.adapter(AdapterDigest("digest-a"))
+    assert node is not None
+    by_depth = {int(tree.depth[n]): n for n in tree.below(node)}
+    assert [int(tree.visits[by_depth[depth]]) for depth in (1, 2, 3)] == [2, 2, 1]
+    assert int(tree.visits[node]) == 2
+    assert tree.last_use_s[by_depth[2]] == arrived_s > tree.last_use_s[by_depth[3]]
+    bench.run()
+
+
+def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its_adapter() -> None:
+    shares = {}
+    for name in ("elora", "vllm-static"):
+        bench = Bench(blocks=30, host_blocks=30, row=ROWS[name])
+        worst = 0
+        for index in range(12):
+            ask(bench, f"r{index}", words(100 * index, 3), f"a{index % 6}", blocks=4)
+            worst = max(worst, bench.engine.memory_stats().invalid_kv_bytes)
+        shares[name] = worst
+    assert shares["elora"] == 0
+    assert shares["vllm-static"] > 0
+
+
+# --- rows -------------------------------------------------------------------------------------------
+
+
+def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
+    row = ROWS["vllm-static"]
+    bench = Bench(blocks=40, host_blocks=0, row=row)
+    bench.engine.know_adapters((adapter("big", 4),))
+    for index in range(4):
+        ask(bench, f"r{index}", [1, 2, 3], f"small{index}", blocks=1)
+    assert len(bench.memory.resident()) == 2, "8 of 40 blocks are for adapters: two slots of four"
+    assert set(bench.memory.resident().values()) == {4}
+    assert bench.engine.memory_stats().packing_waste_bytes == 2 * 3 * 1024
+    assert bench.memory.why_impossible(None, 33 * BLOCK_TOKENS) is not None
+    assert bench.memory.why_impossible(None, 32 * BLOCK_TOKENS) is None
+
+
+def test_an_adapter_too_large_for_its_share_is_refused_and_makes_no_slot_larger() -> None:
+    bench = Bench(blocks=40, row=ROWS["vllm-static"])
+    ask(bench, "huge", [1, 2], "huge", blocks=9)
+    ask(bench, "small", [1, 2], "small", blocks=2)
+    reasons = {name: event.reason for name, event in bench.finished().items()}
+    assert reasons == {"huge": FinishReason.ERROR, "small": FinishReason.LENGTH}
+    assert bench.memory.resident() == {"digest-small": 2}
+
+
+def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> None:
+    bench = Bench(blocks=40, row=ROWS["vllm-static"], limits=Limits(8, 32, 64))
+    for index in range(3):
+        bench.engine.submit(request(f"r{index}", [1, 2], 0.0, adapter(f"a{index}", 4), max_tokens=20))
+    bench.engine.submit(request("last", [3, 4], 0.0, adapter("a0", 4), max_tokens=3))
+    bench.run()
+    order = [event.request_id for event in bench.events if isinstance(event, Admitted)]
+    assert order == ["r0", "r1", "last", "r2"]
+
+
+def test_s_lora_of_chameleon_frees_an_adapter_with_its_last_request_and_elora_s_keeps_it() -> None:
+    for name, resident in (("chameleon:s-lora", set()), ("elora:s-lora", {"digest-a"})):
+        bench = Bench(row=ROWS[name])
+        ask(bench, "x", words(0, 3), "a")
+        assert set(bench.memory.resident()) == resident
+        assert bench.memory.counts().kv == 0
+        assert len(bench.memory.tree) == 1, "no KV is kept"
+
+
+def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> None:
+    bench = Bench(blocks=40, host_blocks=80, row=ELORA)
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(6)))
+    fill_host(bench)
+    for _ in range(8):
+        bench.clock.advance(0.1)
+        bench.step()
+    assert len(bench.memory.resident()) == 6, "never asked for, and fetched nevertheless (Fig. 14a)"
+    assert bench.memory.total_blocks - bench.memory.counts().free <= 0.7 * 40
+    ask(bench, "x", [1, 2], "a3", blocks=3)
+    stats = bench.engine.memory_stats()
+    assert (stats.adapter_hits, stats.adapter_queries) == (1, 1)
+    assert (stats.prefetched_used, stats.prefetched) == (1, 6)
+
+
+def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:
+    bench = Bench(blocks=40, host_blocks=80, row=ELORA, limits=Limits(8, 64, 64))
+    index = 0
+    while bench.memory.counts().free:
+        ask(bench, f"r{index}", words(100 * index, 3 if bench.memory.counts().free > 3 else 0))
+        index += 1
+        if index > 40:
+            break
+    bench.clock.advance(0.2)
+    bench.step()
+    bench.run()
+    assert bench.memory.counts().free >= 2
+
+
+# --- suspend and resume -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lorikeet:plain", "lorikeet:plain-no-reuse", "elora"])
+def test_a_suspended_request_goes_on_with_the_blocks_it_left(name: str) -> None:
+    bench = Bench(blocks=20, host_blocks=20, row=ROWS[name])
+    bench.engine.submit(request("x", words(0, 5), 0.0, adapter("a", 2), max_tokens=12, seed=3))
+    while len(bench.tokens.get(RequestId("x"), [])) < 6:
+        bench.step()
+    moved = bench.engine.export_request(RequestId("x"))
+    assert bench.memory.counts().kv == 0
+    bench.engine.submit(moved)
+    bench.run()
+    assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted)] == [0, 24]
+    if bench.row.kv_after_finish != "kept":
+        assert len(bench.memory.tree) == 1, "afterwards it is dropped as always"
+
+
+def test_preemption_under_pressure_goes_over_the_host_and_loses_no_token() -> None:
+    bench = Bench(blocks=14, host_blocks=40, limits=Limits(8, 64, 64))
+    for index in range(4):
+        bench.engine.submit(request(f"r{index}", [index] * 6, float(index), max_tokens=24, seed=index))
+    bench.run()
+    assert any(isinstance(event, Preempted) for event in bench.events)
+    assert routes(bench).get("host-device", 0) > 0
+    assert all(len(tokens) == 24 for tokens in bench.tokens.values())
+
+
+# --- bad days ---------------------------------------------------------------------------------------
+
+
+def test_when_everything_is_needed_requests_wait_and_all_are_answered() -> None:
+    bench = Bench(blocks=9, host_blocks=3, limits=Limits(8, 16, 24))
+    for index in range(10):
+        bench.engine.submit(request(f"r{index}", [index] * 9, 0.0, adapter(f"a{index % 4}", 3), max_tokens=8))
+    bench.run(5_000)
+    assert {event.reason for event in bench.finished().values()} == {FinishReason.LENGTH}
+    assert len(bench.finished()) == 10
+
+
+def test_kv_whose_copy_to_the_device_fails_is_computed_again() -> None:
+    broken = [False]
+
+    def fails(transfer: Transfer) -> bool:
+        return broken[0] and transfer.source is Tier.HOST and transfer.adapter is None
+
+    bench = Bench(blocks=12, host_blocks=20, fails=fails)
+    ask(bench, "first", words(0, 4))
+    for index in range(3):
+        ask(bench, f"other{index}", words(100 * (index + 1), 4))
+    broken[0] = True
+    ask(bench, "again", words(0, 4))
+    assert bench.finished()[RequestId("again")].reason is FinishReason.LENGTH
+    assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted) and e.request_id == "again"] == [16, 0]
+
+
+def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
+    bench = Bench(blocks=12, host_blocks=20, fails=lambda transfer: transfer.target is Tier.HOST)
+    for index in range(4):
+        ask(bench, f"r{index}", words(100 * index, 4))
+    host = bench.memory.host_counts()
+    assert host.free == 20
+    assert len(bench.finished()) == 4
+
+
+def test_an_adapter_dropped_while_its_load_is_under_way_is_freed_when_it_has_ended() -> None:
+    bench = Bench(host_blocks=10, row=ROWS["elora:s-lora"])
+    bench.engine.know_adapters((adapter("a", 2),))
+    bench.engine.step()
+    assert bench.engine.has_transfers
+    bench.engine.drop_adapter(AdapterDigest("digest-a"))
+    bench.run()
+    bench.step()
+    assert bench.memory.host_counts().free == 10
+    dropped = [e for e in bench.adapter_events if isinstance(e, AdapterEvicted)]
+    assert [(e.freed_bytes, e.dropped) for e in dropped] == [(2 * 1024, True)]
+
+
+def test_unload_frees_every_tier_and_reports_the_bytes() -> None:
+    bench = Bench(blocks=20, host_blocks=40)
+    ask(bench, "x", words(0, 4), "a", blocks=2)
+    for index in range(5):
+        ask(bench, f"other{index}", words(100 * (index + 1), 4))
+    assert bench.memory.host_counts().kv > 0
+    tree = bench.memory.tree
+    node = tree.adapter(AdapterDigest("digest-a"))
+    assert node is not None
+    held = sum(bool(tree.on_device[n]) + bool(tree.on_host[n]) for n in tree.below(node))
+    held += 2 * (bool(tree.on_device[node]) + bool(tree.on_host[node]))
+    bench.engine.drop_adapter(AdapterDigest("digest-a"))
+    bench.run()
+    dropped = [e for e in bench.adapter_events if isinstance(e, AdapterEvicted) and e.dropped]
+    assert [e.freed_bytes for e in dropped] == [held * 1024]
+    assert tree.adapter(AdapterDigest("digest-a")) is None
+
+
+def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
+    bench = Bench(blocks=40, host_blocks=0, row=ELORA, failing=frozenset({AdapterDigest("digest-a")}))
+    bench.engine.know_adapters((adapter("a", 2),))
+    for _ in range(20):
+        bench.clock.advance(0.1)
+        bench.step()
+    failed = [e for e in bench.adapter_events if isinstance(e, AdapterLoaded) and e.error]
+    assert len(failed) == 1
+
+
+def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
+    bench = Bench(blocks=40, host_blocks=64, row=ELORA)
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))
+    bench.step()
+    ask(bench, "x", [1, 2], "a7777", blocks=3)
+    assert bench.finished()[RequestId("x")].reason is FinishReason.LENGTH
+    assert len(bench.memory.tree) == 10_000
+
+
+def test_an_idle_engine_comes_to_rest() -> None:
+    bench = Bench(blocks=40, host_blocks=40, row=ELORA)
+    ask(bench, "x", words(0, 3), "a")
+    for _ in range(5):
+        bench.clock.advance(0.1)
+        bench.step()
+    assert bench.engine.due_s == math.inf
+    assert not bench.engine.has_transfers
+
+
+def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
+    memory = Memory(10, 0, 4, 1024, lambda ref: AdapterSize(ref.max_rank, 0), rules=MemoryRules(adapter_share=0.2))
+    reason = memory.why_impossible(adapter("a", 3), 8)
+    assert reason is not None
+    assert "3 blocks of adapter" in reason
+    assert "2 for adapters" in reason

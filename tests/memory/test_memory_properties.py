@@ -1,0 +1,183 @@
+"""Random traffic on tiny tiers, under every row: accounts exact after every step, nothing mixed up, nobody forgotten.
+
+The scripted executor refuses every plan that would read or move anything but what belongs there.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lorikeet.config import ROWS
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.plan import Transfer
+from lorikeet.core.request import Request
+from lorikeet.engine.scripted import token_by_seed
+from lorikeet.scheduling.limits import Limits
+from tests.support.scripted import Bench, adapter, request
+from tests.support.step_counts import count, counted, machine_settings
+
+NAMES = ("a", "b", "cccccc", "bad")
+PREFIX = list(range(100, 140))
+LONGEST = 48
+
+
+class Traffic(RuleBasedStateMachine):
+    """Submits, aborts, moves, drops, replaces, fails and steps in any order."""
+
+    @initialize(
+        blocks=st.integers(20, 40),
+        host_blocks=st.one_of(st.just(0), st.integers(1, 60)),
+        row=st.sampled_from(sorted(ROWS)),
+        repeat=st.integers(1, 6),
+        budget=st.integers(3, 20),
+        failing=st.booleans(),
+    )
+    def start(self, blocks: int, host_blocks: int, row: str, repeat: int, budget: int, failing: bool) -> None:
+        self.failing = failing
+        self.bench = Bench(
+            blocks=blocks,
+            host_blocks=host_blocks,
+            row=ROWS[row],
+            limits=Limits(max_running=5, max_step_tokens=budget, max_model_tokens=LONGEST, max_repeat=repeat),
+            failing=frozenset({AdapterDigest("digest-bad")}),
+            fails=self._fails,
+        )
+        self.requests: dict[RequestId, Request] = {}
+        self.aborted: set[RequestId] = set()
+        self.versions = dict.fromkeys(NAMES, 0)
+
+    def _fails(self, transfer: Transfer) -> bool:
+        """Let one in ten transfers fail, or none."""
+        return self.failing and transfer.transfer_id % 10 == 0
+
+    def _ref(self, name: str) -> AdapterRef:
+        """The present version; each takes another number of blocks."""
+        version = self.versions[name]
+        suffix = f"-{version}" if version else ""
+        return adapter(name + suffix, 1 + (len(name) + version) % 4)
+
+    @rule(
+        name=st.sampled_from((*NAMES, None)),
+        size=st.integers(1, 6),
+        family=st.integers(0, 3),
+        prompt=st.integers(1, 36),
+        output=st.integers(1, 16),
+        stop=st.integers(0, 999),
+        twins=st.integers(1, 2),
+    )
+    @counted
+    def submit(self, name: str | None, size: int, family: int, prompt: int, output: int, stop: int, twins: int) -> None:
+        """Twins compute the same tokens at once, so each has copies of the other's blocks."""
+        ref = None if name is None else self._ref(name)
+        first = len(self.requests)
+        for number in range(first, first + twins):
+            new = request(
+                f"r{number}",
+                [family, *PREFIX[1:prompt], *[first % 7] * (size - 1)],
+                self.bench.clock.now(),
+                ref,
+                max_tokens=output + 16 * (number - first),
+                seed=first,
+                stop_token_ids=(stop,),
+            )
+            self.requests[new.request_id] = new
+            self.bench.engine.submit(new)
+
+    @rule(names=st.sets(st.sampled_from(NAMES)))
+    @counted
+    def know(self, names: set[str]) -> None:
+        self.bench.engine.know_adapters(tuple(self._ref(name) for name in sorted(names)))
+
+    @rule(steps=st.integers(1, 8))
+    @counted
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.bench.step()
+
+    @rule()
+    @counted
+    def settle(self) -> None:
+        """All requests end; what they leave behind stays."""
+        self.bench.run(3_000)
+
+    @rule(seconds=st.floats(0.001, 2.0))
+    @counted
+    def rest(self, seconds: float) -> None:
+        self.bench.clock.advance(seconds)
+        self.bench.step()
+
+    def _live(self) -> list[RequestId]:
+        ended = self.bench.finished()
+        return [r for r in self.requests if r not in ended and r not in self.aborted]
+
+    @rule(data=st.data())
+    @counted
+    def abort(self, data: st.DataObject) -> None:
+        if live := self._live():
+            victim = data.draw(st.sampled_from(live))
+            self.bench.engine.abort(victim)
+            self.aborted.add(victim)
+
+    @rule(name=st.sampled_from(NAMES))
+    @counted
+    def drop_adapter(self, name: str) -> None:
+        self.bench.engine.drop_adapter(self._ref(name).digest)
+
+    @rule(name=st.sampled_from(NAMES[:-1]))
+    @counted
+    def replace_adapter(self, name: str) -> None:
+        """Another version under the same name; the old one is dropped."""
+        self.bench.engine.drop_adapter(self._ref(name).digest)
+        self.versions[name] += 1
+
+    @rule(data=st.data())
+    @counted
+    def move_away_and_back(self, data: st.DataObject) -> None:
+        self.bench.step()
+        if live := self._live():
+            moved = self.bench.engine.export_request(data.draw(st.sampled_from(live)))
+            self.bench.engine.submit(moved)
+
+    @invariant()
+    def accounts_are_exact(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.memory.check_integrity()
+            counts, host = self.bench.memory.counts(), self.bench.memory.host_counts()
+            assert sum(counts) == self.bench.blocks
+            assert sum(host) == self.bench.host_blocks
+            assert min(*counts, *host) >= 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.bench.run(3_000)
+        for (source, target), totals in self.bench.memory.tiers.totals.items():
+            count(f"{source} to {target}", totals.transfers)
+            count(f"{source} to {target}, failed", totals.failed)
+        count("preemptions", self.bench.scheduler.preemptions)
+        ended = self.bench.finished()
+        assert set(ended) == set(self.requests), "a request was forgotten"
+        counts = self.bench.memory.counts()
+        assert counts.free + counts.cached == self.bench.blocks
+        for request_id, asked in self.requests.items():
+            self._check(asked, ended[request_id].reason, self.bench.tokens.get(request_id, []))
+
+    def _check(self, asked: Request, reason: FinishReason, tokens: list[int]) -> None:
+        prompt = len(asked.prompt_token_ids)
+        start = type("Start", (), {"sampling": asked.sampling})
+        whole = [token_by_seed(start, prompt + i) for i in range(len(tokens))]  # type: ignore[arg-type]
+        assert tokens == whole
+        if reason is FinishReason.LENGTH:
+            assert len(tokens) == min(asked.sampling.max_tokens, LONGEST - prompt)
+        elif reason is FinishReason.STOP:
+            assert tokens[-1] in asked.sampling.stop_token_ids
+        elif reason is FinishReason.ERROR:
+            assert asked.adapter is not None
+            assert asked.adapter.name == "bad" or self.failing
+        else:
+            assert asked.request_id in self.aborted
+
+
+Traffic.TestCase.settings = machine_settings(examples=100, steps=60)
+TestTraffic = Traffic.TestCase

@@ -1,0 +1,72 @@
+"""What holds for every policy of the tables."""
+
+import numpy as np
+import pytest
+
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.policies.base import Prefetch
+from lorikeet.memory.policies.lru import Lru
+from lorikeet.memory.tree import BASE, Tree
+from tests.memory.trees import bring_all, nodes_of, random_tree, roots_come_first, view_of
+
+
+@pytest.mark.parametrize("name", EVICTION)
+def test_every_policy_has_a_finite_score_for_every_node(name: str) -> None:
+    for seed in range(10):
+        tree = random_tree(seed)
+        nodes = nodes_of(tree)
+        policy = EVICTION[name](view_of(tree))
+        policy.batch(4, 0.0)
+        for node in nodes:
+            if tree.on_device[node]:
+                policy.inserted(node, 0.0)
+        for node in nodes:
+            policy.arrived(int(tree.top[node]), [node] if tree.top[node] != node else [], 1.0)
+            policy.admitted(int(tree.top[node]), [], 1.0)
+        scores = policy.scores(np.array([BASE, *nodes]), 100.0)
+        assert np.isfinite(scores[1:]).all()
+        assert policy.choose(nodes[:3], 100.0) in nodes[:3]
+
+
+@pytest.mark.parametrize("name", EVICTION)
+def test_scores_do_not_depend_on_who_is_asked_about_together(name: str) -> None:
+    tree = random_tree(3)
+    policy, nodes = EVICTION[name](view_of(tree)), nodes_of(tree)
+    for node in nodes:
+        policy.arrived(int(tree.top[node]), [], 1.0)
+    together = policy.scores(np.array(nodes), 100.0)
+    assert together == pytest.approx([policy.scores(np.array([node]), 100.0)[0] for node in nodes])
+
+
+@pytest.mark.parametrize("name", EVICTION)
+def test_all_nodes_of_a_large_tree_are_scored(name: str) -> None:
+    tree = random_tree(4, adapters=300, kv=3000)
+    policy, nodes = EVICTION[name](view_of(tree)), nodes_of(tree)
+    assert policy.scores(np.array(nodes), 100.0).shape == (3300,)
+
+
+@pytest.mark.parametrize("name", PREFETCH)
+def test_every_prefetch_names_roots_first_and_nothing_twice(name: str) -> None:
+    for seed in range(10):
+        tree = random_tree(seed)
+        view = view_of(tree)
+        prefetch = PREFETCH[name](view, Lru(view))
+        view.waiting = dict.fromkeys(tree.adapters, 1)
+        named = bring_all(prefetch, tree, 100.0)
+        assert len(named) == len(set(named))
+        assert name == "best-first:flat" or roots_come_first(tree, named)
+        assert bring_all(prefetch, tree, 100.0) == []
+
+
+def test_the_least_recently_used_scores_lowest() -> None:
+    tree = random_tree(2)
+    nodes = nodes_of(tree)
+    assert Lru(view_of(tree)).scores(np.array(nodes), 0.0).tolist() == tree.last_use_s[nodes].tolist()
+
+
+def test_without_prefetch_nothing_is_named() -> None:
+    view = view_of(Tree())
+    prefetch = PREFETCH["none"](view, Lru(view))
+    assert type(prefetch) is Prefetch
+    assert list(prefetch.targets(0.0)) == []
+    assert prefetch.evicts_below(1) == -np.inf
