@@ -15,6 +15,8 @@ from lorikeet.config import AUTO_ROW, ROWS, Row, Settings
 
 PAGE = Path(__file__).with_name("configuration.md")
 
+_AXES = Row.__struct_fields__
+
 _HEAD = """\
 # Settings
 
@@ -64,14 +66,18 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
 
 
 def _rows() -> str:
-    """Return the table of rows: the default one in full, of the others what differs."""
+    """Return the table of axes, and that of rows with what differs from the first one."""
+    meanings, plain = _read_docstring(Row)[1], next(iter(ROWS))
     lines = [
-        f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today.\n\n"
-        "| row | choices |\n|---|---|\n"
+        f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today. Axes may "
+        "be set otherwise\nbehind the name: `vllm-static,adapter_share=0.35`. What the rows are is told in "
+        f"[memory.md](memory.md#rows).\n\n| axis | `{plain}` | meaning |\n|---|---|---|\n"
     ]
+    lines += [f"| `{axis}` | `{_toml(getattr(ROWS[plain], axis))}` | {meanings[axis]} |\n" for axis in _AXES]
+    lines.append(f"\n| row | what differs from `{plain}` |\n|---|---|\n")
     for name, row in ROWS.items():
-        axes = [axis for axis in Row.__struct_fields__ if getattr(row, axis) != getattr(Row(), axis)]
-        choices = ", ".join(f"{axis} `{getattr(row, axis)}`" for axis in axes or Row.__struct_fields__)
+        axes = [axis for axis in _AXES if getattr(row, axis) != getattr(ROWS[plain], axis)]
+        choices = ", ".join(f"{axis} `{_toml(getattr(row, axis))}`" for axis in axes)
         lines.append(f"| `{name}` | {choices} |\n")
     return "".join(lines)
 

@@ -73,6 +73,8 @@ def test_an_adapter_in_another_form_is_an_error(text: str) -> None:
 
 def test_sizes_are_read_with_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, "--memory", "1.5GiB").engine.memory_bytes == 3 * 2**29
+    engine = settings_of(monkeypatch, "--host-memory", "20GB", "--link-gb-per-s", "0.8").engine
+    assert (engine.host_memory_bytes, engine.link_bytes_per_s) == (20 * 10**9, 0.8e9)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,16 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--row", "vllm"], ["--config", "/no/such.toml"], ["--port", "http"], ["--frobnicate"]]
+    "arguments",
+    [
+        ["--row", "vllm"],
+        ["--row", "vllm-static,adapter_share=2"],
+        ["--link-gb-per-s", "fast"],
+        ["--link-gb-per-s", "-1"],
+        ["--config", "/no/such.toml"],
+        ["--port", "http"],
+        ["--frobnicate"],
+    ],
 )
 def test_a_wrong_setting_ends_the_command_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str]

@@ -17,8 +17,11 @@ from lorikeet.cli import app
 from lorikeet.config import load_settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.plan import AdapterLoadDone
-from lorikeet.memory.device import DeviceMemory
+from lorikeet.core.plan import TransferDone
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.leases import SequenceLease
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.policies import EVICTION
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -81,15 +84,19 @@ def test_the_architecture_page_lists_the_rooms_of_the_house() -> None:
     assert set(re.findall(r"^  (\w+)/ ", house, re.MULTILINE)) == rooms
 
 
-def test_the_policy_that_the_architecture_page_shows_works() -> None:
+def test_the_policy_that_the_architecture_page_shows_works(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}
     exec(code_blocks(ARCHITECTURE, "python")[0], names)
     sizes = {"small": 2, "big": 5, "new": 5}
-    memory = DeviceMemory(10, 16, 1, lambda ref: sizes[ref.name], names["largest"])  # type: ignore[arg-type]
+    monkeypatch.setitem(EVICTION, "largest", names["LargestFirst"])
+    memory = Memory(10, 0, 16, 1, lambda ref: AdapterSize(sizes[ref.name], 0), "largest")
     for now, name in enumerate(sizes):
-        load = memory.try_start_load(AdapterRef(AdapterName(name), AdapterDigest(name), "", {}, 0), float(now))
-        assert load is not None
-        memory.finish_load(AdapterLoadDone(AdapterDigest(name), load.generation), float(now))
+        ref = AdapterRef(AdapterName(name), AdapterDigest(name), "", {}, 0)
+        lease = memory.try_admit(ref, [], 1, float(now))
+        assert isinstance(lease, SequenceLease)
+        ((transfer,), _) = memory.take_transfers()
+        memory.finish_transfer(TransferDone(transfer.transfer_id), float(now))
+        memory.release(lease, float(now))
     assert set(memory.resident()) == {"small", "new"}
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -54,6 +55,7 @@ class FakeEngine:
     Attributes:
         submitted: all requests so far.
         aborted: ids of requests that were aborted.
+        known: versions that it was told of and not told to drop.
         open: while cleared, no request gets a token.
         refusal: requests end with this error before their first token.
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
@@ -68,6 +70,7 @@ class FakeEngine:
         self.refusal: str | None = None
         self.dies_after: int | None = None
         self.per_output = 1
+        self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.stats: EngineStats | None = None
@@ -79,7 +82,11 @@ class FakeEngine:
         self.submitted.append(request)
         return FakeHandle(self, request)
 
+    def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        self.known |= {ref.digest: ref for ref in refs}
+
     async def drop_adapter(self, digest: AdapterDigest) -> int:
+        self.known.pop(digest, None)
         self.dropped.append(digest)
         return 12345
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from anyio import to_thread
 
+from lorikeet.adapters.catalog import AdapterRecord
 from lorikeet.core.ids import AdapterDigest
 from tests.server.conftest import Running, Start
 from tests.server.fakes import write_adapter
@@ -64,6 +65,35 @@ async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server:
     old, new = (request.digest for request in server.engine.submitted)
     assert old != new
     await until(lambda: server.engine.dropped == [old])
+
+
+async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(server: Running) -> None:
+    await load(server, "pirate", "pirate")
+    await load(server, "twin", "pirate")
+    assert [ref.name for ref in server.engine.known.values()] == ["twin"], "one version, by its newest name"
+    old = next(iter(server.engine.known))
+    write_adapter(server.sources / "pirate", seed=99)
+    await load(server, "pirate", "pirate", load_inplace=True)
+    assert len(server.engine.known) == 2
+    await server.http.delete("/v1/adapters/twin")
+    assert server.engine.dropped == [old]
+    await server.http.delete("/v1/adapters/pirate")
+    assert server.engine.known == {}
+
+
+async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_known(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, register = server.service.catalog, server.service.catalog.register
+
+    def register_and_lose(name: str, source: str, *, replace: bool) -> AdapterRecord:
+        record = register(name, source, replace=replace)
+        catalog.remove(name)
+        return record
+
+    monkeypatch.setattr(catalog, "register", register_and_lose)
+    assert (await load(server, "pirate", "pirate"))[0] == 200
+    assert server.engine.known == {}, "nobody would tell the engine to drop it"
 
 
 async def test_a_version_with_two_names_is_freed_with_the_second(server: Running) -> None:

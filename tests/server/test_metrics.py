@@ -7,19 +7,42 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterLoaded
-from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.messages import EngineStats
+from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, RouteStats, TierBytes
+from lorikeet.core.timings import RequestTimings
+from lorikeet.server.metrics import Metrics
 from lorikeet.server.usage import Counts
 from tests.server.conftest import Running
 from tests.server.test_chat import CHAT, body, events
 
+MEMORY = MemoryStats(
+    device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),
+    host=TierBytes(total=50, free=4, adapters=30, kv_running=0, kv_cached=15, inflight=1),
+    host_adapters=6,
+    packing_waste_bytes=5,
+    invalid_kv_bytes=1,
+    unpinned_kv_bytes=3,
+    invalid_kv_share=0.25,
+    adapter_queries=20,
+    adapter_hits=15,
+    kv_queries_tokens=1000,
+    kv_hits_tokens=300,
+    kv_host_hits_tokens=200,
+    transfers={"source-host": RouteStats(6, 300, 1, 0.5), "host-device": RouteStats(9, 400, 0, 0.25)},
+    prefetched=8,
+    prefetched_used=7,
+    decisions=DecisionTimes(count=4, total_s=0.004, worst_s=0.003),
+    nodes=120,
+    metadata_bytes=30_000,
+)
 STATS = EngineStats(
     at_s=0.0,
     steps=7,
     running=2,
     waiting=5,
-    waiting_for_adapter=1,
+    waiting_for_adapter=2,
+    waiting_for_kv=1,
     free_blocks=40,
     cached_blocks=10,
     kv_blocks=30,
@@ -33,6 +56,7 @@ STATS = EngineStats(
     prefix_hits_tokens=25,
     preemptions=3,
     step_tokens=12,
+    memory=MEMORY,
 )
 
 
@@ -81,14 +105,83 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     samples = await page(server)
     assert value(samples, "vllm:num_requests_running") == 2
     assert value(samples, "vllm:num_requests_waiting") == 5
-    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="capacity") == 4
-    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="deferred") == 1
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="deferred") == 3
+    waiting = {s.labels["for"]: s.value for s in samples["lorikeet:num_requests_waiting_for_transfer"]}
+    assert waiting == {"adapter": 2, "kv": 1}
     assert value(samples, "vllm:kv_cache_usage_perc") == 30 / 80
     assert value(samples, "vllm:prefix_cache_queries_total") == 100
     assert value(samples, "vllm:prefix_cache_hits_total") == 25
     assert value(samples, "vllm:num_preemptions_total") == 3
     assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
     assert value(samples, "lorikeet:blocks", use="adapter") == 18
+
+
+async def test_the_memory_tells_where_its_bytes_are_and_they_add_up_to_its_tiers(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    by_tier: dict[str, dict[str, float]] = {"device": {}, "host": {}}
+    for sample in samples["lorikeet:memory_bytes"]:
+        by_tier[sample.labels["tier"]][sample.labels["kind"]] = sample.value
+    assert by_tier["device"] == {"free": 40, "adapters": 25, "kv_running": 30, "kv_cached": 3, "inflight": 2}
+    assert {tier: sum(kinds.values()) for tier, kinds in by_tier.items()} == {"device": 100, "host": 50}
+    assert value(samples, "lorikeet:memory_packing_waste_bytes") == 5
+    assert value(samples, "lorikeet:memory_invalid_kv_bytes") == 1
+    assert value(samples, "lorikeet:memory_invalid_kv_share") == 0.25
+    assert value(samples, "vllm:num_cpu_loaded_lora_adapters") == 6
+
+
+async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    told = {
+        name.removeprefix("lorikeet:memory_"): found[0].value
+        for name, found in samples.items()
+        if name.startswith("lorikeet:memory_") and set(found[0].labels) == {"model_name", "engine"}
+    }
+    assert told == {
+        "packing_waste_bytes": 5,
+        "invalid_kv_bytes": 1,
+        "invalid_kv_share": 0.25,
+        "adapter_queries_total": 20,
+        "adapter_hits_total": 15,
+        "kv_query_tokens_total": 1000,
+        "prefetched_total": 8,
+        "prefetched_used_total": 7,
+        "decisions_total": 4,
+        "decision_seconds_total": 0.004,
+        "decision_seconds_max": 0.003,
+        "nodes": 120,
+        "metadata_bytes": 30_000,
+    }
+    assert value(samples, "lorikeet:memory_kv_hit_tokens_total", tier="device") == 300
+    assert value(samples, "lorikeet:memory_kv_hit_tokens_total", tier="host") == 200
+    moved = {"source": "source", "target": "host"}
+    numbers = ("transfers", "transfer_bytes", "transfer_failures", "transfer_busy_seconds")
+    assert [value(samples, f"lorikeet:memory_{name}_total", **moved) for name in numbers] == [6, 300, 1, 0.5]
+    assert value(samples, "lorikeet:memory_transfers_total", source="host", target="device") == 9
+
+
+async def test_without_gauges_of_the_engine_the_page_has_none_of_the_memory(server: Running) -> None:
+    assert not [name for name in await page(server) if name.startswith("lorikeet:memory_")]
+
+
+def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
+    name, timings = RequestId("r"), RequestTimings(arrival_s=0.0)
+    for event in (
+        Queued(name, 0.5),
+        Admitted(name, 1.0, 32, True, True),
+        AdapterArrived(name, 3.0),
+        KvArrived(name, 7.0),
+    ):
+        timings.apply(event)
+    metrics = Metrics("base", 256)
+    metrics.observe_request(timings, 40, 0, "abort", 8.0)
+    metrics.observe_request(RequestTimings(arrival_s=0.0), 40, 0, "abort", 8.0)
+    text = metrics.page().decode()
+    assert 'lorikeet:request_adapter_wait_seconds_sum{engine="0",model_name="base"} 2.0' in text
+    assert 'lorikeet:request_kv_wait_seconds_sum{engine="0",model_name="base"} 4.0' in text
+    assert 'lorikeet:request_kv_wait_seconds_count{engine="0",model_name="base"} 1.0' in text
 
 
 async def test_a_step_is_counted_once_however_many_requests_share_it(server: Running) -> None:

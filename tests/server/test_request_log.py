@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lorikeet.core.events import AdapterArrived, Admitted, FirstToken, KvArrived, Queued
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.core.timings import RequestTimings
@@ -41,12 +42,33 @@ async def test_every_request_leaves_a_line(start: Start, tmp_path: Path) -> None
     assert first["adapter"] is None
     assert first["input_tokens"] == answer["usage"]["prompt_tokens"]
     assert first["output_tokens"] == answer["usage"]["completion_tokens"]
-    assert 0 < first["ttft_s"] <= first["e2e_s"]
+    assert 0 < first["queue_s"] <= first["ttft_s"] <= first["e2e_s"]
+    assert first["adapter_wait_s"] == first["kv_wait_s"] == 0
     assert (second["adapter"], second["finish_reason"], second["output_tokens"]) == ("french", "length", 1)
     assert second["arrival_s"] > 0
-    assert (third["finish_reason"], third["ttft_s"]) == ("error", None)
+    assert (third["finish_reason"], third["queue_s"], third["ttft_s"]) == ("error", None, None)
     assert third["request_id"].startswith("mine-")
     assert "hello" not in path.read_text()
+
+
+def test_the_parts_of_ttft_add_up(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path / "requests.jsonl", max_bytes=10**6, keep=1)
+    name = RequestId("r")
+    timings = RequestTimings(arrival_s=10.0)
+    for event in (
+        Queued(name, 10.25),
+        Admitted(name, 11.0, 32, waits_for_adapter=True, waits_for_kv=True),
+        KvArrived(name, 11.5),
+        AdapterArrived(name, 13.0),
+        FirstToken(name, 13.5),
+    ):
+        timings.apply(event)
+    log.write(Request(name, [1], SamplingParams(4), 10.0), timings, 1, "stop", 14.0, None)
+    log.close()
+    (line,) = lines(tmp_path / "requests.jsonl")
+    parts = [line[part] for part in ("queue_s", "adapter_wait_s", "kv_wait_s")]
+    assert parts == [1.0, 2.0, 0.0], "the KV came while the adapter was awaited"
+    assert line["ttft_s"] - sum(parts) == 0.5, "prefill"
 
 
 async def test_text_is_logged_only_on_request(start: Start, tmp_path: Path) -> None:

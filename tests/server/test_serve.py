@@ -149,6 +149,31 @@ async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_remo
         assert (await server.http.post(CHAT, json=asking)).json()["choices"] == base
 
 
+async def test_with_a_host_tier_adapters_are_read_into_it_before_anybody_asks(model: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one", layers=3, hidden=48)
+    write_adapter(tmp_path / "two", layers=3, hidden=48, seed=1)
+    flags = ("--host-memory", "8MiB", "--adapter-dir", str(tmp_path), "--lora-modules", f"one={tmp_path}/one")
+    async with serving(model, tmp_path, *flags) as server:
+        await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
+        while 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0' not in await _metrics(server):
+            await asyncio.sleep(0.01)
+        assert (await server.http.get("/v1/adapters/one")).json()["level"] is None
+        asked = (await server.http.post(CHAT, json={**LONG, "model": "one", "max_tokens": 20})).json()
+        assert asked["usage"]["completion_tokens"] == 20
+        page = await _metrics(server)
+        assert 'lorikeet:request_adapter_wait_seconds_count{engine="0",model_name="tiny"} 1.0' in page
+        while (card := (await server.http.get("/v1/adapters/one")).json())[
+            "level"
+        ] != "gpu":  # gauges follow the answer
+            await asyncio.sleep(0.01)
+        removed = (await server.http.delete("/v1/adapters/one")).json()
+        assert removed["freed_bytes"] > 2 * card["device_bytes"], "device, host, and KV"
+
+
+async def _metrics(server: Server) -> str:
+    return (await server.http.get("/metrics")).text
+
+
 async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]:
     """Pass the lines of a stream on; kill a process after the first one."""
     killed = False

@@ -3,6 +3,7 @@
 import typer
 
 from lorikeet.commands.bench_limits import bench_limits
+from lorikeet.commands.bench_memory import bench_memory
 from lorikeet.commands.bench_offline import bench_offline
 from lorikeet.commands.bench_serve import bench_serve
 
@@ -10,4 +11,5 @@ app = typer.Typer(help="Measure.", no_args_is_help=True)
 
 app.command("serve")(bench_serve)
 app.command("offline")(bench_offline)
+app.command("memory")(bench_memory)
 app.command("limits")(bench_limits)

@@ -32,7 +32,7 @@ class Foreign(NamedTuple):
 
 
 _POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
-_HOST = "weights are read from the adapter store when needed; there is no second cache in host memory to size"
+_HOST = "use --host-memory SIZE, one host tier for adapters and KV"
 _SHARE = "use --memory SIZE (the default takes a share of what is free)"
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "models with experts are not served"
@@ -58,7 +58,12 @@ FOREIGN: dict[str, Foreign] = {
     "--max-lora-chunk-size": Foreign("the kernels choose their own chunks"),
     "--gpu-memory-utilization": Foreign(_SHARE),
     "--mem-fraction-static": Foreign(_SHARE),
-    "--swap-space": Foreign("requests that lose their blocks are recomputed, not swapped"),
+    "--swap-space": Foreign(_HOST),
+    "--kv-offloading-size": Foreign(_HOST),
+    "--kv-offloading-backend": Foreign(_HOST),
+    "--enable-hierarchical-cache": Foreign(_HOST, value=False),
+    "--hicache-size": Foreign(_HOST),
+    "--hicache-ratio": Foreign(_HOST),
     "--scheduling-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
     "--schedule-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
     "--enable-chunked-prefill": Foreign(_ALWAYS, value=False, same=("",)),

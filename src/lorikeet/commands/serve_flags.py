@@ -52,6 +52,10 @@ def preload_pair(text: str) -> str:
     return f"{module['name']}={module['path']}"
 
 
+def _gigabytes(text: str) -> float:
+    return float(text) * 1e9
+
+
 FLAGS = (
     Flag("--served-model-name", "model.served_names", list[str], "Name of the base model for clients; repeatable."),
     Flag("--dtype", "model.dtype", str, "auto, bfloat16, float16 or float32.", lambda t: _HALF_NAMES.get(t, t), "TEXT"),
@@ -70,6 +74,22 @@ FLAGS = (
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
+    Flag(
+        "--host-memory",
+        "engine.host_memory_bytes",
+        int,
+        "Host tier, for adapters and KV that have no room in the pool; 0, none.",
+        parse_size,
+        "SIZE",
+    ),
+    Flag(
+        "--link-gb-per-s",
+        "engine.link_bytes_per_s",
+        float,
+        "Declared speed of the link to the host tier, 10^9 bytes a second each way; on CPUs.",
+        _gigabytes,
+        "NUMBER",
+    ),
     Flag("--block-size", "engine.block_tokens", int, "Tokens of KV in a block."),
     Flag("--max-num-seqs --max-running-requests", "engine.max_running", int, "Most sequences running at once."),
     Flag("--max-num-batched-tokens --chunked-prefill-size", "engine.max_step_tokens", int, "Most tokens in a step."),

@@ -26,7 +26,9 @@ def simulate(
     profile: Annotated[Text, typer.Option(help="Name (lorikeet profiles lists them) or .toml file.")] = None,
     preset: Annotated[Text, typer.Option(help="The system: a row's name.")] = None,
     trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
-    shape: Annotated[Text, typer.Option(help="plain, chat (conversations of --trace), translation or agent.")] = None,
+    shape: Annotated[
+        Text, typer.Option(help="plain, chat (of --trace), translation, agent, chatbot or conversations.")
+    ] = None,
     arrivals: Annotated[Text, typer.Option(help="poisson, gamma, uniform, now or functions.")] = None,
     rate: Annotated[Text, typer.Option(help="Requests per second, or points: 0:2,400:8.")] = None,
     cv: Annotated[Number, typer.Option(help="Variation of the gaps of gamma and functions.")] = None,

@@ -24,7 +24,9 @@ def workload(
         Path | None,
         typer.Option("--from", help="A workload, Azure's CSV or Mooncake's JSONL to begin with.", exists=True),
     ] = None,
-    shape: Annotated[str, typer.Option(help="plain, chat (conversations of --from), translation or agent.")] = "plain",
+    shape: Annotated[
+        str, typer.Option(help="plain, chat (of --from), translation, agent, chatbot or conversations.")
+    ] = "plain",
     arrivals: Annotated[str, typer.Option(help="poisson, gamma, uniform, now or functions.")] = "poisson",
     rate: Annotated[
         str, typer.Option(help="Requests per second, or points: 0:2,400:2,900:8.", show_default="--from's own, or 1")

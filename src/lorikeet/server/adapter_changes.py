@@ -35,7 +35,7 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
     try:
         old = parts.catalog.get(name)
     except AdapterFilesMissing:
-        old = None  # nothing ran under it; if the device still holds it, it is evicted when its place is needed
+        old = None  # nothing runs under it; what a tier still holds of it leaves when its place is needed
     if parts.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
@@ -52,16 +52,18 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
     except AdapterError as error:
         raise ApiError(400, str(error)) from error
     log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
+    if parts.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
+        parts.client.know_adapters([record.ref])
     if old is not None and old.digest != record.digest:
         _in_background(parts, _free(parts, old))
     return record
 
 
 async def unload_adapter(parts: Service, name: str) -> int | None:
-    """Remove an adapter: no new request gets it, running ones finish, then its memory is free.
+    """Remove an adapter: no new request gets it, running ones finish, then its memory is free on every tier.
 
     Returns:
-        Bytes freed on the device; None if requests still ran after a while.
+        Bytes freed, of its weights and its KV on device and host; None if requests still ran after a while.
 
     Raises:
         ApiError: 404 for an unknown name, 409 if another call changes it.
@@ -93,8 +95,8 @@ def _forget(parts: Service, name: str) -> None:
 
 
 async def _free(parts: Service, record: AdapterRecord) -> int:
-    """Free a version on the device unless another name still points to it."""
-    if any(other.digest == record.digest for other in parts.catalog.list()):
+    """Free a version on every tier unless another name still points to it."""
+    if parts.catalog.has(record.digest):
         return 0
     try:
         freed_bytes = await parts.client.drop_adapter(record.digest)

@@ -59,6 +59,7 @@ async def adapter_stats(name: str, parts: Parts) -> dict[str, Any]:
         "mean_ttft_s": total.ttft_s / total.ttft_count if total.ttft_count else None,
         "mean_e2e_s": total.e2e_s / total.requests if total.requests else None,
         "mean_load_wait_s": total.adapter_wait_s / total.requests if total.requests else None,
+        "mean_kv_wait_s": total.kv_wait_s / total.requests if total.requests else None,
     }
 
 

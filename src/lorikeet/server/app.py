@@ -13,6 +13,7 @@ from lorikeet.server.engine_metrics import EngineCollector, UsageCollector
 from lorikeet.server.errors import install_handlers
 from lorikeet.server.limits import BodyLimit, Gate
 from lorikeet.server.logs import RequestIds, log
+from lorikeet.server.memory_metrics import MemoryCollector
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.models import Models
 from lorikeet.server.observer import Observer
@@ -57,6 +58,7 @@ def create_service(
         observer=Observer(metrics, usage, request_log),
     )
     metrics.add_collector(EngineCollector(client, metrics.labels, service.adapters_by_digest))
+    metrics.add_collector(MemoryCollector(client, metrics.labels))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
 
     def on_adapter_event(event: AdapterEvent) -> None:

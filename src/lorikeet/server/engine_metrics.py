@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Set
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
 from lorikeet.engine.client import EngineClient
+from lorikeet.server.families import Families
 from lorikeet.server.usage import AdapterUsage, Counts
 
 _MAX_NAMES = 500
@@ -32,16 +33,17 @@ class EngineCollector(Collector):
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
     ) -> None:
         self._client = client
-        self._labels = labels
+        self._make = Families(labels)
         self._adapters_by_digest = adapters_by_digest
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
-        yield self._gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
-        yield self._count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
+        make = self._make
+        yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
+        yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
         hello = self._client.hello
         shape = {"block_size": str(hello.block_tokens), "num_gpu_blocks": str(hello.total_blocks)}
-        yield self._gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
+        yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
         stats = self._client.stats
         if stats is None:
             return
@@ -50,30 +52,40 @@ class EngineCollector(Collector):
         yield from self._adapters(stats)
 
     def _requests(self, stats: EngineStats) -> Iterable[Metric]:
-        yield self._gauge("vllm:num_requests_running", "Sequences that hold blocks.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the admission queue.", stats.waiting)
-        reasons = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason", "Why they wait.", labels=[*self._labels, "reason"]
+        make = self._make
+        deferred = stats.waiting_for_adapter + stats.waiting_for_kv
+        reasons = [(("capacity",), stats.waiting - deferred), (("deferred",), deferred)]
+        transfers = [(("adapter",), stats.waiting_for_adapter), (("kv",), stats.waiting_for_kv)]
+        yield make.gauge("vllm:num_requests_running", "Sequences that can run.", stats.running)
+        yield make.gauge("vllm:num_requests_waiting", "All other requests.", stats.waiting)
+        yield make.gauges(
+            "vllm:num_requests_waiting_by_reason",
+            "Why they wait: for blocks, or with them for transfers.",
+            ("reason",),
+            reasons,
         )
-        reasons.add_metric([*self._labels.values(), "capacity"], stats.waiting - stats.waiting_for_adapter)
-        reasons.add_metric([*self._labels.values(), "deferred"], stats.waiting_for_adapter)
-        yield reasons
-        yield self._count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
-        yield self._count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
-        yield self._count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
-        yield self._count("lorikeet:steps", "Steps of the engine.", stats.steps)
+        yield make.gauges(
+            "lorikeet:num_requests_waiting_for_transfer",
+            "The deferred ones by what they wait for.",
+            ("for",),
+            transfers,
+        )
+        yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
+        yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
+        yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
 
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
+        make = self._make
         for_kv = stats.kv_blocks + stats.free_blocks + stats.cached_blocks
         usage = stats.kv_blocks / for_kv if for_kv else 1.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the blocks open to KV that sequences hold.", usage)
-        blocks = GaugeMetricFamily("lorikeet:blocks", "Device blocks by use.", labels=[*self._labels, "use"])
-        for use in ("free", "cached", "kv", "adapter", "inflight"):
-            blocks.add_metric([*self._labels.values(), use], getattr(stats, f"{use}_blocks"))
-        yield blocks
+        yield make.gauge("vllm:kv_cache_usage_perc", "Share of the blocks open to KV that sequences hold.", usage)
+        blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
+        yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
         """Residency, for routers that prefer a replica that holds an adapter already."""
+        make = self._make
         serving = {*stats.running_adapters, *stats.resident_adapters}
         known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
         running = {name for digest in serving for name in _names(known, digest)}
@@ -84,34 +96,19 @@ class EngineCollector(Collector):
             "running_lora_adapters": ",".join(sorted(running)[:_MAX_NAMES]),
             "waiting_lora_adapters": ",".join(sorted(waiting)[:_MAX_NAMES]),
         }
-        yield self._gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
-        loaded = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "Adapters on the device.",
-            labels=[*self._labels, "adapter_name", "level", "pinned", "rank"],
-        )
+        yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
         ranks = {
             name: str(known[digest][0].max_rank) if digest in known else ""
             for digest in stats.resident_adapters
             for name in _names(known, digest)
         }
-        for name in sorted(ranks)[:_MAX_NAMES]:
-            loaded.add_metric([*self._labels.values(), name, "gpu", "false", ranks[name]], 1.0)
-        yield loaded
-        held = len(stats.resident_adapters)
-        yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
-        yield self._gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
-
-    def _gauge(self, name: str, text: str, value: float, more: dict[str, str] | None = None) -> Metric:
-        labels = {**self._labels, **(more or {})}
-        gauge = GaugeMetricFamily(name, text, labels=list(labels))
-        gauge.add_metric(list(labels.values()), value)
-        return gauge
-
-    def _count(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(name, text, labels=list(self._labels))
-        counter.add_metric(list(self._labels.values()), value)
-        return counter
+        loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
+        labels = ("adapter_name", "level", "pinned", "rank")
+        yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
+        held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
+        yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
+        yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
+        yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
@@ -130,6 +127,7 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
     ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
     ("e2e_seconds", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
     ("load_wait_seconds", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
+    ("kv_wait_seconds", "Sum of time spent waiting for KV beyond that.", lambda counts: counts.kv_wait_s),
 )
 
 
@@ -138,13 +136,11 @@ class UsageCollector(Collector):
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
-        self._labels = labels
+        self._make = Families(labels)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
         by_adapter = self._usage.labelled()
         for name, text, value in _PER_ADAPTER:
-            family = CounterMetricFamily(f"lorikeet:adapter_{name}", text, labels=[*self._labels, "adapter"])
-            for adapter, counts in by_adapter.items():
-                family.add_metric([*self._labels.values(), adapter], value(counts))
-            yield family
+            values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
+            yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)

@@ -41,7 +41,9 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
         self._queue = self._histogram("request_queue_time_seconds", "Time in the admission queue.", _REQUEST_S)
         self._inference = self._histogram("request_inference_time_seconds", "Admission to end.", _REQUEST_S)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.", _REQUEST_S)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Admission to first token, transfers included.", _REQUEST_S
+        )
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
@@ -49,13 +51,12 @@ class Metrics:
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._adapter_wait = Histogram(
-            "lorikeet:request_adapter_wait_seconds",
-            "Time a request waited for its adapter's transfer.",
-            tuple(self.labels),
-            buckets=_LOAD_S,
-            registry=self.registry,
-        ).labels(**self.labels)
+        self._adapter_wait = self._histogram(
+            "request_adapter_wait_seconds", "Time a request waited for its adapter's transfer.", _LOAD_S, "lorikeet"
+        )
+        self._kv_wait = self._histogram(
+            "request_kv_wait_seconds", "Time beyond that a request waited for its KV's transfer.", _LOAD_S, "lorikeet"
+        )
         success = Counter(
             "vllm:request_success",
             "Requests ended.",
@@ -93,6 +94,8 @@ class Metrics:
         self._e2e.observe(ended_s - timings.arrival_s)
         if timings.adapter_wait_s:
             self._adapter_wait.observe(timings.adapter_wait_s)
+        if timings.kv_wait_s:
+            self._kv_wait.observe(timings.kv_wait_s)
         queued_s, admitted_s, first_s = timings.queued_s, timings.admitted_s, timings.first_token_s
         if queued_s is None or admitted_s is None:
             return
@@ -106,8 +109,8 @@ class Metrics:
         if completion_tokens > 1:
             self._per_token.observe((ended_s - first_s) / (completion_tokens - 1))
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(f"vllm:{name}", text, tuple(self.labels), buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], owner: str = "vllm") -> Histogram:
+        histogram = Histogram(f"{owner}:{name}", text, tuple(self.labels), buckets=buckets, registry=self.registry)
         return histogram.labels(**self.labels)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -75,6 +75,7 @@ class RequestWatch:
                 ttft_s=ttft_s or 0.0,
                 e2e_s=ended_s - timings.arrival_s,
                 adapter_wait_s=timings.adapter_wait_s,
+                kv_wait_s=timings.kv_wait_s,
             )
         )
         self._usage.running -= 1

@@ -1,6 +1,7 @@
 """The request log: JSON Lines in the workload format, so that real traffic can be replayed.
 
-Each line has ``arrival_s, adapter, input_tokens, output_tokens`` and what became of the request. ``arrival_s``
+Each line has ``arrival_s, adapter, input_tokens, output_tokens`` and what became of the request. TTFT is the sum of
+``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec, R28). ``arrival_s``
 counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines are in the
 order in which requests ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in
 time, some are dropped and counted.
@@ -70,7 +71,9 @@ class RequestLog:
             "request_id": request.request_id,
             "adapter_digest": request.digest,
             "cached_tokens": timings.cached_tokens,
+            "queue_s": _since(timings, timings.admitted_s),
             "adapter_wait_s": round(timings.adapter_wait_s, 6),
+            "kv_wait_s": round(timings.kv_wait_s, 6),
             "ttft_s": _since(timings, timings.first_token_s),
             "e2e_s": _since(timings, ended_s),
             "finish_reason": reason,

@@ -71,6 +71,7 @@ async def _serve(settings: Settings) -> None:
         catalog = await to_thread.run_sync(_open_catalog, settings, config, hello, model)
         stack.callback(catalog.close)
         await _preload(catalog, settings.adapters.preload, announcer)
+        client.know_adapters(await to_thread.run_sync(catalog.versions))
 
         request_log = _open_request_log(settings)
         if request_log is not None:

@@ -34,6 +34,7 @@ class Counts:
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     adapter_wait_s: float = 0.0
+    kv_wait_s: float = 0.0
 
     def plus(self, other: "Counts", sign: int = 1) -> "Counts":
         """Return the sum, or with ``sign`` -1 the difference."""
