@@ -55,8 +55,9 @@ def _measure() -> dict[str, Any]:
 
 def _fits(profile: CostProfile) -> Iterator[tuple[str, Fit]]:
     """Yield every fit of a measured profile with its name."""
-    link = profile.transfers.source_to_device
-    named = {"steps": profile.step.fit, "source to device": link.fit if link is not None else None}
+    links = {name: getattr(profile.transfers, name) for name in profile.transfers.__struct_fields__}
+    named = {"steps": profile.step.fit}
+    named |= {name.replace("_", " "): link.fit if link is not None else None for name, link in links.items()}
     for form, costs in profile.lora.items():
         named[f"lora {form}, decodes"], named[f"lora {form}, prefills"] = costs.decode_fit, costs.prefill_fit
     for name, fit in named.items():

@@ -36,7 +36,12 @@ THROUGHPUT_POINTS = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100
 """Distinct adapters, requests, prompt and output tokens."""
 
 # KV is dropped after use, so that nothing but adapters fills the memory and all of them stay.
-_ENGINE = {"row": "lorikeet:plain-no-reuse", "max_running": 100, "memory_bytes": 3 * 2**30, "threads": THREADS}
+_ENGINE: dict[str, Any] = {
+    "row": "lorikeet:plain-no-reuse",
+    "max_running": 100,
+    "memory_bytes": 3 * 2**30,
+    "threads": THREADS,
+}
 
 
 @line(

@@ -15,7 +15,7 @@ from benchmarks.accept.offline import interval_words
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.stopwatch import KERNELS, Stopwatch
 from lorikeet.bench.statistics import median_interval
-from lorikeet.core.plan import AdapterLoadDone, StepPlan, StepResult
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.engine.build import Replica
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.models.config import read_model_config
@@ -55,11 +55,11 @@ class NoOpExecutor:
         self.plans.append((plan, recorded))
         return result
 
-    def completed_loads(self) -> list[AdapterLoadDone]:
+    def completed_transfers(self) -> list[TransferDone]:
         """Return none: the base model needs no adapters."""
         return []
 
-    def wait_for_load(self, timeout_s: float | None) -> None:
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Nothing is in transfer."""
 
     def close(self) -> None:

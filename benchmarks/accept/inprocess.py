@@ -1,5 +1,6 @@
 """An engine in this process, driven until all its requests have ended."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ import torch
 
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica, build_replica
+from lorikeet.engine.driver import rest
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels
 
@@ -28,10 +31,12 @@ _TOKENS = (300, 10_000)
 
 
 @contextmanager
-def replica(model: Path, dtype: str, **engine: object) -> Iterator[Replica]:
+def replica(model: Path, dtype: str, max_model_tokens: int = 0, **engine: object) -> Iterator[Replica]:
     """Build a replica of ``model`` and close it in the end; ``engine`` are engine settings."""
     given = EngineSettings(**engine)  # type: ignore[arg-type]
-    built = build_replica(Settings(ModelSettings(model=str(model), dtype=dtype), given))
+    built = build_replica(
+        Settings(ModelSettings(model=str(model), dtype=dtype, max_model_tokens=max_model_tokens), given)
+    )
     try:
         yield built
     finally:
@@ -91,5 +96,5 @@ def run_all(
         if on_turn is not None:
             on_turn(engine.stats())
         if not engine.is_busy and engine.has_requests:
-            engine.wait_for_load()
+            rest(engine, MonotonicClock(), math.inf)
     return tokens

@@ -1,11 +1,11 @@
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from lorikeet.bench.function_trace import Call
-from lorikeet.bench.shapes import Agent, Lengths, Translation
+from lorikeet.bench.shapes import SHAPES, Dialogues, Lengths, Translation
 
 CALLS = [Call(float(number), number % 3) for number in range(300)]
 NAMES = ("a", "b", None)
@@ -26,7 +26,7 @@ def test_a_translation_is_one_sentence_behind_its_pairs_instruction() -> None:
 
 
 def test_an_agents_turn_repeats_the_dialogue_so_far() -> None:
-    requests = Agent().requests(CALLS, NAMES, 32, generator())
+    requests = Dialogues().requests(CALLS, NAMES, 32, generator())
     assert [each.arrival_s for each in requests] == sorted(each.arrival_s for each in requests)
     dialogues = defaultdict(list)
     for each in requests:
@@ -41,7 +41,7 @@ def test_an_agents_turn_repeats_the_dialogue_so_far() -> None:
 
 
 def test_every_token_of_an_agents_prompt_lies_in_a_block_of_its_dialogue() -> None:
-    requests = Agent(scene_blocks=3).requests(CALLS, NAMES, 16, generator())
+    requests = Dialogues(scene_blocks=3).requests(CALLS, NAMES, 16, generator())
     assert all(len(each.prefix_blocks) == -(-each.input_tokens // 16) for each in requests)
     owners = defaultdict(set)
     for each in requests:
@@ -50,6 +50,16 @@ def test_every_token_of_an_agents_prompt_lies_in_a_block_of_its_dialogue() -> No
         assert set(each.prefix_blocks[:3]) <= set(range(9))
     assert min(owners) == 9
     assert all(len(conversations) == 1 for conversations in owners.values())
+
+
+def test_conversations_have_three_turns_at_least_and_answers_of_their_own_length() -> None:
+    shape = SHAPES["conversations"]
+    assert isinstance(shape, Dialogues)
+    requests = shape.requests(CALLS, NAMES, 32, generator())
+    turns = Counter(each.conversation for each in requests)
+    assert min(turns.values()) == 3
+    assert len(requests) / len(turns) == pytest.approx(5, rel=0.1)
+    assert np.median([each.output_tokens for each in requests]) == pytest.approx(24, rel=0.1)
 
 
 def test_lengths_have_their_median_and_their_limit() -> None:

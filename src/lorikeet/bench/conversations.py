@@ -34,6 +34,7 @@ def take_whole(
     generator: np.random.Generator,
     count: int | None = None,
     most_tokens: int | None = None,
+    least_turns: int = 1,
 ) -> list[list[WorkloadRequest]]:
     """Return some of the conversations, none of them cut, in their order.
 
@@ -42,13 +43,15 @@ def take_whole(
         generator: of the choice. The first ones would crowd at the start and leave their late turns alone at the end.
         count: of requests, at least, if there are as many; None for all.
         most_tokens: of prompt and answer together; a conversation with a longer request is left out.
+        least_turns: a conversation with fewer requests is left out.
     """
     taken, requests = [], 0
     for place in generator.permutation(len(conversations)).tolist():
         turns = conversations[place]
         if count is not None and requests >= count:
             break
-        if most_tokens is None or all(turn.input_tokens + turn.output_tokens <= most_tokens for turn in turns):
+        is_short = most_tokens is None or all(turn.input_tokens + turn.output_tokens <= most_tokens for turn in turns)
+        if is_short and len(turns) >= least_turns:
             taken.append(place)
             requests += len(turns)
     return [list(conversations[place]) for place in sorted(taken)]
@@ -57,6 +60,26 @@ def take_whole(
 def flatten(conversations: Sequence[Sequence[WorkloadRequest]]) -> list[WorkloadRequest]:
     """Return all requests in the order of arrival, at equal times in the order of their conversations."""
     return sorted((turn for turns in conversations for turn in turns), key=lambda turn: turn.arrival_s)
+
+
+def first_whole(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
+    """Return the first conversations that have ``count`` requests together, whole, in the order of arrival.
+
+    Args:
+        requests: in the order of arrival; those that name no conversation stand alone.
+        count: of requests, at least, if there are as many.
+    """
+    conversations: dict[str | int, list[WorkloadRequest]] = {}
+    for number, request in enumerate(requests):
+        conversations.setdefault(request.conversation or number, []).append(request)
+    taken: list[list[WorkloadRequest]] = []
+    missing = count
+    for turns in conversations.values():
+        if missing <= 0:
+            break
+        taken.append(turns)
+        missing -= len(turns)
+    return flatten(taken)
 
 
 def _common_blocks(requests: Sequence[WorkloadRequest]) -> int:

@@ -1,5 +1,6 @@
 """Lorikeet's engine as one side of a comparison."""
 
+import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
+from lorikeet.engine.driver import rest
 
 
 class LorikeetContestant:
@@ -47,7 +49,7 @@ class LorikeetContestant:
                 waiting.difference_update(output.request_id for output in outputs)
                 decode_start_s, decoded = self._clock.now(), 0
             if not self._engine.is_busy:
-                self._engine.wait_for_load()
+                rest(self._engine, self._clock, math.inf)
         end_s = self._clock.now()
         decode_tok_s = decoded / (end_s - decode_start_s) if decoded else None
         return Outcome(end_s - start_s, list(tokens.values()), decode_tok_s)

@@ -1,9 +1,10 @@
 """A workload through an engine in this process: the same for real arithmetic and for a modelled one."""
 
+import math
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_report import LoadFigures, distribution, summarise
 from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.turns import Turns
 from lorikeet.bench.workload import Slo, WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import WaitableClock
@@ -45,6 +47,19 @@ class Run(NamedTuple):
         )
 
 
+class Watch:
+    """Whoever wants to see a run from within overrides what it wants to see."""
+
+    def arrived(self, request: Request) -> None:
+        """A request is about to be submitted."""
+
+    def turned(self, outputs: StepOutputs) -> None:
+        """The engine has run a turn, which brought this."""
+
+    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+        """A request has got its answer, or what there is of it."""
+
+
 def run_workload(
     engine: Engine,
     clock: WaitableClock,
@@ -54,8 +69,13 @@ def run_workload(
     *,
     coalesced: bool = False,
     on_finished: Callable[[int], None] = lambda finished: None,
+    watch: Watch | None = None,
 ) -> Run:
     """Run a workload, greedily and with answers of exactly the length asked for.
+
+    A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
+    that answer is there: what it waits for it is in ``Exchange.held_s``. All other requests are sent when they are due,
+    however far behind the engine is.
 
     Args:
         engine: on ``clock``.
@@ -65,6 +85,7 @@ def run_workload(
         prompts: makes the prompts, each when its request arrives.
         coalesced: see ``drive``.
         on_finished: called with the number of requests that have ended.
+        watch: sees the run.
 
     Raises:
         UnknownAdapter: the workload names another one.
@@ -73,24 +94,57 @@ def run_workload(
     for request in workload:
         if request.adapter is not None and request.adapter not in adapters:
             raise UnknownAdapter(f"the workload names adapter {request.adapter!r}, which there is not")
-    collector = _Collector(workload, clock, on_finished)
-    requests = _requests(workload, adapters, prompts, collector.start_s)
-    drive(engine, clock, requests, collector.take, coalesced=coalesced)
+    arrivals = _Arrivals(workload, adapters, prompts, clock.now(), watch or Watch())
+    collector = _Collector(workload, clock, arrivals, on_finished)
+    drive(engine, clock, arrivals, collector.take, coalesced=coalesced)
     return collector.run()
 
 
-def _requests(
-    workload: Sequence[WorkloadRequest], adapters: Mapping[str, AdapterRef], prompts: Prompts, start_s: float
-) -> Iterator[Request]:
-    for index, asked in enumerate(workload):
-        yield Request(
+class _Arrivals:
+    """The requests of a workload by the time they are sent; see ``driver.Arrivals``."""
+
+    def __init__(
+        self,
+        workload: Sequence[WorkloadRequest],
+        adapters: Mapping[str, AdapterRef],
+        prompts: Prompts,
+        start_s: float,
+        watch: Watch,
+    ) -> None:
+        self._workload = workload
+        self._adapters = adapters
+        self._turns = Turns(workload, prompts)
+        self._due = [(workload[index].arrival_s, index) for index in self._turns.first()]
+        heapify(self._due)
+        self._under_way: dict[int, tuple[float, Request]] = {}
+        self.watch = watch
+        self.start_s = start_s
+
+    def next_s(self) -> float:
+        return self.start_s + self._due[0][0] if self._due else math.inf
+
+    def take(self) -> Request:
+        sent_s, index = heappop(self._due)
+        asked = self._workload[index]
+        request = Request(
             RequestId(str(index)),
-            prompts.token_ids(index, asked),
+            self._turns.prompt(index),
             SamplingParams(max_tokens=asked.output_tokens, temperature=0.0, seed=index),
-            start_s + asked.arrival_s,
-            None if asked.adapter is None else adapters[asked.adapter],
+            self.start_s + sent_s,
+            None if asked.adapter is None else self._adapters[asked.adapter],
             asked.priority,
         )
+        self._under_way[index] = sent_s, request
+        self.watch.arrived(request)
+        return request
+
+    def ended(self, index: int, token_ids: Sequence[int], ended_s: float) -> float:
+        """Let the turns come that go on from a request; return when it was sent. Times count from the start."""
+        sent_s, request = self._under_way.pop(index)
+        self.watch.ended(request, token_ids)
+        for after in self._turns.answered(index, token_ids):
+            heappush(self._due, (max(ended_s, self._workload[after].arrival_s), after))
+        return sent_s
 
 
 @dataclass
@@ -99,12 +153,13 @@ class _Answer:
 
     first_s: float | None = None
     last_s: float = 0.0
-    tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
 
-    def add(self, tokens: int, now: float, gaps_s: "array[float]") -> None:
-        """Take in ``tokens`` that came by ``now``."""
-        self.tokens += tokens
+    def add(self, token_ids: list[int], now: float, gaps_s: "array[float]") -> None:
+        """Take in tokens that came by ``now``."""
+        self.token_ids += token_ids
+        tokens = len(token_ids)
         if self.first_s is None:
             self.first_s = self.last_s = now
             tokens -= 1
@@ -117,43 +172,54 @@ class _Collector:
     """Makes exchanges of what the engine tells."""
 
     def __init__(
-        self, workload: Sequence[WorkloadRequest], clock: WaitableClock, on_finished: Callable[[int], None]
+        self,
+        workload: Sequence[WorkloadRequest],
+        clock: WaitableClock,
+        arrivals: _Arrivals,
+        on_finished: Callable[[int], None],
     ) -> None:
         self._workload = workload
         self._clock = clock
+        self._arrivals = arrivals
         self._on_finished = on_finished
         self._answers: dict[RequestId, _Answer] = {}
         self._exchanges: dict[int, Exchange] = {}
         self._gaps_s = array("d")
-        self.start_s = clock.now()
 
     def take(self, outputs: StepOutputs) -> None:
         """Take in what a turn brought: tokens at its end, several of one answer evenly over the time before."""
+        self._arrivals.watch.turned(outputs)
         for event in outputs.events:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
                 answer.cached_tokens = answer.cached_tokens or event.cached_tokens
         if outputs.tokens:
             now = self._clock.now()
-            for request_id, tokens in Counter([output.request_id for output in outputs.tokens]).items():
-                self._answers[request_id].add(tokens, now, self._gaps_s)
+            fresh: dict[RequestId, list[int]] = {}
+            for output in outputs.tokens:
+                fresh.setdefault(output.request_id, []).append(output.token.token_id)
+            for request_id, token_ids in fresh.items():
+                self._answers[request_id].add(token_ids, now, self._gaps_s)
         for event in outputs.events:
             if isinstance(event, Finished):
                 self._finish(event)
 
     def _finish(self, event: Finished) -> None:
-        index = int(event.request_id)
+        index, start_s = int(event.request_id), self._arrivals.start_s
         asked, answer = self._workload[index], self._answers.pop(event.request_id, _Answer())
-        times_s = () if answer.first_s is None else (answer.first_s - self.start_s, answer.last_s - self.start_s)
+        ended_s = event.at_s - start_s
+        sent_s = self._arrivals.ended(index, answer.token_ids, ended_s)
+        times_s = () if answer.first_s is None else (answer.first_s - start_s, answer.last_s - start_s)
         whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._exchanges[index] = Exchange(
             adapter=asked.adapter,
             due_s=asked.arrival_s,
-            sent_s=asked.arrival_s,
-            ended_s=event.at_s - self.start_s,
+            sent_s=sent_s,
+            ended_s=ended_s,
+            held_s=sent_s - asked.arrival_s,
             token_times_s=times_s,
             input_tokens=asked.input_tokens,
-            output_tokens=answer.tokens,
+            output_tokens=len(answer.token_ids),
             asked_tokens=asked.output_tokens,
             cached_tokens=answer.cached_tokens,
             error=None if whole else event.reason.value,

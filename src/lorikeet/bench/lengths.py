@@ -35,7 +35,9 @@ def scaled_block_tokens(block_tokens: int, factor: float) -> int:
     return round(scaled)
 
 
-def scale_blocks(requests: Sequence[WorkloadRequest], factor: float, block_tokens: int) -> list[WorkloadRequest]:
+def scale_blocks(
+    requests: Sequence[WorkloadRequest], factor: float, block_tokens: int, answer_factor: float | None = None
+) -> list[WorkloadRequest]:
     """Return ``requests`` with lengths scaled so that each keeps its number of blocks.
 
     A full block stays full, and one that was begun stays begun: a prompt of 6,758 tokens (13 blocks of 512 and 102
@@ -45,6 +47,7 @@ def scale_blocks(requests: Sequence[WorkloadRequest], factor: float, block_token
         requests: whose prefix blocks have ``block_tokens``.
         factor: such that ``scaled_block_tokens`` is whole.
         block_tokens: before scaling.
+        answer_factor: of answers; None for ``factor``.
 
     Raises:
         ChoiceError: blocks would not be whole.
@@ -54,7 +57,7 @@ def scale_blocks(requests: Sequence[WorkloadRequest], factor: float, block_token
     for request in requests:
         full, rest = divmod(request.input_tokens, block_tokens)
         rest_tokens = min(max(1, round(rest * factor)), scaled - 1) if rest else 0
-        output_tokens = max(1, round(request.output_tokens * factor))
+        output_tokens = max(1, round(request.output_tokens * (answer_factor or factor)))
         found.append(
             msgspec.structs.replace(request, input_tokens=full * scaled + rest_tokens, output_tokens=output_tokens)
         )

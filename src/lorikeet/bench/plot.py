@@ -3,6 +3,8 @@
 from html import escape
 from typing import Any
 
+from lorikeet.bench.svg import svg_document
+
 _BAR, _GAP, _LABEL, _LENGTH, _TOP = 22, 10, 90, 420, 34
 """Pixels: height of a bar and the space below it, width of the names, length of the longest bar, space above."""
 
@@ -38,8 +40,4 @@ def offline_bars(report: dict[str, Any]) -> str:
         f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">limit {limit:.0f}</text>',
         f'<text x="{_LABEL}" y="18" font-weight="bold">{escape(title)}</text>',
     ]
-    body = "\n".join(shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABEL + _LENGTH + 70}" height="{height}" '
-        f'font-family="sans-serif" font-size="13">\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
-    )
+    return svg_document(_LABEL + _LENGTH + 70, height, shapes, font_size=13)

@@ -30,11 +30,11 @@ class Prompts:
     def __init__(self, seed: int, run: int = 0, ids: Range = DEFAULT_IDS, block_tokens: int = 512) -> None:
         self._seed = combine(seed, run)
         self._ids = np.arange(ids.low, ids.high + 1)
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
 
     def token_ids(self, index: int, request: WorkloadRequest) -> list[int]:
         """Return the prompt of ``request``, the ``index``-th of its workload; see ``prompt_token_ids``."""
-        return prompt_token_ids(request, index, self._seed, self._block_tokens, self._ids)
+        return prompt_token_ids(request, index, self._seed, self.block_tokens, self._ids)
 
     def words(self, index: int, request: WorkloadRequest) -> str:
         """Return ``request.input_tokens`` words, by the same rules."""

@@ -11,9 +11,10 @@ from lorikeet.bench.arrivals import arrival_times, arrivals_until, at_rate
 from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.conversations import flatten, group_conversations, take_whole
 from lorikeet.bench.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
-from lorikeet.bench.lengths import scale_blocks, scale_lengths
+from lorikeet.bench.lengths import scale_lengths
 from lorikeet.bench.rates import Rates
-from lorikeet.bench.shapes import SHAPES, Agent
+from lorikeet.bench.shapes import SHAPES, Dialogues
+from lorikeet.bench.turns import scale_conversation
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest
 
 FUNCTION_ARRIVALS = "functions"
@@ -27,7 +28,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace: requests to begin with; empty to make them. Requests that name no adapter get one.
-        shape: ``plain``; ``chat``, whole conversations of ``trace``; ``translation`` or ``agent``.
+        shape: ``plain``; ``chat``, whole conversations of ``trace``; or one of ``SHAPES``.
         arrivals: one of ``ARRIVALS``, or ``functions``: each adapter is called like one of Azure's functions.
         function_minutes: calls of functions per minute (functions, minutes), for ``functions``; None to make them.
         function_chunk: see ``function_trace.map_functions``.
@@ -41,8 +42,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         adapter_choice: see ``choose_adapters``; without effect on ``functions``.
         prompt_tokens, output_tokens: lengths of made plain requests.
         length_scale: factor on the lengths of ``trace``.
-        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``translation`` and ``agent``.
+        answer_scale: factor on the answers of ``chat`` instead.
+        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``.
         most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
+        least_turns: leave out conversations of ``chat`` with fewer requests.
         seed: of everything drawn. Arrivals, adapters and lengths draw from generators of their own, so that another
             rate leaves adapters and lengths as they are.
         run: its number; each draws anew.
@@ -63,8 +66,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Range = Range(128, 128)
     output_tokens: Range = Range(64, 64)
     length_scale: float = 1.0
+    answer_scale: float | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     most_tokens: int | None = None
+    least_turns: int = 1
     seed: int = 0
     run: int = 0
 
@@ -100,8 +105,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
         """Whole conversations, each with an adapter of its own choice."""
-        scaled = scale_blocks(self._in_order(), self.length_scale, self.block_tokens)
-        conversations = take_whole(group_conversations(scaled), of_choice, self.count, self.most_tokens)
+        scaled = [
+            scale_conversation(turns, self.length_scale, self.block_tokens, self.answer_scale)
+            for turns in group_conversations(self._in_order())
+        ]
+        conversations = take_whole(scaled, of_choice, self.count, self.most_tokens, self.least_turns)
         starts_s = [turns[0].arrival_s for turns in conversations]
         chosen = self._choose(starts_s, of_adapters)
         return flatten(
@@ -173,10 +181,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _turns(self) -> float:
         shape = SHAPES.get(self.shape)
-        return shape.turns if isinstance(shape, Agent) else 1.0
+        return shape.turns if isinstance(shape, Dialogues) else 1.0
 
     def _call_rates(self, rates: Rates) -> Rates:
-        """Rates of requests as rates of calls: a call of an agent is a dialogue of several requests."""
+        """Rates of requests as rates of calls: a call may be a dialogue of several requests."""
         return Rates(rates.times_s, tuple(rate / self._turns() for rate in rates.per_s))
 
     def _call_count(self) -> int:

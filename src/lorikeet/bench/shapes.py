@@ -1,7 +1,7 @@
-"""Requests of two services of ELORA's evaluation (section III-B): translations and personal agents.
+"""Requests of the services of ELORA's evaluation (section III-B): translations, personal agents and conversations.
 
-The paper names the texts (OPUS-100, Taskmaster) and prints no lengths. What is not marked with a source is our choice.
-Both begin with text that all requests of an adapter share: an instruction, a scene's tools and rules.
+The paper names the texts (OPUS-100, Taskmaster, LMSYS-33k) and prints no lengths. What is not marked with a source is
+our choice. All begin with text that all requests of an adapter share: an instruction, a scene's tools and rules.
 """
 
 import itertools
@@ -73,8 +73,8 @@ class Translation(msgspec.Struct, frozen=True):
         ]
 
 
-class Agent(msgspec.Struct, frozen=True):
-    """Each call opens a dialogue about a task; an adapter is a scene, such as ordering a pizza (ELORA, section III-B).
+class Dialogues(msgspec.Struct, frozen=True):
+    """Each call opens a dialogue; an agent's are about a task, and an adapter is a scene, such as ordering a pizza.
 
     Every turn sends the whole dialogue so far. Its blocks are those of one growing text, so a turn shares every block
     that was full before, and the begun one as far as it went.
@@ -83,13 +83,17 @@ class Agent(msgspec.Struct, frozen=True):
         scene_blocks: that all dialogues of a scene begin with.
         turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers
             (Byrne and others, EMNLP 2019).
-        utterance: length of what the user says, and of each answer.
+        least_turns: of every dialogue; those beyond are of a Poisson distribution.
+        utterance: length of what the user says.
+        answer: length of each answer; None for that of utterances.
         pause_s: mean time from one request to the next, exponential.
     """
 
     scene_blocks: int = 4
     turns: float = 11.5
+    least_turns: int = 1
     utterance: Lengths = Lengths(16, 0.7, 128)
+    answer: Lengths | None = None
     pause_s: float = 15.0
 
     def requests(
@@ -118,9 +122,9 @@ class Agent(msgspec.Struct, frozen=True):
         ids: Iterator[int],
         generator: np.random.Generator,
     ) -> list[WorkloadRequest]:
-        turns = 1 + int(generator.poisson(self.turns - 1))
+        turns = self.least_turns + int(generator.poisson(self.turns - self.least_turns))
         said = self.utterance.draw(turns, generator)
-        answered = self.utterance.draw(turns, generator)
+        answered = (self.answer or self.utterance).draw(turns, generator)
         pauses_s = generator.exponential(self.pause_s, turns).tolist()
         at_s, tokens = call.at_s, self.scene_blocks * block_tokens
         blocks = _own_blocks(call.adapter, self.scene_blocks)
@@ -140,4 +144,18 @@ def _own_blocks(adapter: int, blocks: int) -> tuple[int, ...]:
     return tuple(range(adapter * blocks, (adapter + 1) * blocks))
 
 
-SHAPES: dict[str, Translation | Agent] = {"translation": Translation(), "agent": Agent()}
+SHAPES: dict[str, Translation | Dialogues] = {
+    "translation": Translation(),
+    "agent": Dialogues(),
+    "chatbot": Dialogues(
+        scene_blocks=0, turns=3.0, utterance=Lengths(50, 0.9, 1024), answer=Lengths(150, 0.8, 1024), pause_s=45.0
+    ),
+    "conversations": Dialogues(
+        scene_blocks=1,
+        turns=5.0,
+        least_turns=3,
+        utterance=Lengths(48, 0.8, 256),
+        answer=Lengths(24, 0.7, 128),
+        pause_s=20.0,
+    ),
+}

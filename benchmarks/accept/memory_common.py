@@ -1,0 +1,225 @@
+"""What the lines memory.4 to memory.6 share: conversations over many adapters, live and modelled, and peaks."""
+
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.accept.inprocess import THREADS
+from benchmarks.accept.models import default_model
+from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.server import LORIKEET
+from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
+from lorikeet.bench.lengths import scaled_block_tokens
+from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig, row_figures, run_row
+from lorikeet.bench.memory_work import MemoryWork, WorkingSet, WorkOptions, working_set
+from lorikeet.bench.peak import Peak, find_peak
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.synthetic import adapter_names, spread
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
+from lorikeet.config import EngineSettings
+from lorikeet.costs.profile import CostProfile, decode_profile
+
+ADAPTERS, RANKS, CHOICE = 100, (32, 64), "zipf:1.5"
+REQUESTS, LEAST_TURNS, MOST_TOKENS, STEP_TOKENS = 300, 3, 500, 256
+SCALE, ANSWER_SCALE = 1 / 32, 1 / 8
+"""Of prompts and of answers. A token of a prompt takes a fifteenth of a decode step on the reference machine, and less
+than a fiftieth on a GPU: so a request spends about as much of its time in prefill as it would there."""
+LINK_BYTES_PER_S = 0.8e9
+OURS, S_LORA, STATIC, DISCARDING = "elora", "elora:s-lora", "vllm-static", "vllm-static:discard"
+RIVALS = (S_LORA, DISCARDING, STATIC)
+SLO_TIMES, UNLOADED_RATE = 5, 0.05
+LOAD = 0.8
+DTYPE = "bfloat16"
+
+
+class MemoryRuns:
+    """Runs of one workload, stored as parts of the lines that they belong to.
+
+    Args:
+        scratch: an empty folder, for adapters.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._peaks, self._live = StoredRuns("memory.6"), StoredRuns("memory.4")
+        with unpacked(MOONCAKE_CONVERSATION) as file:
+            self._trace = tuple(read_any(file))
+        self.work = cache(self._work)
+        self._modelled = cache(self._model)
+
+    def _work(self, rate: float) -> MemoryWork:
+        """Return the same conversations at any rate, closer together or further apart."""
+        names = tuple(adapter_names(ADAPTERS))
+        recipe = Recipe(
+            trace=self._trace,
+            shape="chat",
+            rates=Rates.constant(rate),
+            count=REQUESTS,
+            adapters=names,
+            ranks=tuple(spread(RANKS, ADAPTERS)),
+            adapter_choice=CHOICE,
+            length_scale=SCALE,
+            answer_scale=ANSWER_SCALE,
+            most_tokens=MOST_TOKENS,
+            least_turns=LEAST_TURNS,
+            seed=7,
+        )
+        return MemoryWork(recipe.requests(), names, scaled_block_tokens(MOONCAKE_BLOCK_TOKENS, SCALE), recipe.seed)
+
+    # --- what it runs on -----------------------------------------------------------------------------
+
+    @cached_property
+    def profile(self) -> CostProfile:
+        """This machine's, measured once."""
+        return decode_profile(self._peaks.get("profile", self._measure_profile)["toml"], "profile")
+
+    def _measure_profile(self) -> dict[str, Any]:
+        file = self._scratch / "profile.toml"
+        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
+        return {"toml": file.read_text()}
+
+    @cached_property
+    def _options(self) -> WorkOptions:
+        return WorkOptions(source=MOONCAKE_CONVERSATION, adapters=ADAPTERS, ranks=RANKS)
+
+    @cached_property
+    def _live_rig(self) -> Rig:
+        return live_rig(default_model(), DTYPE, self.work(1.0), self._options, self._scratch / "adapters")
+
+    @cached_property
+    def _modelled_rig(self) -> Rig:
+        return modelled_rig(self.profile, self.work(1.0), self._options)
+
+    @cached_property
+    def filled(self) -> WorkingSet:
+        """What the workload fills."""
+        rig = self._modelled_rig
+        return working_set(self.work(1.0), rig.adapters, rig.geometry, EngineSettings().block_tokens)
+
+    def setting(self, *, paced: bool = True) -> MemorySetting:
+        """Return a device pool of a quarter of the working set and a host pool for all of it and all other adapters."""
+        return MemorySetting(
+            memory_bytes=self.filled.total_bytes // 4,
+            host_memory_bytes=self.filled.host_bytes,
+            link_bytes_per_s=LINK_BYTES_PER_S if paced else 0.0,
+            model=str(default_model()),
+            dtype=DTYPE,
+            max_model_tokens=MOST_TOKENS,
+            max_step_tokens=STEP_TOKENS,
+            threads=THREADS,
+        )
+
+    # --- runs ----------------------------------------------------------------------------------------
+
+    def live(self, part: str, row: str, rate: float, *, paced: bool = True) -> dict[str, Any]:
+        """Return a live run of line 4: its rate, the row's figures, and TTFT and TPOT of every request."""
+        return _whole(self._live.get(part, lambda: self._run(self._live_rig, row, rate, paced=paced)))
+
+    def probe(self, part: str, row: str, rate: float) -> dict[str, Any]:
+        """Return a live run of line 6."""
+        return _whole(self._peaks.get(part, lambda: self._run(self._live_rig, row, rate, paced=True)))
+
+    def modelled(self, row: str, rate: float) -> dict[str, Any]:
+        """Return the same run by the profile."""
+        return self._modelled(row, rate)
+
+    def _model(self, row: str, rate: float) -> dict[str, Any]:
+        return self._run(self._modelled_rig, row, rate, paced=True)
+
+    def _run(self, rig: Rig, row: str, rate: float, *, paced: bool) -> dict[str, Any]:
+        work = self.work(rate)
+        done = run_row(rig, self.setting(paced=paced).settings(row), work)
+        exchanges = done.run.exchanges
+        return {
+            "rate": rate,
+            "figures": row_figures(row, done),
+            "ttft_s": [exchange.ttft_s for exchange in exchanges],
+            "tpot_s": [exchange.tpot_s for exchange in exchanges],
+        }
+
+    # --- peaks ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def slo_s(self) -> float:
+        """Limit of the mean TTFT: a multiple of what ours has when every request is alone."""
+        return SLO_TIMES * float(self.modelled(OURS, UNLOADED_RATE)["figures"]["ttft_mean_s"])
+
+    def peak(self, row: str) -> Peak:
+        """Search the highest rate at which the mean TTFT stays below the limit (ELORA's peak load, section VIII-A)."""
+
+        def attainment(rate: float) -> float:
+            return self.slo_s / float(self.modelled(row, rate)["figures"]["ttft_mean_s"])
+
+        def search() -> dict[str, Any]:
+            return {"peak": msgspec.to_builtins(find_peak(attainment, 1.0, 1.0, precision=0.02))}
+
+        return msgspec.convert(self._peaks.get(f"peak-{part_name(row)}", search)["peak"], Peak)
+
+    def peak_rate(self, row: str) -> float:
+        """Return its rate.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        rate = self.peak(row).rate
+        if rate is None:
+            raise RuntimeError(f"{row}: no rate meets a mean TTFT of {self.slo_s:.3f} s")
+        return rate
+
+    def words(self) -> str:
+        """Say what is run on what."""
+        work, filled, setting = self.work(1.0), self.filled, self.setting()
+        conversations = len({request.conversation for request in work.requests})
+        return (
+            f"{len(work.requests)} requests of {conversations} whole conversations of at least {LEAST_TURNS} turns of "
+            f"Mooncake's trace (Apache-2.0), prompts divided by {1 / SCALE:.0f} and answers by "
+            f"{1 / ANSWER_SCALE:.0f}, next turns with the answers as generated; {ADAPTERS} adapters of ranks "
+            f"{' and '.join(map(str, RANKS))} on q, k, v, o, chosen by {CHOICE}; working set "
+            f"{_mib(filled.total_bytes)} ({_mib(filled.adapter_bytes)} adapters asked for, {_mib(filled.kv_bytes)} "
+            f"KV), device pool {_mib(setting.memory_bytes)}, host pool {_mib(setting.host_memory_bytes)}, declared "
+            f"link {LINK_BYTES_PER_S / 1e9:g} GB/s each way; at most {STEP_TOKENS} tokens in a step"
+        )
+
+
+@contextmanager
+def memory_runs() -> Iterator[MemoryRuns]:
+    """Yield the runs, with a folder that is removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-memory-") as scratch:
+        yield MemoryRuns(Path(scratch))
+
+
+def paired(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], name: str
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the values of two sides by repeat, without requests that lack one anywhere (TPOT of one token)."""
+    whole = [
+        place
+        for place in range(len(ours[0][name]))
+        if all(run[name][place] is not None for side in (ours, theirs) for run in side)
+    ]
+    kept = [[[run[name][place] for place in whole] for run in side] for side in (ours, theirs)]
+    return kept[0], kept[1]
+
+
+def _whole(run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run if every request was answered."""
+    figures = run["figures"]
+    if figures["completed"] != figures["requests"]:
+        raise RuntimeError(f"{figures['preset']}: {figures['completed']} of {figures['requests']}: {figures['errors']}")
+    return run
+
+
+def part_name(row: str) -> str:
+    """Return a row's name as part of a file's name."""
+    return row.replace(":", "-")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

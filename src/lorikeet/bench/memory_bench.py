@@ -1,0 +1,216 @@
+"""Rows of the memory on one workload: each on an engine of its own in this process, one after the other."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lorikeet.bench.in_process import Run, run_workload
+from lorikeet.bench.memory_watch import MemoryWatch, PoolSample, TtftParts
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions, adapters_without_files, files_of_adapters
+from lorikeet.bench.replicas import Started, live_replica, modelled_replica
+from lorikeet.bench.workload import Slo, WorkloadRequest
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
+from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.loop import Engine
+from lorikeet.kernels.base import torch_dtype
+from lorikeet.models.config import read_model_config
+
+WARM_UP = (WorkloadRequest(0.0, None, 128, 16),) * 8
+"""On the base model, so that no adapter is known by it."""
+
+_SAMPLE_S = 0.25
+
+
+class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What all rows have in common; see ``EngineSettings`` and ``ModelSettings``."""
+
+    memory_bytes: int
+    host_memory_bytes: int
+    link_bytes_per_s: float = 0.0
+    model: str = ""
+    dtype: str = "auto"
+    block_tokens: int = 16
+    max_running: int = 64
+    max_step_tokens: int = 512
+    max_repeat: int = 8
+    max_model_tokens: int = 0
+    threads: int = 0
+
+    def settings(self, row: str) -> Settings:
+        """Return the settings of a replica that runs as ``row``."""
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        model = {name: given.pop(name) for name in ("model", "dtype", "max_model_tokens")}
+        return Settings(ModelSettings(**model), EngineSettings(row=row, **given))
+
+
+class Rig(NamedTuple):
+    """Where rows run.
+
+    Attributes:
+        geometry: of the base model.
+        vocabulary: number of its token ids.
+        adapters: by name.
+        start: makes a replica.
+        warm_up: requests before each run.
+    """
+
+    geometry: ModelGeometry
+    vocabulary: int
+    adapters: dict[str, AdapterRef]
+    start: Callable[[Settings], Started]
+    warm_up: tuple[WorkloadRequest, ...]
+
+
+def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, folder: Path) -> Rig:
+    """Return a rig of real arithmetic on the real clock; adapters are written below ``folder``.
+
+    Raises:
+        ValueError: the model's config or the dtype is not known.
+    """
+    config = read_model_config(model)
+    geometry = config.geometry(torch_dtype(config.dtype if dtype == "auto" else dtype).itemsize)
+    adapters = files_of_adapters(work.names, options.ranks, options.modules, geometry, folder)
+    return Rig(geometry, config.vocab_size, adapters, live_replica, WARM_UP)
+
+
+def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -> Rig:
+    """Return a rig of replicas on virtual clocks, which need no files and no warming up."""
+    adapters = adapters_without_files(work.names, options.ranks, options.modules, profile.geometry)
+    return Rig(profile.geometry, profile.vocabulary, adapters, partial(modelled_replica, profile=profile), ())
+
+
+class RowRun(NamedTuple):
+    """A row's run. It does not keep its engine, whose arenas are large.
+
+    Attributes:
+        run: the exchanges.
+        samples, parts, reusable_tokens: see ``MemoryWatch``.
+        began, memory: what the memory told before and after.
+        engine: what the engine told at the end.
+    """
+
+    run: Run
+    samples: list[PoolSample]
+    parts: list[TtftParts]
+    reusable_tokens: int
+    began: MemoryStats
+    memory: MemoryStats
+    engine: EngineStats
+
+
+def run_row(
+    rig: Rig,
+    settings: Settings,
+    work: MemoryWork,
+    *,
+    on_finished: Callable[[int], None] = lambda finished: None,
+) -> RowRun:
+    """Run a workload on a fresh replica and close it: warm up, fill the host tier from the adapters' files, run.
+
+    Raises:
+        ConfigError: a setting does not fit the model, the profile or the machine.
+        ExecutorError: a step failed.
+    """
+    (engine, sizes, _), clock, coalesced = rig.start(settings)
+    with closing(engine):
+        run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
+        fill_host(engine, tuple(rig.adapters.values()))
+        watch = MemoryWatch(engine, clock, sizes.block_tokens, _SAMPLE_S)
+        run = run_workload(
+            engine,
+            clock,
+            work.requests,
+            rig.adapters,
+            work.prompts_of(rig.vocabulary),
+            coalesced=coalesced,
+            on_finished=on_finished,
+            watch=watch,
+        )
+        stats = engine.stats()
+    return RowRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
+
+
+def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:
+    """Make adapters known, and wait until those that fit have been read into the host tier."""
+    engine.know_adapters(adapters)
+    engine.step()
+    while engine.host_fill_pending:
+        if not engine.is_busy:
+            engine.wait_for_transfer()
+        engine.step()
+
+
+def row_figures(preset: str, row: RowRun) -> dict[str, Any]:
+    """Return a row's figures as plain data.
+
+    Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that a cache which
+    forgets nothing would have found (ELORA spec, R17). None where there was nothing to find.
+    """
+    figures, memory, began = row.run.figures(Slo()), row.memory, row.began
+    queries = memory.adapter_queries - began.adapter_queries
+    reusable = row.reusable_tokens
+    adapter_rate = _share(memory.adapter_hits - began.adapter_hits, queries)
+    kv_rate = _share(memory.kv_hits_tokens - began.kv_hits_tokens, reusable)
+    prefetched = memory.prefetched - began.prefetched
+    decisions = memory.decisions
+    return {
+        "preset": preset,
+        "requests": figures.requests,
+        "completed": figures.completed,
+        "errors": {kind: error.example for kind, error in figures.errors.items()},
+        "duration_s": figures.duration_s,
+        "ttft_mean_s": _of(figures.ttft_s, "mean"),
+        "ttft_p95_s": _of(figures.ttft_s, "p95"),
+        "ttft_p99_s": _of(figures.ttft_s, "p99"),
+        "tpot_mean_s": _of(figures.tpot_s, "mean"),
+        "tpot_p95_s": _of(figures.tpot_s, "p95"),
+        "e2e_mean_s": _of(figures.e2e_s, "mean"),
+        "held_mean_s": _of(figures.held_s, "mean"),
+        "ttft_parts_s": _mean_parts(row.parts),
+        "invalid_kv_share": memory.invalid_kv_share,
+        "kv_hit_rate": kv_rate,
+        "kv_host_hit_rate": _share(memory.kv_host_hits_tokens - began.kv_host_hits_tokens, reusable),
+        "adapter_hit_rate": adapter_rate,
+        "hit_rate": None if adapter_rate is None or kv_rate is None else (adapter_rate + kv_rate) / 2,
+        "cached_share": figures.cached_share,
+        "preemptions": row.engine.preemptions,
+        "packing_waste_bytes": memory.packing_waste_bytes,
+        "transfers": {
+            route: {
+                "transfers": now.transfers - before.transfers,
+                "bytes": now.bytes - before.bytes,
+                "failed": now.failed - before.failed,
+                "link_use": (now.busy_s - before.busy_s) / figures.duration_s,
+            }
+            for route, now in memory.transfers.items()
+            for before in [began.transfers.get(route, RouteStats(0, 0, 0, 0.0))]
+        },
+        "prefetched": prefetched,
+        "prefetch_accuracy": _share(memory.prefetched_used - began.prefetched_used, prefetched),
+        "decision_mean_s": decisions.total_s / decisions.count if decisions.count else None,
+        "decision_worst_s": decisions.worst_s if decisions.count else None,
+        "nodes": memory.nodes,
+        "metadata_bytes": memory.metadata_bytes,
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _of(distribution: Any, key: str) -> float | None:
+    return None if distribution is None else float(getattr(distribution, key))
+
+
+def _mean_parts(parts: Sequence[TtftParts]) -> dict[str, float] | None:
+    if not parts:
+        return None
+    return dict(zip(TtftParts._fields, np.mean(parts, axis=0).tolist(), strict=True))

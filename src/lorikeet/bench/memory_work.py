@@ -1,0 +1,231 @@
+"""What rows of the memory are compared on: a workload, its adapters, and how much memory all of it would take."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lorikeet.adapters.store import reference
+from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.bench.arrivals import at_rate
+from lorikeet.bench.choices import ChoiceError, Range
+from lorikeet.bench.conversations import first_whole
+from lorikeet.bench.infinite_cache import InfiniteCache
+from lorikeet.bench.lengths import scaled_block_tokens
+from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.shapes import SHAPES
+from lorikeet.bench.synthetic import ATTENTION, adapter_names, spread, synthetic_adapters
+from lorikeet.bench.turns import Turns
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest, read_any
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterName
+from lorikeet.memory.packing import pack
+
+_REQUESTS = 240
+_MADE_BLOCK_TOKENS = 32
+_TRACE_SCALE = 1 / 32
+_SPARE = 20
+"""So many times the requests asked for are made, so that the first conversations among them are whole."""
+
+
+class WorkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is run.
+
+    Attributes:
+        source: a file, or one of ``SHAPES``.
+        requests: at least so many, of whole conversations; None for all of a file, 240 of a shape.
+        rate: requests per second on average; None for a file's own times, 1 for a shape.
+        adapters: how many there are.
+        ranks: of the adapters in turn.
+        modules: that they change.
+        adapter_choice: see ``choose_adapters``; for workloads that name none.
+        length_scale: factor on the lengths of a file; None for 1/32 of a trace of conversations, else 1.
+        prefix_block_tokens: length of a prefix block before scaling; None for 512 of such a trace, else 32.
+        seed: of all that is drawn.
+    """
+
+    source: str
+    requests: int | None = None
+    rate: float | None = None
+    adapters: int = 100
+    ranks: tuple[int, ...] = (32, 64)
+    modules: tuple[str, ...] = ATTENTION
+    adapter_choice: str = "zipf:1"
+    length_scale: float | None = None
+    prefix_block_tokens: int | None = None
+    seed: int = 0
+
+
+class MemoryWork(NamedTuple):
+    """A workload and what it needs.
+
+    Attributes:
+        requests: by arrival.
+        names: of all adapters.
+        block_tokens: length of a prefix block.
+        seed: of the prompts.
+    """
+
+    requests: list[WorkloadRequest]
+    names: tuple[str, ...]
+    block_tokens: int
+    seed: int
+
+    def prompts_of(self, vocabulary: int, run: int = 0) -> Prompts:
+        """Return the prompts for a model: of ordinary tokens, or of the upper half of a small vocabulary."""
+        low, high = DEFAULT_IDS
+        ids = Range(min(low, vocabulary // 2), min(high, vocabulary - 1))
+        return Prompts(self.seed, run, ids, self.block_tokens)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        return max(request.input_tokens + request.output_tokens for request in self.requests)
+
+
+def make_work(options: WorkOptions) -> MemoryWork:
+    """Return the workload that ``options`` describe.
+
+    Raises:
+        ChoiceError: there is no such workload, or a part has no meaning.
+        OSError, WorkloadError: the file cannot be read.
+    """
+    if options.source in SHAPES:
+        requests, block_tokens = _made(options)
+    elif options.source == "chat":
+        raise ChoiceError("chat needs the conversations of a trace: name its file instead")
+    elif Path(options.source).is_file():
+        requests, block_tokens = _of_a_file(options)
+    else:
+        raise ChoiceError(f"there is no file {options.source!r}, and no shape: there are {', '.join(SHAPES)}")
+    names = tuple(dict.fromkeys(request.adapter for request in requests if request.adapter is not None))
+    if len(names) > options.adapters:
+        raise ChoiceError(f"{options.source} names {len(names)} adapters, and there are to be {options.adapters}")
+    others = [name for name in adapter_names(options.adapters + len(names)) if name not in names]
+    # In the order in which the recipe dealt out ranks, where it chose among them.
+    names = tuple(sorted((*names, *others[: options.adapters - len(names)])))
+    return MemoryWork(requests, names, block_tokens, options.seed)
+
+
+def _made(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
+    count, rates = options.requests or _REQUESTS, Rates.constant(1.0 if options.rate is None else options.rate)
+    block_tokens = options.prefix_block_tokens or _MADE_BLOCK_TOKENS
+    recipe = Recipe(
+        shape=options.source,
+        rates=rates,
+        count=_SPARE * count,
+        block_tokens=block_tokens,
+        **_choice(options),
+    )
+    return at_rate(first_whole(recipe.requests(), count), rates), block_tokens
+
+
+def _of_a_file(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
+    trace = tuple(read_any(Path(options.source)))
+    if not trace:
+        raise ChoiceError(f"{options.source} holds no request")
+    is_chat = any(request.prefix_blocks for request in trace) and not any(
+        request.conversation or request.adapter for request in trace
+    )
+    scale = options.length_scale or (_TRACE_SCALE if is_chat else 1.0)
+    block_tokens = options.prefix_block_tokens or (MOONCAKE_BLOCK_TOKENS if is_chat else _MADE_BLOCK_TOKENS)
+    rates = None if options.rate is None else Rates.constant(options.rate)
+    if is_chat:
+        recipe = Recipe(
+            trace=trace,
+            shape="chat",
+            rates=rates,
+            count=options.requests,
+            length_scale=scale,
+            block_tokens=block_tokens,
+            **_choice(options),
+        )
+        return recipe.requests(), scaled_block_tokens(block_tokens, scale)
+    named = any(request.adapter for request in trace)
+    requests = Recipe(trace=trace, length_scale=scale, **(_choice(options) if not named else {})).requests()
+    requests = first_whole(requests, options.requests or len(requests))
+    return requests if rates is None else at_rate(requests, rates), block_tokens
+
+
+def _choice(options: WorkOptions) -> dict[str, Any]:
+    return {
+        "adapters": tuple(adapter_names(options.adapters)),
+        "ranks": tuple(spread(options.ranks, options.adapters)) if options.adapters else None,
+        "adapter_choice": options.adapter_choice,
+        "seed": options.seed,
+    }
+
+
+def files_of_adapters(
+    names: Sequence[str], ranks: Sequence[int], modules: Sequence[str], geometry: ModelGeometry, folder: Path
+) -> dict[str, AdapterRef]:
+    """Write adapters with random weights below ``folder``, and return them by name."""
+    refs = {}
+    for seed, (name, rank) in enumerate(zip(names, spread(ranks, len(names)), strict=True)):
+        written = write_random_adapter(folder / f"{seed:05d}", geometry, rank, modules=modules, seed=seed)
+        refs[name] = reference(name, written, geometry)
+    return refs
+
+
+def adapters_without_files(
+    names: Sequence[str], ranks: Sequence[int], modules: Sequence[str], geometry: ModelGeometry
+) -> dict[str, AdapterRef]:
+    """Return the same adapters by name, rank and size alone, for executors that compute nothing."""
+    made = synthetic_adapters(len(names), ranks, geometry, modules=modules)
+    return {name: msgspec.structs.replace(ref, name=AdapterName(name)) for name, ref in zip(names, made, strict=True)}
+
+
+class WorkingSet(NamedTuple):
+    """Bytes in whole blocks that a workload would fill if nothing were ever given up.
+
+    Attributes:
+        adapter_bytes: of the adapters that are asked for.
+        kv_bytes: of all prompts and answers, equal beginnings under one adapter once.
+        all_adapter_bytes: of all adapters that there are.
+    """
+
+    adapter_bytes: int
+    kv_bytes: int
+    all_adapter_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What is asked for: adapters and KV."""
+        return self.adapter_bytes + self.kv_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """A host tier that holds all adapters and all KV; of its space adapters that nobody waits for get half."""
+        return self.all_adapter_bytes + max(self.all_adapter_bytes, self.kv_bytes)
+
+
+def working_set(
+    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_tokens: int
+) -> WorkingSet:
+    """Return what ``work`` fills; whatever the answers are, since only their lengths matter."""
+    turns, cache = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high)), InfiniteCache(block_tokens)
+    for index, request in enumerate(work.requests):  # a turn comes after the one that it goes on from
+        prompt, answer = turns.prompt(index), [index] * request.output_tokens
+        adapter = None if request.adapter is None else adapters[request.adapter]
+        cache.add(adapter, [*prompt, *answer[:-1]])
+        turns.answered(index, answer)
+    elements = geometry.block_elements(block_tokens)
+    blocks = {ref.digest: pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()}
+    asked = sum(blocks[digest] for digest in cache.adapters)
+    block_bytes = geometry.block_bytes(block_tokens)
+    return WorkingSet(asked * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
+
+
+def least_memory_bytes(
+    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_tokens: int
+) -> int:
+    """Return a pool that holds any two requests with adapters of their own."""
+    elements = geometry.block_elements(block_tokens)
+    largest = max((pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()), default=0)
+    blocks = 2 * (largest + math.ceil(work.longest_tokens / block_tokens) + 1)
+    return blocks * geometry.block_bytes(block_tokens)

@@ -1,0 +1,42 @@
+"""Replicas in this process, live or on a virtual clock, by the same settings."""
+
+from typing import NamedTuple
+
+from lorikeet.config import Settings, resolve_row
+from lorikeet.core.clock import MonotonicClock, VirtualClock, WaitableClock
+from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.build import Replica, assemble, build_replica
+from lorikeet.engine.modelled_build import build_modelled_executor
+
+
+class Started(NamedTuple):
+    """A replica, its clock, and whether it runs steps together that would be planned alike (``Engine.step``)."""
+
+    replica: Replica
+    clock: WaitableClock
+    coalesced: bool
+
+
+def live_replica(settings: Settings) -> Started:
+    """Build a replica of real arithmetic on the real clock; see ``build_replica`` for what it raises."""
+    return Started(build_replica(settings), MonotonicClock(), coalesced=False)
+
+
+def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
+    """Build a replica that takes its time from a profile, on a virtual clock.
+
+    With ``engine.max_repeat`` 1 the engine decides anew after every step, and steps that come out alike are run
+    together; with more it makes plans of several steps as a live engine with these settings does.
+
+    Args:
+        settings: of the engine; ``engine.executor`` is not looked at.
+        profile: what things cost.
+
+    Raises:
+        ConfigError: a setting does not fit the profile.
+    """
+    clock = VirtualClock()
+    coalesced = settings.engine.max_repeat == 1
+    _, row = resolve_row(settings.engine.row)
+    executor, sizes = build_modelled_executor(settings, profile, row.kernel_form, clock, coalesced=coalesced)
+    return Started(assemble(settings, executor, sizes, clock), clock, coalesced)

@@ -1,0 +1,266 @@
+"""Rows of the memory, on the modelled executor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.bench.choices import ChoiceError
+from lorikeet.bench.memory_bench import MemorySetting, RowRun, modelled_rig, row_figures, run_row
+from lorikeet.bench.memory_watch import TtftParts
+from lorikeet.bench.memory_work import (
+    MemoryWork,
+    WorkOptions,
+    adapters_without_files,
+    least_memory_bytes,
+    make_work,
+    working_set,
+)
+from lorikeet.bench.pool_plot import pool_areas
+from lorikeet.bench.workload import WorkloadRequest, write_workload
+from lorikeet.cli import app
+from lorikeet.commands.bench_memory import split_presets
+from lorikeet.core.timings import RequestTimings
+from lorikeet.costs.profile import write_profile
+from tests.support.profiles import GEOMETRY, round_profile
+
+DATA = Path(__file__).parent / "data"
+BLOCK_BYTES = GEOMETRY.block_bytes(16)
+runner = CliRunner(env={"COLUMNS": "250"})
+
+
+def options(**changes: Any) -> WorkOptions:
+    given = {"source": "conversations", "requests": 40, "rate": 2.0, "adapters": 5, "ranks": (1, 2), "modules": ("q",)}
+    return WorkOptions(**{**given, "prefix_block_tokens": 16, **changes})
+
+
+def small_work(*requests: WorkloadRequest, names: tuple[str, ...] = ("a", "b")) -> MemoryWork:
+    return MemoryWork(list(requests), names, block_tokens=16, seed=0)
+
+
+def modelled(preset: str, work: MemoryWork, blocks: int, host_blocks: int = 0) -> RowRun:
+    rig = modelled_rig(round_profile(), work, options())
+    setting = MemorySetting(
+        memory_bytes=blocks * BLOCK_BYTES,
+        host_memory_bytes=host_blocks * BLOCK_BYTES,
+        max_model_tokens=work.longest_tokens,
+    )
+    return run_row(rig, setting.settings(preset), work)
+
+
+def test_a_made_workload_has_whole_conversations_at_its_rate() -> None:
+    work = make_work(options())
+    assert 40 <= len(work.requests) < 60
+    assert work.names == tuple(f"adapter-{i:04d}" for i in range(5))
+    times_s = [request.arrival_s for request in work.requests]
+    assert (len(times_s) - 1) / (times_s[-1] - times_s[0]) == pytest.approx(2.0)
+    turns = [request.conversation for request in work.requests]
+    assert min(turns.count(name) for name in set(turns)) >= 3
+
+
+def test_a_trace_of_conversations_is_shortened_and_gets_adapters() -> None:
+    work = make_work(
+        options(source=str(DATA / "mooncake_conversation_excerpt.jsonl"), prefix_block_tokens=None, rate=None)
+    )
+    assert work.block_tokens == 16
+    adapters = {request.conversation: request.adapter for request in work.requests}
+    assert all(adapters[request.conversation] == request.adapter is not None for request in work.requests)
+
+
+def test_a_workload_keeps_its_own_adapters_and_its_requests_for_the_base(tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    write_workload(file, [WorkloadRequest(0.5, "x", 5, 3), WorkloadRequest(1.5, None, 5, 3)])
+    work = make_work(options(source=str(file), requests=None, rate=None, adapters=3))
+    assert [(request.arrival_s, request.adapter) for request in work.requests] == [(0.5, "x"), (1.5, None)]
+    assert work.names == ("adapter-0000", "adapter-0001", "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("chat", "needs the conversations of a trace"),
+        ("nowhere.jsonl", "no file 'nowhere.jsonl'"),
+    ],
+)
+def test_a_workload_that_there_is_not_is_named(source: str, complaint: str) -> None:
+    with pytest.raises(ChoiceError, match=complaint):
+        make_work(options(source=source))
+
+
+def test_too_few_adapters_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    write_workload(file, [WorkloadRequest(0.5, "x", 5, 3), WorkloadRequest(1.5, "y", 5, 3)])
+    with pytest.raises(ChoiceError, match="names 2 adapters"):
+        make_work(options(source=str(file), adapters=1))
+    file.write_text("")
+    with pytest.raises(ChoiceError, match="holds no request"):
+        make_work(options(source=str(file)))
+
+
+def test_the_working_set_counts_equal_beginnings_once_and_the_adapters_asked_for() -> None:
+    # Two turns of one conversation: 40 + 30 tokens, then 100 + 5; 104 of them have KV. Under b nothing is shared.
+    work = small_work(
+        WorkloadRequest(0.0, "a", 40, 30, (0, 1, 2), "c"),
+        WorkloadRequest(1.0, "a", 100, 5, (0, 1, 3, 4, 5, 6, 7), "c"),
+        WorkloadRequest(2.0, "b", 32, 1, (0, 1)),
+        names=("a", "b", "idle"),
+    )
+    adapters = adapters_without_files(work.names, (1, 8), ("q",), GEOMETRY)
+    found = working_set(work, adapters, GEOMETRY, 16)
+    # A rank row of q takes 16 elements a layer: ranks 1 and 8 fit one block each, of 256 elements.
+    assert found.adapter_bytes == 2 * BLOCK_BYTES
+    assert found.kv_bytes == (6 + 2) * BLOCK_BYTES
+    assert found.total_bytes == 10 * BLOCK_BYTES
+    assert (found.all_adapter_bytes, found.host_bytes) == (3 * BLOCK_BYTES, 11 * BLOCK_BYTES)
+    assert least_memory_bytes(work, adapters, GEOMETRY, 16) == 2 * (1 + 7 + 1) * BLOCK_BYTES
+
+
+def test_hits_are_shares_of_what_a_cache_that_forgets_nothing_would_find() -> None:
+    work = small_work(
+        WorkloadRequest(0.0, "a", 40, 30, (0, 1, 2), "c"),
+        WorkloadRequest(5.0, "a", 100, 5, (0, 1, 3, 4, 5, 6, 7), "c"),
+        WorkloadRequest(9.0, "b", 40, 2, (0, 1, 2)),
+    )
+    roomy = row_figures("kept", modelled("lorikeet:plain", work, 80))
+    assert roomy["completed"] == 3
+    assert roomy["kv_hit_rate"] == 1.0
+    assert roomy["adapter_hit_rate"] == pytest.approx(1 / 3)
+    assert roomy["hit_rate"] == pytest.approx(2 / 3)
+    assert roomy["invalid_kv_share"] == 0.0
+    dropped = row_figures("dropped", modelled("lorikeet:plain-no-reuse", work, 80))
+    assert dropped["kv_hit_rate"] == 0.0
+
+
+def test_the_parts_of_ttft_add_up_to_it() -> None:
+    work = make_work(options())
+    row = modelled("elora", work, 100, 1000)
+    ttft_s = [exchange.ttft_s for exchange in row.run.exchanges]
+    assert sorted(sum(parts) for parts in row.parts) == pytest.approx(sorted(value or 0.0 for value in ttft_s))
+    figures = row_figures("elora", row)
+    assert sum(figures["ttft_parts_s"].values()) == pytest.approx(figures["ttft_mean_s"])
+    assert all(part >= -1e-9 for parts in row.parts for part in parts)
+
+
+def test_a_request_that_never_began_has_no_parts() -> None:
+    assert TtftParts.of(RequestTimings(1.0)) is None
+    timings = RequestTimings(1.0, admitted_s=2.0, first_token_s=5.0, adapter_wait_s=0.5, kv_wait_s=0.25)
+    assert TtftParts.of(timings) == (1.0, 0.5, 0.25, 2.25)
+
+
+def test_what_fills_the_device_adds_up_at_every_sample() -> None:
+    row = modelled("elora", make_work(options()), 100, 1000)
+    assert len(row.samples) > 10
+    assert [sample.at_s for sample in row.samples] == sorted(sample.at_s for sample in row.samples)
+    for sample in row.samples:
+        for tier in (sample.device, sample.host):
+            parts = (tier.free, tier.adapters, tier.kv_running, tier.kv_cached, tier.inflight)
+            assert sum(parts) == tier.total
+
+
+def test_the_host_tier_is_filled_before_the_first_request() -> None:
+    row = modelled("lorikeet:plain", make_work(options()), 100, 1000)
+    assert row.samples[0].host.adapters == 5 * BLOCK_BYTES
+    assert row.began.transfers["source-host"].transfers == 5
+    assert row_figures("x", row)["transfers"]["source-host"]["transfers"] == 0
+
+
+def test_the_plot_has_a_panel_for_each_row_and_stays_inside_it() -> None:
+    row = modelled("elora", make_work(options()), 100, 1000)
+    svg = pool_areas("a < b", [("elora", row.samples), ("nothing", ())])
+    assert svg.startswith("<svg")
+    assert "a &lt; b" in svg
+    assert svg.count("<polygon") == 4
+    heights = [float(point.split(",")[1]) for part in svg.split('points="')[1:] for point in part.split('"')[0].split()]
+    assert np.min(heights) >= 60 - 0.1
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    file = tmp_path / "round.toml"
+    write_profile(round_profile(), file)
+    return str(file)
+
+
+def invoke(*arguments: str) -> Any:
+    return runner.invoke(app, ["bench", "memory", *arguments])
+
+
+SMALL = "conversations --adapters 4 --requests 20 --ranks 1,2 --modules q --executor modelled".split()
+
+
+def test_the_command_prints_one_result_for_each_preset(profile: str, tmp_path: Path) -> None:
+    plot = tmp_path / "pool.svg"
+    result = invoke(*SMALL, "--profile", profile, "--presets", "elora, elora:s-lora", "--json", "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert [row["preset"] for row in report["results"]] == ["elora", "elora:s-lora"]
+    for row in report["results"]:
+        assert row["completed"] == row["requests"] >= 20
+        for name in ("ttft_mean_s", "ttft_p95_s", "tpot_mean_s", "invalid_kv_share", "kv_hit_rate", "adapter_hit_rate"):
+            assert isinstance(row[name], float)
+    assert report["setup"]["setting"]["memory_bytes"] <= report["setup"]["setting"]["host_memory_bytes"]
+    assert plot.read_text().startswith("<svg")
+
+
+def test_the_command_prints_tables(profile: str) -> None:
+    result = invoke(*SMALL, "--profile", profile, "--presets", "elora", "--link-gb-per-s", "0.001")
+    assert result.exit_code == 0, result.output
+    assert "link 0.001 GB/s; modelled by" in result.stdout
+    assert "invalid" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere"], "there is no file 'nowhere'"),
+        (["agent", "--presets", "vllm"], "no row is called 'vllm'"),
+        (["agent", "--presets", ""], "name rows"),
+        (["agent", "--presets", "adapter_share=0.3"], "comes before any row"),
+        (["agent", "--ranks", "big"], "'big' is no rank"),
+        (["agent", "--modules", "q,z"], "--modules 'q,z'"),
+        (["agent", "--rate", "0"], "--rate 0 is not positive"),
+        (["agent", "--memory", "lots"], "'lots' is not a size"),
+        (["agent", "--adapter-choice", "fair"], "adapter choice 'fair'"),
+        (["agent", "--executor", "paced"], "neither torch nor modelled"),
+        (["agent", "--executor", "modelled"], "go together"),
+        (["agent", "--profile", "x"], "go together"),
+        (["agent", "--executor", "modelled", "--profile", "nowhere"], "no profile is called 'nowhere'"),
+        (["agent", "--plot", "/nowhere/x.svg"], "there is no folder"),
+        (["agent", "--model", "/nowhere"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_is_named_with_code_2(arguments: list[str], complaint: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in result.stderr
+
+
+def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    first = WorkloadRequest(0.0, "a", 40, 8, (), "talk")
+    write_workload(file, [first, WorkloadRequest(0.01, "b", 30, 4), WorkloadRequest(0.02, "a", 80, 4, (), "talk")])
+    flags = f"{file} --adapters 2 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
+    flags += f" --model {model_folder}"
+    result = invoke(*flags.split())
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["completed"] == row["requests"] == 3
+    assert row["cached_share"] == pytest.approx(32 / 150)
+    assert row["transfers"]["host-device"]["transfers"] >= 2
+
+
+def test_a_memory_too_small_is_named(profile: str) -> None:
+    result = invoke(*SMALL, "--profile", profile, "--presets", "elora", "--memory", "1KiB")
+    assert result.exit_code == 2
+    assert "cannot hold a sequence" in result.stderr
+
+
+def test_axes_belong_to_the_row_before_them() -> None:
+    assert split_presets("elora, vllm-static,adapter_share=0.35,host_kv=false ,x") == [
+        "elora",
+        "vllm-static,adapter_share=0.35,host_kv=false",
+        "x",
+    ]
