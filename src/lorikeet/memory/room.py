@@ -111,8 +111,12 @@ class Room:
 
     def rescore(self, nodes: Nodes, now: float) -> None:
         """Ask for the scores of nodes that were used, or came."""
-        self._tree.score[nodes] = self._eviction.scores(nodes, now)
-        for node in nodes.tolist():
+        tree = self._tree
+        tree.score[nodes] = self._eviction.scores(nodes, now)
+        free = (tree.pins[nodes] == 0) & (tree.moving[nodes] == Moving.NO)
+        if self._rules.dependent:  # of a long path hardly any node can leave
+            free &= (tree.children_on_device[nodes] == 0) | (tree.kind[nodes] == Kind.ADAPTER)
+        for node in nodes[free].tolist():
             self.offer(node)
 
     def rescore_all(self, now: float) -> None:
