@@ -271,8 +271,7 @@ def block_keys(
     """
     keys = list(known)
     before = keys[-1] if keys else (digest or "").encode()
-    ids = np.asarray(token_ids[len(keys) * block_tokens :], dtype=np.int64)
-    data, step = ids.tobytes(), 8 * block_tokens
+    data, step = array("i", token_ids[len(keys) * block_tokens :]).tobytes(), 4 * block_tokens
     for begin in range(0, len(data) - step + 1, step):
         before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()
         keys.append(before)
