@@ -113,10 +113,13 @@ class Room:
         """Ask for the scores of nodes that were used, or came."""
         tree = self._tree
         tree.score[nodes] = self._eviction.scores(nodes, now)
-        free = (tree.pins[nodes] == 0) & (tree.moving[nodes] == Moving.NO)
-        if self._rules.dependent:  # of a long path hardly any node can leave
-            free &= (tree.children_on_device[nodes] == 0) | (tree.kind[nodes] == Kind.ADAPTER)
-        for node in nodes[free].tolist():
+        leaves = tree.children[nodes] == 0
+        may = tree.on_host[nodes] & (leaves | (tree.kind[nodes] == Kind.ADAPTER))  # of a long path hardly any node may
+        if self._rules.dependent:
+            may |= tree.on_device[nodes] & (tree.children_on_device[nodes] == 0)
+        else:
+            may |= tree.on_device[nodes]
+        for node in nodes[may].tolist():
             self.offer(node)
 
     def rescore_all(self, now: float) -> None:
