@@ -1,0 +1,84 @@
+"""What the lines of the memory make of their runs."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.accept import memory_large
+from benchmarks.accept.memory_4 import _failures, _ratios
+from benchmarks.accept.memory_common import OURS, S_LORA, STATIC, paired, part_name
+from benchmarks.accept.memory_page import memory_page, reduction
+from benchmarks.accept.pytest_runs import run_tests
+
+
+def times(ttft_s: list[float], tpot_s: list[float | None]) -> dict[str, Any]:
+    return {"ttft_s": ttft_s, "tpot_s": tpot_s}
+
+
+def figures(ttft_s: float, **changes: Any) -> dict[str, Any]:
+    given = {"ttft_mean_s": ttft_s, "ttft_p95_s": 2 * ttft_s, "tpot_mean_s": 0.02, "adapter_hit_rate": 0.5}
+    given |= {"kv_hit_rate": None, "invalid_kv_share": 0.25, "requests": 9, "completed": 9}
+    given["transfers"] = {"host-device": {"bytes": 3 * 2**20}, "source-device": {"bytes": 2**20}}
+    return given | changes
+
+
+def test_requests_without_a_figure_anywhere_are_left_out_of_a_pair() -> None:
+    ours, theirs = [times([1, 2, 3], [0.1, None, 0.3])], [times([4, 5, 6], [0.4, 0.5, 0.6])]
+    assert paired(ours, theirs, "tpot_s") == ([[0.1, 0.3]], [[0.4, 0.6]])
+    assert paired(ours, theirs, "ttft_s") == ([[1, 2, 3]], [[4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("rival", "ttft", "tpot", "complaints"),
+    [
+        (S_LORA, 0.5, 1.0, []),
+        (S_LORA, 0.7, 1.0, ["TTFT is 0.70"]),
+        (STATIC, 0.7, 0.9, []),
+        (STATIC, 1.0, 1.1, ["TTFT is 1.00", "TPOT is 1.10"]),
+    ],
+)
+def test_a_rival_must_be_beaten_by_its_own_bound(rival: str, ttft: float, tpot: float, complaints: list[str]) -> None:
+    theirs = [times([1.0, 2.0, 3.0], [0.1, 0.2, 0.3])] * 2
+    ours = [times([ttft, 2 * ttft, 3 * ttft], [0.1 * tpot, 0.2 * tpot, 0.3 * tpot])] * 2
+    found = _failures(rival, _ratios(ours, theirs))
+    assert [text.split(" ×")[0] for text in found] == complaints
+
+
+def test_reductions_are_means_over_the_loads() -> None:
+    case = {"loads": {OURS: [figures(1.0), figures(3.0)], STATIC: [figures(2.0), figures(4.0)]}}
+    assert reduction(case, STATIC, "ttft_mean_s") == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_the_page_has_a_line_for_every_row_split_and_case() -> None:
+    both = {"low": figures(0.2), "high": figures(0.4)}
+    failed = {"low": figures(0.2, ttft_mean_s=None, tpot_mean_s=None, completed=0), "high": figures(0.4)}
+    check = {"what": "TTFT ÷ x", "live": 0.5, "modelled": 0.55, "error": 0.1, "seconds": {OURS: [0.1, 0.11]}}
+    loads = {OURS: [figures(0.1)], STATIC: [figures(0.2)], S_LORA: [figures(0.4)]}
+    case = {"scenario": "agent", "adapters": 20, "peaks": {OURS: 4.0, STATIC: 2.0, S_LORA: None}, "loads": loads}
+    page = memory_page("words", (1.0, 2.0), [check], {OURS: both, "elora:wom": both}, {0.2: both, 0.05: failed}, [case])
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert "| TTFT ÷ x | 0.500 | 0.550 | +10.0% | elora 100.0 → 110.0 |" in rows
+    (ablation,) = (row for row in rows if row.startswith("| elora:wom "))
+    assert ablation.startswith("| elora:wom | 200 | 400 | 1.00 | 1.00 | 1.51 (VIII-E) | 20.0 | 1.00 | 1.34 |")
+    assert ablation.endswith("| 50% |  | 25% (paper 49%) | 4 | 0 |")
+    assert "| 0.05 |  |  |  |  | 9 |" in rows
+    assert "| agent | 20 | vllm-static | 50% | 44% | 0% | 38% | 4.0 | 2.0 | 100% | 79% | 25% |" in rows
+    assert "| agent | 20 | elora:s-lora | 75% | 53% | 0% | 31% | 4.0 | none |  | 50% | 25% |" in rows
+
+
+def test_rows_are_named_in_files_without_colons() -> None:
+    assert part_name("vllm-static:discard") == "vllm-static-discard"
+
+
+def test_the_large_setting_asks_for_nothing_longer_than_its_model_takes() -> None:
+    work = memory_large._work("chatbot", 20, 2.0)
+    assert len(work.requests) > 100
+    assert work.longest_tokens <= 4096
+    assert {request.adapter for request in work.requests} <= set(work.names)
+
+
+def test_tests_are_counted_by_name_and_missing_ones_are_told() -> None:
+    name = "test_rows_are_named_in_files_without_colons"
+    assert run_tests([f"{__file__}::{name}"]).passed == {f"test_accept_memory::{name}": 1}
+    with pytest.raises(RuntimeError, match="pytest ended with code"):
+        run_tests([f"{__file__}::test_that_there_is_not"])
