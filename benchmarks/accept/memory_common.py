@@ -155,7 +155,7 @@ class MemoryRuns:
         """Search the highest rate at which the mean TTFT stays below the limit (ELORA's peak load, section VIII-A)."""
 
         def attainment(rate: float) -> float:
-            return self.slo_s / float(self.modelled(row, rate)["figures"]["ttft_mean_s"])
+            return self.slo_s / float(_whole(self.modelled(row, rate))["figures"]["ttft_mean_s"])
 
         def search() -> dict[str, Any]:
             return {"peak": msgspec.to_builtins(find_peak(attainment, 1.0, 1.0, precision=0.02))}
