@@ -373,3 +373,15 @@ def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
     assert reason is not None
     assert "3 blocks of adapter" in reason
     assert "2 for adapters" in reason
+
+
+def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
+    bench = Bench(blocks=30, host_blocks=30, row=ROWS["vllm-static"])
+    ask(bench, "x", words(0, 3), "a", blocks=5)
+    ask(bench, "y", [1, 2], "b", blocks=5)
+    assert not bench.memory.is_loaded(AdapterDigest("digest-a")), "one slot, and another has it"
+    before = bench.engine.memory_stats()
+    ask(bench, "again", words(0, 3), "a", blocks=5)
+    after = bench.engine.memory_stats()
+    assert after.kv_hits_tokens == before.kv_hits_tokens
+    assert cached_tokens(bench)["again"] == 12, "it is used nevertheless, once the adapter has come"

@@ -42,12 +42,16 @@ class MemoryCounters:
         self._observed_s: float | None = None
 
     def arrived(self, adapter: int, path: Sequence[int], block_tokens: int, query_tokens: int) -> None:
-        """A request arrived: what of what it needs is on the device (ELORA spec, R17: a host hit is a miss)?"""
+        """A request arrived: what of what it needs is on the device?
+
+        A host hit is a miss, and so is KV there whose adapter or earlier KV is not (ELORA spec, R14 and R17).
+        """
         tree = self._tiers.tree
         if adapter != BASE:
             self._adapter_queries += 1
             self._adapter_hits += bool(tree.on_device[adapter])
-        on_device = int(tree.on_device[list(path)].sum()) if path else 0
+        there = tree.on_device[list(path)] if path and tree.on_device[adapter] else np.zeros(0, np.bool_)
+        on_device = int(np.argmin(there)) if not there.all() else len(there)
         self._kv_queries_tokens += query_tokens
         self._kv_hits_tokens += on_device * block_tokens
         self._kv_host_hits_tokens += (len(path) - on_device) * block_tokens
