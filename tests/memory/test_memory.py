@@ -1,6 +1,7 @@
 """The memory on the live engine's loop, with the executor that refuses whatever does not belong together."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,8 +11,10 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
+from lorikeet.memory.policies import PREFETCH
+from lorikeet.memory.policies.base import Prefetch
 from lorikeet.memory.rules import MemoryRules
-from lorikeet.memory.tree import Kind
+from lorikeet.memory.tree import BASE, Kind
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
@@ -365,6 +368,44 @@ def test_an_idle_engine_comes_to_rest() -> None:
         bench.step()
     assert bench.engine.due_s == math.inf
     assert not bench.engine.has_transfers
+
+
+def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_named_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class KvThenAdapters(Prefetch):
+        def targets(self, now: float) -> Iterator[int]:
+            tree = self.view.tree
+            yield from [node for node in tree.below(BASE) if tree.on_host[node]]
+            yield from list(tree.adapters)
+
+    monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
+    bench = Bench(blocks=30, host_blocks=4, row=Row(prefetch="kv-then-adapters", swap_interval_s=0.1))
+    ask(bench, "x", words(0, 4))
+    bench.memory.room.make(30, 0, bench.clock.now())
+    bench.run()
+    assert bench.memory.host_counts().kv == 4, "the host is full of KV"
+    bench.engine.know_adapters((adapter("b", 2),))
+    bench.clock.advance(1.0)
+    bench.run()
+    ask(bench, "again", words(0, 4))
+    assert cached_tokens(bench)["again"] == 16
+    assert set(bench.memory.resident()) == {"digest-b"}
+
+
+def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes() -> None:
+    bench = Bench(blocks=20, host_blocks=40, row=ELORA)
+    bench.engine.submit(request("x", list(range(50)), max_tokens=4))
+    bench.step()
+    bench.engine.know_adapters((adapter("a", 3),))
+    bench.step()
+    assert not bench.memory.resident(), "the request has most of the device"
+    bench.engine.abort(RequestId("x"))
+    bench.run()
+    assert bench.engine.due_s < math.inf, "the next tick is awaited"
+    bench.clock.wait_until(bench.engine.due_s)
+    bench.run()
+    assert set(bench.memory.resident()) == {"digest-a"}
 
 
 def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:

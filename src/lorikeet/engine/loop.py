@@ -120,7 +120,7 @@ class Engine:
     @property
     def has_requests(self) -> bool:
         """Whether any request is running or waiting."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return self._scheduler.has_requests
 
     @property
     def has_chores(self) -> bool:

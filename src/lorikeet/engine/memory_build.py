@@ -54,18 +54,15 @@ def memory_rules(row: Row) -> MemoryRules:
 
 def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     """Return a function that tells what an adapter takes. Thousands of versions share a few sizes, computed once."""
-    known: dict[str, AdapterSize] = {}
-    by_ranks: dict[tuple[tuple[str, tuple[int, ...]], ...], AdapterSize] = {}
+    known: dict[tuple[tuple[str, tuple[int, ...]], ...], AdapterSize] = {}
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_tokens)
 
     def size(ref: AdapterRef) -> AdapterSize:
-        if ref.digest not in known:
-            ranks = tuple(ref.ranks.items())
-            if ranks not in by_ranks:
-                packing = pack(ref.ranks, geometry, block_elements)
-                by_ranks[ranks] = AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
-            known[ref.digest] = by_ranks[ranks]
-        return known[ref.digest]
+        ranks = tuple(ref.ranks.items())
+        if ranks not in known:
+            packing = pack(ref.ranks, geometry, block_elements)
+            known[ranks] = AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
+        return known[ranks]
 
     return size

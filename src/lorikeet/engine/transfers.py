@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -68,7 +67,6 @@ class Transfers:
         # Twice, so that prefetches keep nobody who is awaited from being read.
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
-        self._numbers = count()
         self._underway: dict[int, Underway] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
@@ -96,7 +94,6 @@ class Transfers:
         error = self._flaw(transfer)
         underway = Underway(
             transfer,
-            next(self._numbers),
             transfer.demand,
             transfer.host_blocks,
             reading=transfer.source is Tier.SOURCE and error is None,

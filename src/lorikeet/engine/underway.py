@@ -16,7 +16,6 @@ class Underway:
 
     Attributes:
         transfer: what was asked for.
-        number: in the order in which transfers began.
         demand: whether somebody waits for it by now.
         host_blocks: where its blocks lie in the host arena or pass through it, in order.
         reading: whether blocks are still to be read.
@@ -29,7 +28,6 @@ class Underway:
     """
 
     transfer: Transfer
-    number: int
     demand: bool
     host_blocks: tuple[BlockId, ...]
     reading: bool
@@ -44,7 +42,7 @@ class Underway:
     @property
     def urgency(self) -> tuple[bool, int]:
         """The least is the most urgent: those that are awaited, in the order in which they began, then the others."""
-        return not self.demand, self.number
+        return not self.demand, self.transfer.transfer_id
 
     @property
     def blocks(self) -> int:

@@ -34,14 +34,12 @@ class Flight:
         nodes: whose bytes move: one adapter, or nodes of KV in the order of the blocks.
         began_s: when it was decided.
         demand: whether somebody waits for it by now.
-        prefetch: it was begun before anybody wanted it.
     """
 
     transfer: Transfer
     nodes: tuple[int, ...]
     began_s: float
     demand: bool
-    prefetch: bool = False
 
 
 @dataclass

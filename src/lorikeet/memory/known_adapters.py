@@ -126,8 +126,5 @@ class KnownAdapters:
 
     def waste_bytes(self) -> int:
         """Return what adapters on the device take beyond their weights."""
-        return sum(
-            len(entry.device_blocks) * self._block_bytes - self._size(entry.ref).weight_bytes
-            for node, entry in self._tree.adapters.items()
-            if self._tree.on_device[node]
-        )
+        entries = (self._tree.adapters[node] for node in self._tree.adapters_on_device())
+        return sum(len(e.device_blocks) * self._block_bytes - self._size(e.ref).weight_bytes for e in entries)

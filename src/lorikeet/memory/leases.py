@@ -48,7 +48,7 @@ class SequenceLease:
         return not (self.adapter_transfers or self.kv_transfers)
 
 
-class Arrivals(NamedTuple):
+class TransferOutcome(NamedTuple):
     """What the end of a transfer means for leases.
 
     Attributes:

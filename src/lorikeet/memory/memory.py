@@ -5,7 +5,7 @@ adapter and the KV found for them are then kept on the device or on their way to
 last transfer they wait for has ended. What they leave behind stays until its room is needed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
-from lorikeet.memory.leases import Arrivals, SequenceLease, Wait
+from lorikeet.memory.leases import SequenceLease, TransferOutcome, Wait
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import View
 from lorikeet.memory.room import Room
@@ -97,8 +97,8 @@ class Memory:
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
-        entries = self.tree.adapters.items()
-        return {entry.ref.digest: len(entry.device_blocks) for node, entry in entries if self.tree.on_device[node]}
+        entries = (self.tree.adapters[node] for node in self.tree.adapters_on_device())
+        return {entry.ref.digest: len(entry.device_blocks) for entry in entries}
 
     @property
     def transfers_under_way(self) -> int:
@@ -150,7 +150,7 @@ class Memory:
         """
         return self._adapters.retire(digest, now)
 
-    def finish_transfer(self, done: TransferDone, now: float) -> Arrivals:
+    def finish_transfer(self, done: TransferDone, now: float) -> TransferOutcome:
         """Take the end of a transfer in.
 
         Raises:
@@ -177,8 +177,8 @@ class Memory:
         adapter = tuple(lease for lease, is_adapter in mine.items() if is_adapter)
         kv = tuple(lease for lease, is_adapter in mine.items() if not is_adapter)
         if done.error is not None:
-            return Arrivals((), (), done.error, adapter, kv, flight.began_s)
-        return Arrivals(
+            return TransferOutcome((), (), done.error, adapter, kv, flight.began_s)
+        return TransferOutcome(
             tuple(lease for lease in adapter if not lease.adapter_transfers),
             tuple(lease for lease in kv if not lease.kv_transfers),
         )
@@ -251,7 +251,8 @@ class Memory:
         tiers.pin(pinned)
         if not self.room.make(private + len(away), adapter_blocks, now):
             tiers.unpin(pinned)
-            self._offer(pinned)
+            for node in pinned:
+                self.room.offer(node)
             lacks_slot = self._rules.adapter_share is not None and not self.room.could_make(
                 Kind.ADAPTER, adapter_blocks
             )
@@ -319,6 +320,12 @@ class Memory:
         if not self._rules.keep_adapters and lease.adapter not in self._view.waiting:
             self._adapters.free_if_idle(lease.adapter, now)
 
+    @property
+    def follows_queue(self) -> bool:
+        """Whether anything depends on :meth:`note_waiting`."""
+        follows = self._eviction.follows_queue or self._prefetch.follows_queue
+        return follows or not self._rules.keep_adapters
+
     def note_waiting(self, waiting: Mapping[AdapterDigest, int]) -> None:
         """Tell the policies which adapters the queued requests want, in the queue's order."""
         nodes = {self.tree.adapter(digest): count for digest, count in waiting.items()}
@@ -371,10 +378,7 @@ class Memory:
         for node in reversed(lease.path):
             self.room.forget_if_empty(node)
         self._adapters.clear_stranded(lease.adapter, now)
-
-    def _offer(self, nodes: Iterable[int]) -> None:
-        for node in nodes:
-            self.room.offer(node)
+        self.swapper.stir()
 
     def _report_load(self, flight: Flight, done: TransferDone, now: float) -> None:
         transfer = flight.transfer

@@ -1,7 +1,7 @@
 """Makes room on both tiers: asks the eviction policy who leaves first, and lets them leave."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,10 +62,12 @@ class Room:
             adapters = int(rules.adapter_share * total)
             self._areas = (_Area((Kind.ADAPTER,), adapters), _Area((Kind.KV,), total - adapters))
         self._leaving = {
-            kind: Victims(self._tree, self._lister(kind), self._may_leave) for kind in (Kind.KV, Kind.ADAPTER)
+            kind: Victims(self._tree, partial(self._candidates, kind), self._may_leave)
+            for kind in (Kind.KV, Kind.ADAPTER)
         }
         self._host_leaving = {
-            kind: Victims(self._tree, self._host_lister(kind), self._may_leave_host) for kind in (Kind.KV, Kind.ADAPTER)
+            kind: Victims(self._tree, partial(self._host_candidates, kind), self._may_leave_host)
+            for kind in (Kind.KV, Kind.ADAPTER)
         }
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
@@ -78,7 +80,7 @@ class Room:
 
     def unused(self) -> int:
         """Return the device blocks that are free, or will be without evicting anybody else."""
-        return self._tiers.device.free + sum(self._tiers.leaving_blocks.values())
+        return sum(self._unused(area) for area in self._areas)
 
     def make(self, kv: int, adapter: int, now: float, below: float = np.inf) -> bool:
         """See to it that so many blocks for KV and for adapters can be leased now.
@@ -113,13 +115,7 @@ class Room:
         """Ask for the scores of nodes that were used, or came."""
         tree = self._tree
         tree.score[nodes] = self._eviction.scores(nodes, now)
-        leaves = tree.children[nodes] == 0
-        may = tree.on_host[nodes] & (leaves | (tree.kind[nodes] == Kind.ADAPTER))  # of a long path hardly any node may
-        if self._rules.dependent:
-            may |= tree.on_device[nodes] & (tree.children_on_device[nodes] == 0)
-        else:
-            may |= tree.on_device[nodes]
-        for node in nodes[may].tolist():
+        for node in nodes[self._may_leave(nodes) | self._may_leave_host(nodes)].tolist():
             self.offer(node)
 
     def rescore_all(self, now: float) -> None:
@@ -239,19 +235,22 @@ class Room:
     def _free(self, area: _Area) -> int:
         return area.limit - sum(self._tiers.used_blocks[kind] for kind in area.kinds)
 
+    def _unused(self, area: _Area) -> int:
+        """Return what is free, or will be without evicting anybody else."""
+        return self._free(area) + sum(self._tiers.leaving_blocks[kind] for kind in area.kinds)
+
     def _could_clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
-        tiers = self._tiers
-        have = self._free(area) + sum(tiers.leaving_blocks[kind] for kind in area.kinds)
+        have = self._unused(area)
         if blocks <= have:
             return True
         if below == np.inf:
-            return blocks <= have + sum(tiers.cached_blocks[kind] for kind in area.kinds)
+            return blocks <= have + sum(self._tiers.cached_blocks[kind] for kind in area.kinds)
         nodes = np.concatenate([self._candidates(kind) for kind in area.kinds])
         scores = self._eviction.scores(nodes, now)
         return blocks <= have + int(self._tree.size[nodes[scores < below]].sum())
 
     def _clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
-        while self._free(area) + sum(self._tiers.leaving_blocks[kind] for kind in area.kinds) < blocks:
+        while self._unused(area) < blocks:
             node = self._first(area.kinds, now)
             if node is None or self._tree.score[node] >= below:
                 return False
@@ -286,44 +285,22 @@ class Room:
             if tree.kind[node] in area.kinds and self._may_leave(node):
                 self.evict(node, now)
 
-    def _lister(self, kind: int) -> Callable[[], Nodes]:
-        return lambda: self._candidates(kind)
-
     def _candidates(self, kind: int) -> Nodes:
-        tree, end = self._tree, self._tree.end
-        may = (
-            (tree.kind[:end] == kind) & tree.on_device[:end] & (tree.moving[:end] == Moving.NO) & (tree.pins[:end] == 0)
-        )
-        if self._rules.dependent:
-            may &= tree.children_on_device[:end] == 0
-        return np.flatnonzero(may)
-
-    def _may_leave(self, node: int) -> bool:
-        tree = self._tree
-        return bool(
-            tree.on_device[node]
-            and not tree.moving[node]
-            and not tree.pins[node]
-            and tree.kind[node] >= Kind.ADAPTER
-            and not (self._rules.dependent and tree.children_on_device[node])
-        )
-
-    def _host_lister(self, kind: int) -> Callable[[], Nodes]:
-        return lambda: self._host_candidates(kind)
+        every = slice(self._tree.end)
+        return np.flatnonzero((self._tree.kind[every] == kind) & self._may_leave(every))
 
     def _host_candidates(self, kind: int) -> Nodes:
-        tree, end = self._tree, self._tree.end
-        resting = (tree.moving[:end] == Moving.NO) & (tree.pins[:end] == 0)
-        may = (tree.kind[:end] == kind) & tree.on_host[:end] & resting
-        if kind == Kind.KV:
-            may &= tree.children[:end] == 0
-        return np.flatnonzero(may)
+        every = slice(self._tree.end)
+        return np.flatnonzero((self._tree.kind[every] == kind) & self._may_leave_host(every))
 
-    def _may_leave_host(self, node: int) -> bool:
+    def _may_leave(self, at: int | slice | Nodes) -> Any:
+        """Whether nodes may leave the device: bool, one or an array as ``at`` is one node or several."""
         tree = self._tree
-        return bool(
-            tree.on_host[node]
-            and not tree.moving[node]
-            and not tree.pins[node]
-            and (tree.kind[node] == Kind.ADAPTER or not tree.children[node])
-        )
+        may = tree.on_device[at] & (tree.moving[at] == Moving.NO) & (tree.pins[at] == 0) & (tree.kind[at] != Kind.BASE)
+        return may & (tree.children_on_device[at] == 0) if self._rules.dependent else may
+
+    def _may_leave_host(self, at: int | slice | Nodes) -> Any:
+        """Whether nodes may leave the host: KV only if nothing is below it. See :meth:`_may_leave`."""
+        tree = self._tree
+        may = tree.on_host[at] & (tree.moving[at] == Moving.NO) & (tree.pins[at] == 0)
+        return may & ((tree.kind[at] == Kind.ADAPTER) | (tree.children[at] == 0))

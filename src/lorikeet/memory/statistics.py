@@ -17,7 +17,6 @@ _OBSERVE_EVERY_S = 0.1
 class _Shares:
     """Integrals over time of bytes that one looks at every now and then."""
 
-    seconds: float = 0.0
     invalid: float = 0.0
     unpinned: float = 0.0
 
@@ -86,7 +85,6 @@ class MemoryCounters:
             return
         self._observed_s = now
         invalid, unpinned = self._invalid_blocks()
-        self._shares.seconds += passed_s
         self._shares.invalid += invalid * passed_s
         self._shares.unpinned += unpinned * passed_s
 

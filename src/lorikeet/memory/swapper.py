@@ -10,16 +10,14 @@ import time
 from collections import deque
 from itertools import islice
 
-import numpy as np
-
 from lorikeet.core.plan import Tier
 from lorikeet.memory.flights import Flight
-from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable, stays
+from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
 from lorikeet.memory.room import Room
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import NO_NODE, Kind
+from lorikeet.memory.tree import Kind
 
 _READS_UNDER_WAY = 2
 """Reads into the host tier that nobody waits for, at a time."""
@@ -28,6 +26,7 @@ _SHARE_FOR_READS = 0.5
 _EVICTIONS_A_TICK = 64
 _PREFETCHES_A_TICK = 256
 """A tick takes its time from the steps; what is left to do, the next one does."""
+_BLOCKS_A_PREFETCH = 32
 _RETRY_S = 5.0
 """After a transfer that nobody waited for has failed, its adapter is left alone for so long."""
 
@@ -73,8 +72,12 @@ class Swapper:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the last tick moved nothing, so that the next will not either unless something happens."""
+        """Whether a tick has moved nothing since anything happened, so that the next will not either."""
         return self._resting
+
+    def stir(self) -> None:
+        """Something has happened that may let the next tick move something."""
+        self._resting = False
 
     def tick(self, now: float) -> None:
         """Do what is due. Called by the loop between steps; the clock's time, never the machine's, decides."""
@@ -92,7 +95,7 @@ class Swapper:
             self._room.clear(wanted, now, _EVICTIONS_A_TICK)
         elif self._prefetch.fills and total - unused < self._rules.prefetch_below * total:
             self._fill(round((1 - self._rules.prefetch_below) * total), now)
-        self._resting = len(self._tiers.flights) == under_way
+        self._resting = len(self._tiers.flights) == under_way and not self._clearing
         self._counters.decided(time.perf_counter() - started_s)
 
     def after_admission(self, now: float) -> None:
@@ -115,15 +118,18 @@ class Swapper:
 
     def note_known(self, node: int) -> None:
         """A new adapter is to be read into the host tier when there is room."""
+        self.stir()
         if self._tiers.host.total:
             self._unread.append(node)
 
     def note_landing(self, flight: Flight, error: str | None, now: float) -> None:
         """A transfer has ended."""
+        self.stir()
         if flight.transfer.adapter is None:
             return
         self._reads -= flight.transfer.target is Tier.HOST
         if error is not None:
+            self._retry_s = {node: until_s for node, until_s in self._retry_s.items() if until_s > now}
             self._retry_s[flight.nodes[0]] = now + _RETRY_S
 
     @property
@@ -133,35 +139,33 @@ class Swapper:
 
     def _fill(self, leave_free: int, now: float) -> None:
         """Bring nodes to the device as long as more than ``leave_free`` blocks stay unused."""
-        tiers, tree = self._tiers, self._tree
+        tree = self._tree
         batch: list[int] = []
-        named: set[int] = set()
         for node in islice(self._prefetch.targets(now), _PREFETCHES_A_TICK):
             if not is_prefetchable(tree, node) or self._retry_s.get(node, now) > now:
                 continue
-            if self._rules.dependent and not (self._stays(int(tree.parent[node])) or int(tree.parent[node]) in named):
-                continue
             size = int(tree.size[node])
-            short = size + len(batch) + leave_free - tiers.device.free
+            short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf
             if short > 0 and below == -math.inf:
                 break
             if tree.kind[node] == Kind.KV:
                 batch.append(node)
-                named.add(node)
                 continue
-            if self._room.make(len(batch), size, now, below):
+            self._fetch(batch, now)  # first: room for an adapter may be made at the expense of KV on the host
+            batch = []
+            if self._room.make(0, size, now, below):
                 self._note(self.load(node, now, demand=False), now)
-        for begin in range(0, len(batch), 32):
-            nodes = batch[begin : begin + 32]
-            self._note(tiers.fetch_kv(nodes, tiers.device.lease(len(nodes)), now, demand=False), now)
+        self._fetch(batch, now)
 
-    def _stays(self, parent: int) -> bool:
-        """Whether KV below ``parent`` may be on the device: it is there to stay, or comes."""
-        return parent == NO_NODE or bool(stays(self._tree, np.array([parent]))[0])
+    def _fetch(self, batch: list[int], now: float) -> None:
+        """Begin to bring KV to the device, some blocks to a transfer."""
+        for begin in range(0, len(batch), _BLOCKS_A_PREFETCH):
+            nodes = batch[begin : begin + _BLOCKS_A_PREFETCH]
+            blocks = self._tiers.device.lease(len(nodes))
+            self._note(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
 
     def _note(self, flight: Flight, now: float) -> None:
-        flight.prefetch = True
         for node in flight.nodes:
             self._prefetch.fetched(node, now)
             self._counters.prefetched(node)

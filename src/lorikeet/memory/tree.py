@@ -161,6 +161,10 @@ class Tree:
         top = int(self.top[node])
         return None if top == BASE else self.adapters[top].ref.digest
 
+    def adapters_on_device(self) -> list[int]:
+        """Return the adapters whose weights are on the device; few of all that are known."""
+        return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == Kind.ADAPTER)).tolist()
+
     def find(self, key: bytes) -> int | None:
         """Return the node of KV with this key, wherever its bytes are, if anywhere."""
         return self._by_key.get(key)

@@ -113,6 +113,11 @@ class Scheduler:
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
 
     @property
+    def has_requests(self) -> bool:
+        """Whether there is any request."""
+        return bool(self._sequences)
+
+    @property
     def running(self) -> int:
         """Sequences that hold blocks and can run."""
         return sum(s.is_ready for s in self._running)
@@ -144,17 +149,17 @@ class Scheduler:
         If it failed, requests that waited for their adapter end with its error, but those that came after it had begun
         are queued again: the files may have been replaced since. So are those that waited for KV, to compute it.
         """
-        arrivals = self._memory.finish_transfer(done, now)
-        for sequence in self._owners(arrivals.adapter):
+        outcome = self._memory.finish_transfer(done, now)
+        for sequence in self._owners(outcome.adapter):
             self._events.append(AdapterArrived(sequence.request_id, now))
-        for sequence in self._owners(arrivals.kv):
+        for sequence in self._owners(outcome.kv):
             self._events.append(KvArrived(sequence.request_id, now))
-        for sequence in self._owners(arrivals.without_adapter):
-            if sequence.queued_s <= arrivals.began_s:
-                self._finish(sequence, now, FinishReason.ERROR, error=arrivals.error)
+        for sequence in self._owners(outcome.without_adapter):
+            if sequence.queued_s <= outcome.began_s:
+                self._finish(sequence, now, FinishReason.ERROR, error=outcome.error)
             else:
                 self._suspend(sequence, now)
-        for sequence in self._owners(arrivals.without_kv):
+        for sequence in self._owners(outcome.without_kv):
             self._suspend(sequence, now)
 
     def _owners(self, leases: Iterable[SequenceLease]) -> list[Sequence]:
@@ -175,7 +180,8 @@ class Scheduler:
         if not draft.preempted:
             self._admit_waiting(draft, now)
         self._memory.note_batch(len(self._running), now)
-        self._memory.note_waiting(self._wanted_adapters())
+        if self._memory.follows_queue:
+            self._memory.note_waiting(self._wanted_adapters(now))
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
@@ -210,13 +216,15 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence, now: float) -> None:
         """Take a sequence's blocks, and queue it again with its next attempt."""
+        assert sequence.lease is not None
+        keys = sequence.lease.keys
         self.preemptions += 1
         self._events.append(Preempted(sequence.request_id, now))
-        self._enqueue(self.export_request(sequence.request_id, now), now, sequence.keys)
+        self._enqueue(self.export_request(sequence.request_id, now), now, keys)
 
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
         sequence = Sequence(request, now)
-        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, tuple(keys))
+        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys))
         self._sequences[request.request_id] = sequence
         self._queue.add(request, now)
         return sequence
@@ -232,7 +240,7 @@ class Scheduler:
             if isinstance(lease, Wait):
                 continue
             self._queue.remove(request)
-            sequence.lease, sequence.keys = lease, lease.keys
+            sequence.lease = lease
             sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
             insort(self._running, sequence, key=lambda s: s.request.arrival_s)
             self.prefix_queries_tokens += len(sequence.token_ids)
@@ -243,9 +251,9 @@ class Scheduler:
                 draft.tokens[sequence] = min(sequence.remaining_tokens, draft.budget_tokens)
                 draft.budget_tokens -= draft.tokens[sequence]
 
-    def _wanted_adapters(self) -> Counter[AdapterDigest]:
+    def _wanted_adapters(self, now: float) -> Counter[AdapterDigest]:
         """Return the adapters of the waiting requests, in the queue's order."""
-        waiting = (request.digest for request in self._queue.candidates(0.0))
+        waiting = (request.digest for request in self._queue.candidates(now))
         return Counter(digest for digest in waiting if digest is not None)
 
     def _repeat(self, draft: _Draft, now: float, *, coalesced: bool) -> int:

@@ -25,7 +25,7 @@ class Sequence:
         lease: its blocks, None while it waits.
         known_blocks: blocks of the lease that the executor has been told of.
         started: whether the executor knows it.
-        keys: of its whole blocks in the memory's tree, as far as known.
+        keys: of its whole blocks in the memory's tree, when it was queued.
     """
 
     request: Request

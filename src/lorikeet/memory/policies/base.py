@@ -26,7 +26,8 @@ class View:
     Attributes:
         tree: all nodes.
         device_blocks: size of the device arena.
-        waiting: adapters of the requests in the admission queue, in its order, with how many requests want each.
+        waiting: adapters of the requests in the admission queue, in its order, with how many requests want each; kept
+            up to date where a policy follows the queue.
         resident_adapters: returns the number of adapters on the device or on their way to it, at this moment: it
             changes with every single move.
         load_s: predicted seconds until an adapter that is loaded now can be used; 0 where nobody knows.
@@ -53,12 +54,14 @@ class Eviction:
         whole_branches: when a node leaves, what may leave of its branch (all nodes of the same ``top``) leaves too.
         proposals: so many of the lowest are put before :meth:`choose`; with 1 the lowest leaves.
         dispensable_below: adapters that score less may make room for what the queue wants before its turn has come.
+        follows_queue: it looks at ``view.waiting``.
     """
 
     rescored_at_eviction = False
     whole_branches = False
     proposals = 1
     dispensable_below = -np.inf
+    follows_queue = False
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -114,9 +117,11 @@ class Prefetch:
     Attributes:
         fills: bring nodes only while less than the row's ``prefetch_below`` of the device is in use, and up to it.
             Else any free memory is used.
+        follows_queue: it looks at ``view.waiting``.
     """
 
     fills = True
+    follows_queue = False
 
     def __init__(self, view: View, eviction: Eviction) -> None:
         self.view = view

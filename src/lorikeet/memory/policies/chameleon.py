@@ -38,6 +38,7 @@ class Chameleon(Eviction):
 
     rescored_at_eviction = True
     dispensable_below = WANTED
+    follows_queue = True
 
     def __init__(self, view: View, *, frequency: float = 0.45, recency: float = 0.10, size: float = 0.45) -> None:
         super().__init__(view)

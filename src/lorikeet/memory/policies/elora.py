@@ -114,6 +114,8 @@ class Elora(Eviction):
         without: a factor that is left out.
     """
 
+    follows_queue = True
+
     def __init__(
         self,
         view: View,

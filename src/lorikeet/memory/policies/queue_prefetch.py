@@ -13,6 +13,7 @@ class QueuePrefetch(Prefetch):
     """
 
     fills = False
+    follows_queue = True
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield them in the order of the queue."""
