@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from lorikeet.commands.serve_flags import FLAGS
-from lorikeet.config import AUTO_ROW, ROWS, Row, Settings
+from lorikeet.config import Settings
+from lorikeet.rows import AUTO_ROW, ROWS, Row
 
 PAGE = Path(__file__).with_name("configuration.md")
 

@@ -24,11 +24,12 @@ from lorikeet.bench.peak import find_peak
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import Slo, WorkloadRequest, read_any
+from lorikeet.bench.workload import WorkloadRequest, read_any
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile, read_profile
 from lorikeet.simulator.run import simulate
 

@@ -20,12 +20,13 @@ from benchmarks.accept.serve_2 import MAX_TIES
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
 from lorikeet.bench.memory_bench import fill_host
-from lorikeet.config import ROWS, EngineSettings, MemorySplit, Row
+from lorikeet.config import EngineSettings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
+from lorikeet.rows import ROWS, MemorySplit, Row
 
 CONVERSATIONS, TURNS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 3, 44, 44
 RANKS = {"a16": 16, "b64": 64, "c32": 32, "d64": 64, "e16": 16}

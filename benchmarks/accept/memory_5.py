@@ -15,7 +15,7 @@ from benchmarks.accept.memory_4 import REPEATS
 from benchmarks.accept.memory_common import LOAD, OURS, RIVALS, S_LORA, STATIC, MemoryRuns, memory_runs, part_name
 from benchmarks.accept.memory_page import memory_page, reduction
 from benchmarks.accept.runs import ROOT, StoredRuns
-from lorikeet.config import ROWS
+from lorikeet.rows import ROWS
 
 WITHIN = 0.15
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5)

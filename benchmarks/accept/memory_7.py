@@ -12,7 +12,6 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.prompts import DEFAULT_IDS
 from lorikeet.bench.synthetic import synthetic_adapters
-from lorikeet.config import ROWS
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.plan import TransferDone
 from lorikeet.costs.devices import MODELS
@@ -21,6 +20,7 @@ from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.leases import SequenceLease
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.packing import pack
+from lorikeet.rows import ROWS
 
 ADAPTERS, RANKS, NODES, BLOCK_TOKENS, PROMPT_TOKENS = 2_000, (32, 64), 100_000, 16, 2_048
 DEVICE_BLOCKS, HOST_BLOCKS = 25_000, 250_000

@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lorikeet.config import resolve_row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.ids import RequestId
@@ -15,6 +14,7 @@ from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
+from lorikeet.rows import resolve_row
 from tests.support.driver import Models, fp32_settings, make_models, peer_tokens, random_tokens
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lorikeet.config import ColdStart, KvAfterFinish, Row
 from lorikeet.core.events import (
     AdapterArrived,
     AdapterEvicted,
@@ -13,6 +12,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import SequenceStart
+from lorikeet.rows import ColdStart, KvAfterFinish, Row
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 

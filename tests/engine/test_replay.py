@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
-from lorikeet.config import ROWS, EngineSettings, ModelSettings, Settings
+from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -27,6 +27,7 @@ from lorikeet.engine.recorded_times import Kind, compare_times
 from lorikeet.engine.recording import FileRecorder, Recording
 from lorikeet.engine.records import Planned, Ran, Received, Record, Transferred
 from lorikeet.engine.replay import Replay, replay, turns
+from lorikeet.rows import ROWS
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request

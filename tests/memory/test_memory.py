@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from lorikeet.config import ROWS, Row
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer
@@ -15,6 +14,7 @@ from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import BASE, Kind
+from lorikeet.rows import ROWS, Row
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
@@ -420,7 +420,7 @@ def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
     bench = Bench(blocks=30, host_blocks=30, row=ROWS["vllm-static"])
     ask(bench, "x", words(0, 3), "a", blocks=5)
     ask(bench, "y", [1, 2], "b", blocks=5)
-    assert not bench.memory.is_loaded(AdapterDigest("digest-a")), "one slot, and another has it"
+    assert AdapterDigest("digest-a") not in bench.memory.resident(), "one slot, and another has it"
     before = bench.engine.memory_stats()
     ask(bench, "again", words(0, 3), "a", blocks=5)
     after = bench.engine.memory_stats()

@@ -6,13 +6,13 @@ The scripted executor refuses every plan that would read or move anything but wh
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorikeet.config import ROWS
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.scripted import token_by_seed
+from lorikeet.rows import ROWS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 from tests.support.step_counts import count, counted, machine_settings

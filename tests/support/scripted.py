@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lorikeet.config import ColdStart, Row
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
@@ -17,8 +16,9 @@ from lorikeet.engine.memory_build import memory_rules
 from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_seed
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
-from lorikeet.scheduling.admission import ADMISSION
+from lorikeet.rows import ColdStart, Row
 from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 
 BLOCK_TOKENS = 4
@@ -62,7 +62,7 @@ class Bench:
             prefetch=self.row.prefetch,
             rules=memory_rules(self.row),
         )
-        self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission](), self.limits, self.row)
+        self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission], self.limits, self.row)
         self.executor = ScriptedExecutor(
             self.clock, BLOCK_TOKENS, self.script, failing=self.failing, fails=self.fails, sick=self.sick
         )

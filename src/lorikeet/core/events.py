@@ -69,13 +69,23 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The request ended. ``stop_token_id`` is the token that stopped it, ``error`` what went wrong."""
+    """The request ended.
+
+    Attributes:
+        request_id: which.
+        at_s: when.
+        reason: why.
+        stop_token_id: the token that stopped it.
+        error: what went wrong.
+        impossible: it can never be served as it was asked; else what went wrong is not the request's fault.
+    """
 
     request_id: RequestId
     at_s: float
     reason: FinishReason
     stop_token_id: int | None = None
     error: str | None = None
+    impossible: bool = False
 
 
 RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Preempted | Finished

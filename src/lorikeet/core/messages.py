@@ -180,6 +180,7 @@ class EngineStats(msgspec.Struct, frozen=True):
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
             blocks that running sequences hold and ``cached`` KV blocks that nobody holds.
         total_blocks: blocks in the arena.
+        kv_limit_blocks: those that KV may ever take.
         resident_adapters: digest → blocks of the adapters on the device.
         running_adapters, waiting_adapters: digests of running and of queued requests.
         prefix_queries_tokens, prefix_hits_tokens: tokens looked up in and found in cached KV so far.
@@ -200,6 +201,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     adapter_blocks: int
     inflight_blocks: int
     total_blocks: int
+    kv_limit_blocks: int
     resident_adapters: dict[AdapterDigest, int]
     running_adapters: tuple[AdapterDigest, ...]
     waiting_adapters: tuple[AdapterDigest, ...]

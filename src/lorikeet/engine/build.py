@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet import __version__
-from lorikeet.config import ConfigError, ExecutorKind, Settings, resolve_row
+from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.clock import Clock, MonotonicClock
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import EngineSizes, Executor
@@ -18,8 +18,9 @@ from lorikeet.engine.recording import FileRecorder
 from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.tree import Kind
-from lorikeet.scheduling.admission import ADMISSION
+from lorikeet.rows import resolve_row
 from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 
 
@@ -85,7 +86,9 @@ def assemble(
         max_repeat=settings.engine.max_repeat,
         repeat_limit_s=settings.engine.repeat_limit_s,
     )
-    scheduler = Scheduler(memory, ADMISSION[row.admission](), limits, row)
+    if row.admission not in ADMISSION:
+        raise ConfigError(f"row {name}: no admission is called {row.admission!r}; there are: {', '.join(ADMISSION)}")
+    scheduler = Scheduler(memory, ADMISSION[row.admission], limits, row)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan, recorder)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-from lorikeet.config import ColdStart
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -13,6 +12,9 @@ from lorikeet.core.request import Request
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.records import Exported, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
 from lorikeet.memory.memory import Memory
+from lorikeet.memory.tree import Kind
+from lorikeet.rows import ColdStart
+from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
 
 
@@ -142,6 +144,11 @@ class Engine:
         """Whether known adapters are still being read into the host tier."""
         return self._memory.swapper.reads_ahead
 
+    @property
+    def queue(self) -> AdmissionQueue:
+        """The waiting requests; for whoever looks at an engine in the same process."""
+        return self._scheduler.queue
+
     def wait_for_transfer(self, timeout_s: float | None = None) -> None:
         """Block until a transfer has ended; for drivers in the same process."""
         self._executor.wait_for_transfer(timeout_s)
@@ -168,6 +175,7 @@ class Engine:
             adapter_blocks=counts.adapter,
             inflight_blocks=counts.inflight,
             total_blocks=self._memory.total_blocks,
+            kv_limit_blocks=self._memory.room.limit(Kind.KV),
             resident_adapters=self._memory.resident(),
             running_adapters=tuple(sorted(running)),
             waiting_adapters=tuple(sorted(waiting)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lorikeet.config import ConfigError, KvAfterFinish, MemorySplit, Row
+from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.memory.known_adapters import AdapterSize
@@ -10,6 +10,7 @@ from lorikeet.memory.memory import Memory
 from lorikeet.memory.packing import pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
+from lorikeet.rows import KvAfterFinish, MemorySplit, Row
 
 
 def build_memory(row: Row, sizes: EngineSizes) -> Memory:

@@ -74,8 +74,8 @@ class KnownAdapters:
 
     def predicted_load_s(self, node: int) -> float:
         """Return what bringing an adapter to the device should take, by what such transfers took so far."""
-        totals = self._tiers.totals.get((Tier.HOST if self._tree.on_host[node] else Tier.SOURCE, Tier.DEVICE))
-        return totals.busy_s / totals.blocks * int(self._tree.size[node]) if totals and totals.blocks else 0.0
+        source = Tier.HOST if self._tree.on_host[node] else Tier.SOURCE
+        return self._tiers.copy_s(source, Tier.DEVICE, int(self._tree.size[node]))
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
         """Free a version that no request needs, its KV too, on every tier; report what was freed.

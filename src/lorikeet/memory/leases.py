@@ -11,9 +11,12 @@ class Wait(Enum):
     """Why a request cannot be admitted now."""
 
     ROOM = auto()
-    """Blocks are lacking."""
+    """Blocks for its KV are lacking."""
     ADAPTER_ROOM = auto()
-    """Blocks set aside for adapters are lacking; requests of other adapters may be admitted."""
+    """There is room for its KV, but not for its adapter beside it."""
+    SLOT = auto()
+    """Blocks set aside for adapters are lacking, or the step may use no further adapter; requests of other adapters may
+    be admitted."""
     TRANSFER = auto()
     """Its adapter is being read into the host tier; others may be admitted."""
 

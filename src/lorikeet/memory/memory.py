@@ -66,8 +66,8 @@ class Memory:
         self.counters = MemoryCounters(self.tiers, rules)
         self.room = Room(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
         self.swapper = Swapper(self.tiers, self.room, self._eviction, self._prefetch, rules, self.counters)
-        self._adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
-        self._view.load_s = self._adapters.predicted_load_s
+        self.adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
+        self._view.load_s = self.adapters.predicted_load_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
 
@@ -89,11 +89,6 @@ class Memory:
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that ``tokens`` tokens of KV take."""
         return -(-tokens // self.block_tokens)
-
-    def is_loaded(self, digest: AdapterDigest | None) -> bool:
-        """Whether the weights of a version are on the device (the base's always are)."""
-        node = self.tree.adapter(digest)
-        return node is not None and bool(self.tree.on_device[node])
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
@@ -117,7 +112,7 @@ class Memory:
 
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
         """Return why a sequence of ``tokens`` tokens under an adapter could not run even alone, None if it could."""
-        kv, adapter = self.blocks_for(tokens), 0 if ref is None else self._adapters.device_blocks(ref)
+        kv, adapter = self.blocks_for(tokens), 0 if ref is None else self.adapters.device_blocks(ref)
         limits = self.room.limit(Kind.KV), self.room.limit(Kind.ADAPTER)
         if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= self.total_blocks:
             return None
@@ -135,7 +130,7 @@ class Memory:
         """Take note of a version, so that it can be prefetched and read into the host tier; return its node."""
         node = self.tree.adapter(ref.digest)
         if node is None:
-            node = self._adapters.add(ref)
+            node = self.adapters.add(ref)
             self.swapper.note_known(node)
         return node
 
@@ -148,7 +143,7 @@ class Memory:
         Raises:
             BlockError: a sequence uses it.
         """
-        return self._adapters.retire(digest, now)
+        return self.adapters.retire(digest, now)
 
     def finish_transfer(self, done: TransferDone, now: float) -> TransferOutcome:
         """Take the end of a transfer in.
@@ -168,7 +163,7 @@ class Memory:
                 self.room.offer(int(tree.parent[node]))
                 self.room.forget_if_empty(node)
         if flight.transfer.adapter is not None:
-            self._adapters.clear_stranded(flight.nodes[0], now)
+            self.adapters.clear_stranded(flight.nodes[0], now)
             self._report_load(flight, done, now)
         mine = {lease: done.transfer_id in lease.adapter_transfers for lease in leases}
         for lease in leases:
@@ -245,18 +240,16 @@ class Memory:
         path = tree.match(keys[: (tokens - 1) // self.block_tokens])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
         load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != Moving.IN
-        adapter_blocks = self._adapters.blocks_to_come(adapter) if load else 0
+        adapter_blocks = self.adapters.blocks_to_come(adapter) if load else 0
         private = self.blocks_for(tokens) - len(path)
         pinned = [adapter, *path]
         tiers.pin(pinned)
         if not self.room.make(private + len(away), adapter_blocks, now):
+            lacking = self.room.what_lacks(private + len(away), adapter_blocks)
             tiers.unpin(pinned)
             for node in pinned:
                 self.room.offer(node)
-            lacks_slot = self._rules.adapter_share is not None and not self.room.could_make(
-                Kind.ADAPTER, adapter_blocks
-            )
-            return Wait.ADAPTER_ROOM if lacks_slot else Wait.ROOM
+            return lacking
         lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
         self._leases.add(lease)
         if load:
@@ -298,14 +291,19 @@ class Memory:
         if self._rules.keep_kv and computed_tokens // self.block_tokens > len(lease.path):
             self._insert(lease, token_ids, computed_tokens, now)
 
-    def suspend(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
+    def suspend(
+        self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float, *, keep_kv: bool = True
+    ) -> None:
         """Give a lease back whose sequence will go on: its whole blocks stay, on whichever tier there is room.
 
         ``try_admit`` with the sequence's keys resumes it: what is still there is fetched, the rest computed again.
+        Without ``keep_kv`` nothing stays but what was found for it.
         """
-        if computed_tokens // self.block_tokens > len(lease.path):
+        if keep_kv and computed_tokens // self.block_tokens > len(lease.path):
             self._insert(lease, token_ids, computed_tokens, now)
         self._give_back(lease, now)
+        for node in () if keep_kv else reversed(lease.path[lease.cached_blocks :]):
+            self.room.discard(node, now)
 
     def release(self, lease: SequenceLease, now: float) -> None:
         """Give a lease back whose sequence has ended: what the tree knows stays cached, the rest is free.
@@ -318,7 +316,7 @@ class Memory:
             for node in reversed(lease.path):
                 self.room.discard(node, now)
         if not self._rules.keep_adapters and lease.adapter not in self._view.waiting:
-            self._adapters.free_if_idle(lease.adapter, now)
+            self.adapters.free_if_idle(lease.adapter, now)
 
     @property
     def follows_queue(self) -> bool:
@@ -377,7 +375,7 @@ class Memory:
         self.room.rescore(np.asarray(pinned), now)
         for node in reversed(lease.path):
             self.room.forget_if_empty(node)
-        self._adapters.clear_stranded(lease.adapter, now)
+        self.adapters.clear_stranded(lease.adapter, now)
         self.swapper.stir()
 
     def _report_load(self, flight: Flight, done: TransferDone, now: float) -> None:
@@ -397,4 +395,4 @@ class Memory:
 
     def stats(self) -> MemoryStats:
         """Return what there is to tell."""
-        return self.counters.stats(self.block_bytes, self._adapters.waste_bytes())
+        return self.counters.stats(self.block_bytes, self.adapters.waste_bytes())

@@ -7,6 +7,7 @@ import numpy as np
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.memory.leases import Wait
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
@@ -100,10 +101,16 @@ class Room:
         cleared = [self._clear(area, need, now, below) for area, need in needs if need]
         return all(cleared)
 
-    def could_make(self, kind: int, blocks: int) -> bool:
-        """Whether so many blocks of a kind could be leased if everything that may leave left."""
+    def what_lacks(self, kv: int, adapter: int) -> Wait:
+        """Return why room cannot be made for so many blocks of a request's KV and of its adapter."""
+        if self._rules.adapter_share is not None and adapter > self.available(Kind.ADAPTER):
+            return Wait.SLOT
+        return Wait.ADAPTER_ROOM if adapter and kv <= self.available(Kind.KV) else Wait.ROOM
+
+    def available(self, kind: int) -> int:
+        """Return the device blocks of a kind that could be leased if everything that may leave left."""
         area = next(area for area in self._areas if kind in area.kinds)
-        return self._could_clear(area, blocks, 0.0, np.inf)
+        return self._unused(area) + sum(self._tiers.cached_blocks[kind] for kind in area.kinds)
 
     def clear(self, blocks: int, now: float, most: int) -> None:
         """Evict until so many device blocks are free or on their way to be, or ``most`` more than there were."""
@@ -244,7 +251,7 @@ class Room:
         if blocks <= have:
             return True
         if below == np.inf:
-            return blocks <= have + sum(self._tiers.cached_blocks[kind] for kind in area.kinds)
+            return blocks <= self.available(area.kinds[0])
         nodes = np.concatenate([self._candidates(kind) for kind in area.kinds])
         scores = self._eviction.scores(nodes, now)
         return blocks <= have + int(self._tree.size[nodes[scores < below]].sum())

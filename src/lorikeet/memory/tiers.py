@@ -129,6 +129,11 @@ class Tiers:
         self.cached_blocks[Kind.KV] -= kv
         self.cached_blocks[Kind.ADAPTER] -= adapter
 
+    def copy_s(self, source: Tier, target: Tier, blocks: int) -> float:
+        """Return what moving so many blocks should take, by what such transfers took so far; 0 before the first."""
+        totals = self.totals.get((source, target))
+        return totals.busy_s / totals.blocks * blocks if totals and totals.blocks else 0.0
+
     # --- moves ---------------------------------------------------------------------------------------
 
     def fetch_adapter(

@@ -1,53 +1,123 @@
-"""In which order waiting requests are considered. One short class each, one row in ``ADMISSION``."""
+"""The contract between the scheduler and an admission policy: who of the waiting requests is tried next.
 
-from bisect import insort
-from collections.abc import Callable, Iterator
-from typing import Protocol
+A policy is a queue of requests and what it must remember of the running ones; it never touches the memory. Each lies
+in a file of its own in ``policies/``, and has a name in the table there.
+"""
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Request
+from lorikeet.memory.leases import Wait
+from lorikeet.scheduling.pace import Pace
+
+Admission = Generator[Request, Wait | None, None]
+"""Requests to try, one by one; each time what became of it is sent back: None if it was admitted."""
 
 
-class AdmissionQueue(Protocol):
-    """Holds the waiting requests."""
+class Running(NamedTuple):
+    """A request that holds blocks.
 
+    Attributes:
+        request: as it was admitted.
+        output_tokens: generated so far, earlier attempts included.
+        kv_tokens: room for tokens of KV that it holds, without what it shares with others or took from the cache.
+    """
+
+    request: Request
+    output_tokens: int
+    kv_tokens: int
+
+
+class EngineView(Protocol):
+    """What an admission policy may ask. Sizes are in tokens of KV: an adapter takes the room of so many."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Room of the whole pool."""
+        ...
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence."""
+        ...
+
+    @property
+    def pace(self) -> Pace:
+        """How long steps take."""
+        ...
+
+    def free_tokens(self) -> int:
+        """Return the room that could be lent now, if all left that may leave."""
+        ...
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        """Return the room that an adapter takes; 0 for the base model."""
+        ...
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        """Whether it is on the device or on its way there. The base model is."""
+        ...
+
+    def running(self) -> Sequence[Running]:
+        """Return the admitted requests, in the order in which they would keep their room."""
+        ...
+
+
+class AdmissionQueue(ABC):
+    """Holds the waiting requests, and decides who is tried next.
+
+    Args:
+        view: of the engine.
+    """
+
+    due_s = float("inf")
+    """When it may decide otherwise though nothing has come or ended; a plan on a virtual clock holds no longer."""
+
+    def __init__(self, view: EngineView) -> None:
+        self.view = view
+
+    @abstractmethod
     def add(self, request: Request, now: float) -> None:
-        """Take a new or a resumed request in."""
-        ...
+        """Take a new request in, or one that was admitted before and goes on."""
 
-    def remove(self, request: Request) -> None:
-        """Take a request out: admitted or aborted."""
-        ...
+    @abstractmethod
+    def remove(self, request: Request, now: float) -> None:
+        """Take a waiting request out that was aborted or has moved."""
 
-    def candidates(self, now: float) -> Iterator[Request]:
-        """Yield the waiting requests in the order in which they should be tried. Changes nothing."""
-        ...
+    @abstractmethod
+    def admit(self, now: float) -> Admission:
+        """Yield whom to try next, and take in what became of it.
 
+        Whoever was admitted (None is sent) no longer waits. The scheduler may stop asking at any ``yield``, when the
+        step is full; the request that was yielded last has then not been tried.
+        """
+
+    @abstractmethod
+    def waiting(self) -> Iterable[Request]:
+        """Return the waiting requests about in the order in which they will be admitted; for prefetching."""
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        ...
+
+    def ended(self, request: Request, now: float) -> None:  # noqa: B027  # most need not know
+        """An admitted request has finished, or gave its blocks back to go on later."""
+
+    def review(self, now: float) -> Iterable[Request]:
+        """Look at the running requests before a step; return those that must give their blocks back and wait again."""
+        return ()
+
+    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
+        """Return how many more tokens a running request may generate before :meth:`review` must see it."""
+        return float("inf")
+
+    def precedence(self, request: Request) -> Any:
+        """Return a key by which admitted requests keep their room: the largest gives way first. Never changes."""
+        return request.arrival_s
 
 
-class Fifo:
-    """First come, first served, by the time of arrival. A preempted request keeps its place."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Request] = []
-
-    def add(self, request: Request, now: float) -> None:
-        """Insert by arrival; equal arrivals keep the order in which they were added."""
-        insort(self._waiting, request, key=lambda waiting: waiting.arrival_s)
-
-    def remove(self, request: Request) -> None:
-        """Take it out."""
-        self._waiting.remove(request)
-
-    def candidates(self, now: float) -> Iterator[Request]:
-        """Yield from the oldest to the newest."""
-        return iter(tuple(self._waiting))
-
-    def __len__(self) -> int:
-        """Return the number of waiting requests."""
-        return len(self._waiting)
-
-
-ADMISSION: dict[str, Callable[[], AdmissionQueue]] = {"fifo": Fifo}
+AdmissionPolicy = Callable[[EngineView], AdmissionQueue]
+"""What a name in the table of policies stands for."""

@@ -1,20 +1,18 @@
 """Makes the plan of each step and takes its result in. Owns the requests of one engine.
 
 Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
-waiting requests in the order of the admission queue. A request is admitted with all the blocks that it needs now, and
+waiting requests as the admission policy names them. A request is admitted with all the blocks that it needs now, and
 runs as soon as the transfers that it waits for have ended; meanwhile others go on, unless the row's cold start says
-``block``. One that finds no room ends admission, so that no later one can starve it. When blocks run out and none are
-on their way to be free, the newest sequence is suspended, exported and queued again. A request is accepted only if it
-fits the pool alone, so the oldest can always go on, if need be after giving way once to itself: no load can deadlock
-the pool.
+``block``. When blocks run out and none are on their way to be free, the sequence with the least precedence (the newest,
+unless the policy says otherwise) is suspended, exported and queued again. A request is accepted only if it fits the
+pool alone, so the first can always go on, if need be after giving way once to itself: no load can deadlock the pool.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-from lorikeet.config import ColdStart, Row
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -28,25 +26,21 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import SequenceStep, StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
-from lorikeet.scheduling.admission import AdmissionQueue
+from lorikeet.rows import ColdStart, Row
+from lorikeet.scheduling.admission import AdmissionPolicy
+from lorikeet.scheduling.draft import Draft, is_one_too_many, sequence_parts
 from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.preemption import KEEPS_KV
 from lorikeet.scheduling.sequence import Sequence
+from lorikeet.scheduling.view import SchedulerView
 
 COALESCED_STEPS = 32
 """Most identical decode steps in one plan on a virtual clock."""
-
-
-@dataclass
-class _Draft:
-    """A plan in the making: who gets how many tokens, and what is left of the step's budget."""
-
-    budget_tokens: int
-    tokens: dict[Sequence, int] = field(default_factory=dict)
-    preempted: bool = False
 
 
 class Scheduler:
@@ -54,18 +48,19 @@ class Scheduler:
 
     Args:
         memory: is asked for blocks; the scheduler never touches the pool itself.
-        queue: the waiting requests and their order.
+        admission: makes the queue of the waiting requests.
         limits: bounds of a plan.
         row: the system it belongs to.
     """
 
-    def __init__(self, memory: Memory, queue: AdmissionQueue, limits: Limits, row: Row) -> None:
+    def __init__(self, memory: Memory, admission: AdmissionPolicy, limits: Limits, row: Row) -> None:
         self._memory = memory
-        self._queue = queue
         self._limits = limits
         self._row = row
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
+        self._pace = Pace()
+        self.queue = admission(SchedulerView(memory, limits.max_model_tokens, self._running, self._pace))
         self._drops: list[RequestId] = []
         self._steps = 0
         self._tokens: list[TokenOutput] = []
@@ -84,7 +79,7 @@ class Scheduler:
         self._events.append(Queued(request.request_id, now))
         problem = self._why_impossible(request)
         if problem is not None:
-            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem))
+            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem, impossible=True))
             return
         sequence = self._enqueue(request, now)
         if not request.output_token_ids:  # others have arrived before
@@ -175,42 +170,44 @@ class Scheduler:
             now: the time.
             until_s: on a virtual clock, until when nothing new arrives; see ``Engine.step``.
         """
-        draft = _Draft(self._limits.max_step_tokens)
+        draft = Draft(self._limits.max_step_tokens)
+        for request in self.queue.review(now):
+            self._suspend(self._sequences[request.request_id], now)
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
         self._memory.note_batch(len(self._running), now)
         if self._memory.follows_queue:
-            self._memory.note_waiting(self._wanted_adapters(now))
+            self._memory.note_waiting(self._wanted_adapters())
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
         repeat = self._repeat(draft, now, coalesced=until_s is not None)
-        limit_s = self._limits.repeat_limit_s if until_s is None else min(until_s, self._memory.swapper.due_s) - now
+        limit_s = self._limits.repeat_limit_s
+        if until_s is not None:
+            limit_s = min(until_s, self._memory.swapper.due_s, self.queue.due_s if len(self.queue) else math.inf) - now
         return self._seal(draft, repeat, limit_s)
 
-    def _continue_running(self, draft: _Draft, now: float) -> None:
+    def _continue_running(self, draft: Draft, now: float) -> None:
         for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
             if not sequence.is_ready:  # waits for a transfer, or was preempted for one before it
                 continue
-            tokens = min(sequence.remaining_tokens, draft.budget_tokens)
-            if tokens and self._make_room(sequence, draft, now):
-                draft.tokens[sequence] = tokens
-                draft.budget_tokens -= tokens
+            if draft.budget_tokens and self._make_room(sequence, draft, now):
+                draft.give(sequence)
 
-    def _make_room(self, sequence: Sequence, draft: _Draft, now: float) -> bool:
-        """Lease the block that the next token needs, at the expense of the newest if need be."""
+    def _make_room(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+        """Lease the block that the next token needs, at the expense of whoever has the least precedence if need be."""
         assert sequence.lease is not None
         while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
             if self._memory.room_is_coming or (len(self._running) == 1 and self._memory.transfers_under_way):
                 return False  # left out until a transfer has ended
-            # The newest may be the sequence itself: alone, it can only lack room because it holds copies of
+            # The last may be the sequence itself: alone, it can only lack room because it holds copies of
             # blocks that the tree has too (two sequences computed them at once); readmitted, it shares them.
-            newest = self._running[-1]
-            draft.budget_tokens += draft.tokens.pop(newest, 0)
+            last = self._running[-1]
+            draft.take_back(last)
             draft.preempted = True
-            self._suspend(newest, now)
-            if newest is sequence:
+            self._suspend(last, now)
+            if last is sequence:
                 return False
         return True
 
@@ -226,37 +223,44 @@ class Scheduler:
         sequence = Sequence(request, now)
         sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys))
         self._sequences[request.request_id] = sequence
-        self._queue.add(request, now)
+        self.queue.add(request, now)
         return sequence
 
-    def _admit_waiting(self, draft: _Draft, now: float) -> None:
-        for request in self._queue.candidates(now):
-            if len(self._running) >= self._limits.max_running or not draft.budget_tokens:
+    def _admit_waiting(self, draft: Draft, now: float) -> None:
+        """Try whom the policy names, until it names nobody or the step is full."""
+        policy = self.queue.admit(now)
+        request = next(policy, None)
+        while request is not None and len(self._running) < self._limits.max_running and draft.budget_tokens:
+            try:
+                request = policy.send(self._try_admit(self._sequences[request.request_id], draft, now))
+            except StopIteration:
                 return
-            sequence = self._sequences[request.request_id]
-            lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
-            if lease is Wait.ROOM:
-                return
-            if isinstance(lease, Wait):
-                continue
-            self._queue.remove(request)
-            sequence.lease = lease
-            sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
-            insort(self._running, sequence, key=lambda s: s.request.arrival_s)
-            self.prefix_queries_tokens += len(sequence.token_ids)
-            self.prefix_hits_tokens += cached
-            waits = bool(lease.adapter_transfers), bool(lease.kv_transfers)
-            self._events.append(Admitted(request.request_id, now, cached, *waits))
-            if sequence.is_ready:
-                draft.tokens[sequence] = min(sequence.remaining_tokens, draft.budget_tokens)
-                draft.budget_tokens -= draft.tokens[sequence]
+        policy.close()
 
-    def _wanted_adapters(self, now: float) -> Counter[AdapterDigest]:
+    def _try_admit(self, sequence: Sequence, draft: Draft, now: float) -> Wait | None:
+        request = sequence.request
+        if is_one_too_many(request.digest, self._running, self._row.max_step_adapters):
+            return Wait.SLOT
+        lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
+        if isinstance(lease, Wait):
+            return lease
+        sequence.lease = lease
+        sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
+        insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
+        self.prefix_queries_tokens += len(sequence.token_ids)
+        self.prefix_hits_tokens += cached
+        waits = bool(lease.adapter_transfers), bool(lease.kv_transfers)
+        self._events.append(Admitted(request.request_id, now, cached, *waits))
+        if sequence.is_ready:
+            draft.give(sequence)
+        return None
+
+    def _wanted_adapters(self) -> Counter[AdapterDigest]:
         """Return the adapters of the waiting requests, in the queue's order."""
-        waiting = (request.digest for request in self._queue.candidates(now))
+        waiting = (request.digest for request in self.queue.waiting())
         return Counter(digest for digest in waiting if digest is not None)
 
-    def _repeat(self, draft: _Draft, now: float, *, coalesced: bool) -> int:
+    def _repeat(self, draft: Draft, now: float, *, coalesced: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased.
 
         If nothing can arrive meanwhile, whoever waits may go on waiting: room comes only from a sequence that ends,
@@ -266,10 +270,11 @@ class Scheduler:
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in sequences):
             return 1
-        if (len(self._queue) or self._memory.awaited_transfers) and not coalesced:
+        if (len(self.queue) or self._memory.awaited_transfers) and not coalesced:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
-        repeat = min(most, *(self._tokens_left(s) for s in sequences))
+        reviewed = min(self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
+        repeat = int(max(1, min(most, reviewed, *(self._tokens_left(s) for s in sequences))))
         blocks = 0
         for sequence in sequences:
             assert sequence.lease is not None
@@ -282,27 +287,18 @@ class Scheduler:
             self._memory.try_grow(sequence.lease, len(sequence.token_ids) + repeat - 1, now)
         return repeat
 
-    def _seal(self, draft: _Draft, repeat: int, limit_s: float) -> StepPlan:
+    def _seal(self, draft: Draft, repeat: int, limit_s: float) -> StepPlan:
         """Turn the draft into a value, sequences of one adapter side by side."""
-        ordered = sorted(draft.tokens.items(), key=lambda item: item[0].request.digest or "")
-        starts, steps = [], []
-        for sequence, tokens in ordered:
-            assert sequence.lease is not None
-            if not sequence.started:
-                starts.append(sequence.start())
-                sequence.started = True
-            new_blocks = tuple(sequence.lease.blocks[sequence.known_blocks :])
-            sequence.known_blocks += len(new_blocks)
-            samples = tokens == sequence.remaining_tokens
-            steps.append(SequenceStep(sequence.request_id, sequence.computed_tokens, tokens, new_blocks, samples))
+        given = draft.by_adapter()
+        starts, steps = sequence_parts(given)
         drops, self._drops = tuple(self._drops), []
         transfers, urgent = self._memory.take_transfers()
         plan = StepPlan(
             step=self._steps,
-            sequences=tuple(steps),
-            starts=tuple(starts),
+            sequences=steps,
+            starts=starts,
             drops=drops,
-            adapters=tuple(dict.fromkeys(s.request.digest for s, _ in ordered if s.request.digest is not None)),
+            adapters=tuple(dict.fromkeys(s.request.digest for s, _ in given if s.request.digest is not None)),
             transfers=transfers,
             urgent=urgent,
             evictions=self._memory.take_evictions(),
@@ -318,7 +314,10 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take the tokens of a step in."""
         if plan.sequences:
-            self._memory.note_step(result.duration_s / result.steps_run)
+            step_s = result.duration_s / result.steps_run
+            self._memory.note_step(step_s)
+            prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
+            self._pace.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
@@ -382,11 +381,13 @@ class Scheduler:
         """Take a sequence out of everything."""
         del self._sequences[sequence.request_id]
         if sequence.lease is None:
-            self._queue.remove(sequence.request)
+            self.queue.remove(sequence.request, now)
             return
+        self.queue.ended(sequence.request, now)
         if goes_on:
             computed = sequence.computed_tokens if sequence.is_ready else 0
-            self._memory.suspend(sequence.lease, sequence.token_ids, computed, now)
+            keep_kv = KEEPS_KV[self._row.preempted_kv](self._memory, self._pace, computed)
+            self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)
         sequence.lease = None

@@ -1,0 +1,148 @@
+"""admission.5: what Chameleon's queue costs: a decision over many waiting requests, and finding classes anew."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.synthetic import synthetic_adapters
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.devices import MODELS
+from lorikeet.memory.leases import Wait
+from lorikeet.scheduling.admission import Running
+from lorikeet.scheduling.chameleon.queue import REFRESH_S, ChameleonQueue
+from lorikeet.scheduling.pace import Pace
+
+WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64
+DECISION_S, REFRESH_BOUND_S = 1e-3, 20e-3
+REPEATS, WARM_UP = 200, 10
+_TOKENS = 200_000
+
+
+class _Engine:
+    """A full one: whoever is tried finds no room for its adapter, the outcome that costs the policy most."""
+
+    total_tokens, max_model_tokens, pace = _TOKENS, 4096, Pace()
+
+    def __init__(self, adapters: list[AdapterRef]) -> None:
+        self.admitted: list[Running] = []
+        self._absent = {ref.digest for ref in adapters[::2]}
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        return 0 if adapter is None else 4 * adapter.max_rank
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        return adapter is None or adapter.digest not in self._absent
+
+    def running(self) -> list[Running]:
+        return self.admitted
+
+    def free_tokens(self) -> int:
+        return 64
+
+
+@line(
+    "admission.5",
+    title=f"Chameleon's decisions over {WAITING:,} waiting requests, and its refresh over {SAMPLES:,} samples",
+    bound=f"a decision ≤ {DECISION_S * 1e3:g} ms, a refresh ≤ {REFRESH_BOUND_S * 1e3:g} ms",
+)
+def run(runs: StoredRuns) -> Result:
+    """Fill a queue, then time both."""
+    found = runs.get("decisions", _measure)
+    medians = {name: statistics.median(found[f"{name}_s"]) for name in ("decision", "review", "refresh")}
+    bounds = {"decision": DECISION_S, "refresh": REFRESH_BOUND_S}
+    failures = [
+        f"a {name} takes {medians[name] * 1e3:.2f} ms" for name, bound in bounds.items() if medians[name] > bound
+    ]
+    return Result(
+        figure={
+            **{
+                f"{name}_ms": f"{median * 1e3:.3f} (P95 {float(np.quantile(found[f'{name}_s'], 0.95)) * 1e3:.3f})"
+                for name, median in medians.items()
+            },
+            "tried a decision": found["tried"],
+            "classes": found["classes"],
+        },
+        passed=not failures,
+        cause="; ".join(failures),
+        notes=f"{WAITING:,} requests wait, {RUNNING} run; decision: all that a step asks the policy, until it names "
+        "nobody any more, every class blocked by the adapter of its first request, so that those behind it are looked "
+        f"at; review: of the running ones; refresh: classes, quotas and classing of all {WAITING:,} by {SAMPLES:,} "
+        f"arrivals and ends in {REFRESH_S:g} s; medians of {REPEATS}",
+        details=found,
+    )
+
+
+def _measure() -> dict[str, Any]:
+    chance = random.Random(3)
+    adapters = synthetic_adapters(100, (8, 16, 32, 64, 128), MODELS["llama-2-7b"].geometry)
+    engine = _Engine(adapters)
+    for _ in range(100):
+        engine.pace.note(chance.randrange(2000), chance.randrange(1, 60), 0.03)
+    queue = ChameleonQueue(engine)
+    step_s = REFRESH_S / SAMPLES
+    for index in range(SAMPLES):
+        now = index * step_s
+        request = _request(index, now, chance, adapters)
+        queue.add(request, now)
+        if index < SAMPLES - WAITING - RUNNING:
+            queue.remove(request, now)
+            queue._ends.add(now, *_sizes(request, engine), chance.expovariate(0.2))
+    now = SAMPLES * step_s
+    _admit(queue, engine, now)
+    assert (len(queue), len(engine.admitted)) == (WAITING, RUNNING)
+    tried = sum(1 for _ in _decide(queue, now))
+    return {
+        "decision_s": _timed(lambda: [None for _ in _decide(queue, now)]),
+        "review_s": _timed(lambda: queue.review(now)),
+        "refresh_s": _timed(lambda: queue._refresh(now - 1e-6)),
+        "tried": tried,
+        "classes": len(queue.figures().quotas),
+    }
+
+
+def _request(index: int, now: float, chance: random.Random, adapters: list[AdapterRef]) -> Request:
+    output = min(1000, 1 + int(chance.lognormvariate(4.9, 0.9)))
+    prompt = [0] * min(3000, 1 + int(chance.lognormvariate(6.8, 0.8)))
+    sampling = SamplingParams(max_tokens=1000)
+    return Request(RequestId(str(index)), prompt, sampling, now, chance.choice(adapters), predicted_tokens=output)
+
+
+def _sizes(request: Request, engine: _Engine) -> tuple[int, int, int]:
+    return len(request.prompt_token_ids), request.expected_tokens, engine.adapter_tokens(request.adapter)
+
+
+def _admit(queue: ChameleonQueue, engine: _Engine, now: float) -> None:
+    policy = queue.admit(now)
+    request = next(policy)
+    while len(engine.admitted) < RUNNING:
+        engine.admitted.append(Running(request, 1, len(request.prompt_token_ids)))
+        request = policy.send(None)
+
+
+def _decide(queue: ChameleonQueue, now: float) -> Any:
+    policy = queue.admit(now)
+    request = next(policy, None)
+    while request is not None:
+        yield request
+        try:
+            request = policy.send(Wait.ADAPTER_ROOM)
+        except StopIteration:
+            return
+
+
+def _timed(call: Callable[[], object]) -> list[float]:
+    seconds = []
+    for number in range(WARM_UP + REPEATS):
+        started_s = time.perf_counter()
+        call()
+        if number >= WARM_UP:
+            seconds.append(time.perf_counter() - started_s)
+    return seconds

@@ -1,0 +1,186 @@
+"""Rows: every system by name, as one choice on each of the design's axes (idea 5)."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+
+from lorikeet.config import ConfigError, Count, Seconds, convert
+from lorikeet.core.plan import KernelForm
+
+
+class KvAfterFinish(StrEnum):
+    """What becomes of a request's KV when it finishes."""
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+class MemorySplit(StrEnum):
+    """How device memory is divided between adapters and KV."""
+
+    UNIFIED = "unified"
+    """Not at all: any block serves either."""
+    STATIC = "static"
+    """``adapter_share`` of it is for adapters, the rest for KV."""
+
+
+class BatchingMode(StrEnum):
+    """Whether an adapter is merged into the base weights."""
+
+    UNMERGED = "unmerged"
+
+
+class ColdStart(StrEnum):
+    """What happens while a request's adapter is transferred."""
+
+    WAIT = "wait"
+    """Only requests of that adapter wait."""
+    BLOCK = "block"
+    """Everything waits until the transfer has ended."""
+
+
+class PreemptedKv(StrEnum):
+    """What becomes of the KV of a sequence that must wait again."""
+
+    KEPT = "kept"
+    """It may go to the host tier, and comes back from there."""
+    DROPPED = "dropped"
+    """It is computed again."""
+    CHEAPER = "cheaper"
+    """Whichever takes less time, by the copies and steps so far."""
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One system: a choice on every axis. Policies are named as their tables name them.
+
+    Attributes:
+        kernel_form: how a batch of mixed ranks is computed.
+        kv_after_finish: what becomes of a request's KV.
+        host_kv: KV that leaves the device goes to the host tier; else it is gone.
+        memory_split, adapter_share: how the device is divided.
+        padded_slots: an adapter takes as much of the device as the largest known one.
+        keep_adapters: an adapter stays after its last running request, while nobody needs its room.
+        dependency_tree: KV leaves the device before its adapter does, and later KV before earlier. Else anything that
+            no sequence needs may leave, and KV may stay behind without what it depends on.
+        eviction: who leaves first.
+        prefetch: what is brought before anybody waits for it.
+        swap_interval_s: time between the swapper's ticks; 0 for none.
+        prefetch_below: it prefetches while less than this share of the device is in use, and up to it.
+        evict_to: share of the device in use that it leaves when it finds the device full.
+        admission: who of the waiting requests is tried next.
+        max_step_adapters: most adapters in one step; 0 for no limit.
+        preempted_kv: what becomes of the KV of a sequence that must wait again.
+        batching_mode: merged or not.
+        cold_start: what happens while a request's adapter is transferred.
+    """
+
+    kernel_form: KernelForm = KernelForm.UNPADDED
+    kv_after_finish: KvAfterFinish = KvAfterFinish.KEPT
+    host_kv: bool = True
+    memory_split: MemorySplit = MemorySplit.UNIFIED
+    adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
+    padded_slots: bool = False
+    keep_adapters: bool = True
+    dependency_tree: bool = True
+    eviction: str = "lru"
+    prefetch: str = "none"
+    swap_interval_s: Seconds = 0.0
+    prefetch_below: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
+    evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
+    admission: str = "fifo"
+    max_step_adapters: Count = 0
+    preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
+    batching_mode: BatchingMode = BatchingMode.UNMERGED
+    cold_start: ColdStart = ColdStart.WAIT
+
+
+_ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
+_CHAMELEON = Row(
+    kv_after_finish=KvAfterFinish.DROPPED,
+    eviction="chameleon",
+    prefetch="queue",
+    admission="chameleon",
+    cold_start=ColdStart.BLOCK,
+)
+_VLLM = Row(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
+
+
+def _but(row: Row, **axes: Any) -> Row:
+    return msgspec.structs.replace(row, **axes)
+
+
+_CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
+_NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
+_S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
+
+ROWS: dict[str, Row] = {
+    "lorikeet:plain": Row(),
+    "lorikeet:plain-block": Row(cold_start=ColdStart.BLOCK),
+    "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
+    "lorikeet:plain-padded": Row(kernel_form=KernelForm.PADDED),
+    "lorikeet:plain-einsum": Row(kernel_form=KernelForm.EINSUM),
+    "lorikeet:fair": Row(admission="fair"),
+    "lorikeet:fair-adapter": Row(admission="fair:adapter"),
+    "lorikeet:priority": Row(admission="priority"),
+    "lorikeet:deadline": Row(admission="deadline"),
+    "elora": _ELORA,
+    "elora:literal": _but(_ELORA, eviction="elora:literal"),
+    "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
+    "elora:tau-10": _but(_ELORA, eviction="elora:tau-10"),
+    "elora:tau-300": _but(_ELORA, eviction="elora:tau-300"),
+    "elora:wom": _but(_ELORA, dependency_tree=False, prefetch="best-first:flat"),
+    "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
+    "elora:wol": _but(_ELORA, eviction="elora:wol"),
+    "elora:woc": _but(_ELORA, eviction="elora:woc"),
+    "elora:wov": _but(_ELORA, eviction="elora:wov"),
+    "elora:wou": _but(_ELORA, eviction="elora:wou"),
+    "elora:bfs": _but(_ELORA, eviction="bfs", prefetch="branches"),
+    "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
+    "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
+    "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
+    "elora:s-lora": Row(kv_after_finish=KvAfterFinish.DROPPED),
+    "vllm-static": _VLLM,
+    "vllm-static:discard": _but(_VLLM, host_kv=False),
+    "chameleon": _CHAMELEON,
+    "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
+    "chameleon:lazy": _but(_CHAMELEON, admission="chameleon:lazy"),
+    "chameleon:output-only": _but(_CHAMELEON, admission="chameleon:output-only"),
+    "chameleon:no-cache": _but(_CHAMELEON, **_NO_CACHE),
+    "chameleon:no-scheduler": _CACHE_ALONE,
+    "chameleon:lru": _but(_CACHE_ALONE, eviction="chameleon:lru"),
+    "chameleon:fairshare": _but(_CACHE_ALONE, eviction="chameleon:fairshare"),
+    "chameleon:lru-full": _but(_CHAMELEON, eviction="chameleon:lru"),
+    "chameleon:fairshare-full": _but(_CHAMELEON, eviction="chameleon:fairshare"),
+    "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
+    "chameleon:s-lora": _S_LORA,
+    "chameleon:sjf": _but(_S_LORA, admission="sjf"),
+    "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
+}
+"""Every system by name. A new policy is one file and one row here."""
+
+AUTO_ROW = "lorikeet:plain"
+"""What ``auto`` stands for today; the start-up log says it."""
+
+
+def resolve_row(name: str) -> tuple[str, Row]:
+    """Return the full name and the row for ``name`` (``auto`` included).
+
+    Axes may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
+
+    Raises:
+        ConfigError: there is no such row or axis, or a wrong value; the message lists what there is.
+    """
+    base, *changes = (part.strip() for part in name.split(","))
+    full = AUTO_ROW if base == "auto" else base
+    if full not in ROWS:
+        raise ConfigError(f"no row is called {base!r}; there are: auto, {', '.join(ROWS)}")
+    if not changes:
+        return full, ROWS[full]
+    axes = msgspec.to_builtins(ROWS[full])
+    for change in changes:
+        axis, _, value = change.partition("=")
+        if axis not in axes:
+            raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
+        axes[axis] = value
+    return ",".join([full, *changes]), convert(axes, Row, f"row {name!r}")

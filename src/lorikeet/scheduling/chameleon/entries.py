@@ -1,0 +1,42 @@
+"""What the queue knows of a waiting and of an admitted request."""
+
+from dataclasses import dataclass
+
+from lorikeet.core.request import Request
+from lorikeet.scheduling.chameleon.sizes import Sizes
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits.
+
+    Attributes:
+        request: which.
+        expected_tokens: of its answer, by now: whoever ran longer than predicted is expected to go on.
+        sizes: by which it is classed.
+        may_pass: whether it may be admitted before an older one of its class; not again after it was sent back.
+    """
+
+    request: Request
+    expected_tokens: int
+    sizes: Sizes
+    may_pass: bool = True
+
+
+@dataclass(eq=False)
+class Admitted:
+    """A request that runs.
+
+    Attributes:
+        waiting: as it waited.
+        number: its class.
+        admitted_s: when.
+        passed: the request before which it was admitted, if it passed one: it must end by its prediction.
+        reckoned_tokens: of its answer, that its holding pays for.
+    """
+
+    waiting: Waiting
+    number: int
+    admitted_s: float
+    passed: Request | None
+    reckoned_tokens: int

@@ -1,0 +1,378 @@
+"""Chameleon's admission: a queue for each size class, a quota of tokens for each queue."""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request
+from lorikeet.memory.leases import Wait
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView
+from lorikeet.scheduling.chameleon.bypass import room_for, wait_in_steps
+from lorikeet.scheduling.chameleon.classes import Classes, KRule, find_classes
+from lorikeet.scheduling.chameleon.entries import Admitted, Waiting
+from lorikeet.scheduling.chameleon.ledger import Ledger
+from lorikeet.scheduling.chameleon.quotas import ClassLoad, Share, assign_quotas
+from lorikeet.scheduling.chameleon.sizes import PRINTED, Sizes, Weights, weighted_sizes
+from lorikeet.scheduling.chameleon.window import Window
+
+REFRESH_S = 300.0
+"""T_refresh, given as an example in the paper."""
+SLO_FACTOR = 5.0
+"""Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
+LEAST_SAMPLES = 100
+_LOOK_PAST = 64
+"""Most younger requests that are looked at when the head is blocked by its adapter."""
+_LARGEST_PERCENTILE = 99.9
+"""Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
+
+
+class Charge(StrEnum):
+    """Which requests pay for their adapter with tokens (A9 of the spec)."""
+
+    PER_REQUEST = "per-request"
+    IF_ABSENT = "if-absent"
+    """Those whose adapter is not on the device."""
+    SHARED = "shared"
+    """Those under whose adapter nobody runs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the paper leaves open; see the spec's sections 5 to 7 for each."""
+
+    weights: Weights = PRINTED
+    k_rule: KRule = KRule.ELBOW
+    floor: bool = True
+    share: Share = Share.LEAST
+    largest_percentile: float = 100.0
+    charge: Charge = Charge.PER_REQUEST
+    lazy_squash: bool = False
+    bypass: bool = True
+    refresh_s: float = REFRESH_S
+    least_samples: int = LEAST_SAMPLES
+
+
+_DEFAULT = Options()
+_ONE_CLASS = Classes((0.0,), (), ())
+
+
+class QueueFigures(msgspec.Struct, frozen=True):
+    """What the queue tells about itself, since the start.
+
+    Attributes:
+        boundaries, quotas: of the classes as they are now.
+        refreshes, infeasible_refreshes: how often classes were found anew, and how often the least quotas of all
+            classes did not fit beside each other.
+        admitted, bypassed, squashed: requests; squashed ones were sent back since they had not ended in time.
+        longest_gap_s: by class number, the longest time in which nobody of a class with waiters was admitted.
+        longest_run_s: by class number, the longest time from admission to the end.
+    """
+
+    boundaries: tuple[float, ...]
+    quotas: tuple[int, ...]
+    refreshes: int
+    infeasible_refreshes: int
+    admitted: int
+    bypassed: int
+    squashed: int
+    longest_gap_s: dict[int, float]
+    longest_run_s: dict[int, float]
+
+
+class ChameleonQueue(AdmissionQueue):
+    """See the module, and docs/decisions/chameleon-queues.md for what the paper leaves open.
+
+    Every step each class admits from the front of its queue what its quota allows; what classes without waiters have
+    left then goes to the others, smallest class first (Algorithm 1). A request whose adapter lacks room may be passed
+    by younger ones that will have ended by the time that it can start; one that has not ended by then is sent back.
+
+    Args:
+        view: of the engine.
+        options: what is left open.
+    """
+
+    def __init__(self, view: EngineView, options: Options = _DEFAULT) -> None:
+        super().__init__(view)
+        self._options = options
+        self._largest = Sizes(view.max_model_tokens, view.max_model_tokens, 1)
+        self._classes = _ONE_CLASS
+        self._ledger = Ledger(view.total_tokens)
+        self._waiting: list[list[Waiting]] = [[]]
+        self._admitted: dict[RequestId, Admitted] = {}
+        self._users: Counter[str | None] = Counter()
+        self._sent_back: dict[RequestId, int] = {}
+        self._arrivals, self._ends = Window(3), Window(4)
+        self._began_s: float | None = None
+        self._counts: Counter[str] = Counter()
+        self._idle_since_s: dict[int, float] = {}
+        self._longest_gap_s: dict[int, float] = {}
+        self._longest_run_s: dict[int, float] = {}
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Class a request and insert it by arrival; one that comes back keeps its place, and may not pass again."""
+        if self._began_s is None:
+            self._began_s, self.due_s = now, now + self._options.refresh_s
+        passed_before = request.request_id in self._sent_back
+        expected = max(request.expected_tokens, len(request.output_token_ids) + 1)
+        expected = max(expected, self._sent_back.pop(request.request_id, 0))
+        sizes = Sizes(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
+        if not request.attempt:
+            self._arrivals.add(now, *sizes)
+        first = self._counts["refreshes"] == 0 and len(self._arrivals) >= self._options.least_samples
+        if now >= self.due_s or first:
+            self._refresh(now)
+        number = self._class_of(sizes)
+        self._insert(Waiting(request, expected, sizes, may_pass=not passed_before), number, now)
+
+    def remove(self, request: Request, now: float) -> None:
+        """Take it out."""
+        for number, queue in enumerate(self._waiting):
+            for place, entry in enumerate(queue):
+                if entry.request.request_id == request.request_id:
+                    del queue[place]
+                    self._note_gap(number, now, admitted=False)
+                    return
+        raise KeyError(request.request_id)
+
+    def ended(self, request: Request, now: float) -> None:
+        """Return what it held to the classes that lent it."""
+        entry = self._admitted.pop(request.request_id)
+        self._ledger.give_back(request.request_id)
+        self._users[request.digest] -= 1
+        ran_s = now - entry.admitted_s
+        self._ends.add(now, *entry.waiting.sizes, ran_s)
+        self._longest_run_s[entry.number] = max(self._longest_run_s.get(entry.number, 0.0), ran_s)
+
+    def waiting(self) -> Iterable[Request]:
+        """Return them by class, the smallest first, and by arrival."""
+        return [entry.request for entry in chain.from_iterable(self._waiting)]
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return sum(map(len, self._waiting))
+
+    # --- admission -----------------------------------------------------------------------------------
+
+    def admit(self, now: float) -> Admission:
+        """Two phases (Algorithm 1): every class by its own quota, then with what others without waiters have left."""
+        if now >= self.due_s and len(self):
+            self._refresh(now)
+        blocked: set[int] = set()
+        left: dict[int, int] = {}
+        for number, queue in enumerate(self._waiting):
+            own = {number: max(0, self._ledger.available(number))}
+            if queue:
+                yield from self._put_batch(number, own, blocked, now)
+            if not queue:
+                left |= own
+        for number, queue in enumerate(self._waiting):
+            if not any(left.values()):
+                return
+            if queue and number not in blocked:
+                yield from self._put_batch(number, left, blocked, now)
+
+    def _put_batch(self, number: int, lenders: dict[int, int], blocked: set[int], now: float) -> Admission:
+        """Admit from the front of a class while the lenders' tokens suffice; what they lend leaves ``lenders``."""
+        queue, place = self._waiting[number], 0
+        while place < len(queue):
+            entry = queue[place]
+            need = self._need(entry)
+            if not self._can_pay(need, number, lenders):
+                return
+            match (yield entry.request):
+                case None:
+                    self._take(entry, number, need, lenders, now)
+                case Wait.TRANSFER:
+                    place += 1
+                case Wait.ROOM:
+                    blocked.add(number)
+                    return
+                case _:
+                    blocked.add(number)
+                    if self._options.bypass:
+                        yield from self._pass_by(entry, number, place, lenders, now)
+                    return
+
+    def _pass_by(self, head: Waiting, number: int, place: int, lenders: dict[int, int], now: float) -> Admission:
+        """Admit younger ones that fit now and will have ended when the adapter of the head has room."""
+        view, queue = self.view, self._waiting[number]
+        running = view.running()
+        expected = {name: entry.waiting.expected_tokens for name, entry in self._admitted.items()}
+        needed = room_for(head.request, view)
+        steps = wait_in_steps(needed, view.free_tokens(), running, expected, view)
+        for entry in queue[place + 1 : place + 1 + _LOOK_PAST]:
+            need, remaining = self._need(entry), entry.expected_tokens - len(entry.request.output_token_ids)
+            if not entry.may_pass or remaining > steps or need > sum(lenders.values()):
+                continue
+            if room_for(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
+                self._take(entry, number, need, lenders, now, passed=head.request)
+
+    def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
+        """Whether the tokens suffice; who needs more than a whole quota is admitted when nobody holds any of it.
+
+        Otherwise it would wait for ever, or until quotas change.
+        """
+        ledger = self._ledger
+        return need <= sum(lenders.values()) or (need > ledger.quotas[number] and ledger.held[number] <= 0)
+
+    def _take(
+        self,
+        entry: Waiting,
+        number: int,
+        need: int,
+        lenders: dict[int, int],
+        now: float,
+        passed: Request | None = None,
+    ) -> None:
+        """Note that a request was admitted: the first lender pays as much as it has, then the next."""
+        request = entry.request
+        self._waiting[number].remove(entry)
+        self._admitted[request.request_id] = Admitted(entry, number, now, passed, entry.expected_tokens)
+        for lender in sorted(lenders):
+            part = min(need, lenders[lender])
+            self._ledger.hold(request.request_id, lender, part)
+            need -= part
+            lenders[lender] -= part
+        if need:  # more than a whole quota
+            self._ledger.hold(request.request_id, number, need)
+        self._users[request.digest] += 1
+        self._counts["admitted"] += 1
+        self._counts["bypassed"] += passed is not None
+        self._note_gap(number, now, admitted=True)
+
+    def _need(self, entry: Waiting) -> int:
+        """Return the tokens that a request holds while it runs: input, expected output, adapter (section 3)."""
+        request, charge = entry.request, self._options.charge
+        tokens = len(request.prompt_token_ids) + entry.expected_tokens
+        if charge is Charge.IF_ABSENT and self.view.is_resident(request.adapter):
+            return tokens
+        if charge is Charge.SHARED and self._users[request.digest]:
+            return tokens
+        return tokens + int(entry.sizes.adapter_tokens)
+
+    # --- those that run ------------------------------------------------------------------------------
+
+    def review(self, now: float) -> list[Request]:
+        """Let those that run longer than predicted hold more; send those back that passed somebody and did not end."""
+        back = []
+        for request, output_tokens, kv_tokens in self.view.running():
+            entry = self._admitted[request.request_id]
+            if output_tokens < entry.reckoned_tokens:
+                continue
+            if entry.passed is not None and (not self._options.lazy_squash or self._could_start(entry, kv_tokens)):
+                self._sent_back[request.request_id] = output_tokens + 1
+                self._counts["squashed"] += 1
+                back.append(request)
+                continue
+            self._ledger.hold(request.request_id, entry.number, output_tokens + 1 - entry.reckoned_tokens)
+            entry.reckoned_tokens = entry.waiting.expected_tokens = output_tokens + 1
+        return back
+
+    def _could_start(self, entry: Admitted, kv_tokens: int) -> bool:
+        """Whether the request that was passed still waits, and would find room if this one left."""
+        head, last = entry.passed, self._users[entry.waiting.request.digest] == 1
+        if head is None or not any(each.request is head for each in chain.from_iterable(self._waiting)):
+            return False
+        freed = kv_tokens + (int(entry.waiting.sizes.adapter_tokens) if last else 0)
+        return room_for(head, self.view) <= self.view.free_tokens() + freed
+
+    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
+        """Return how far one that passed somebody is from its prediction."""
+        entry = self._admitted[request.request_id]
+        return float("inf") if entry.passed is None else max(1, entry.reckoned_tokens - output_tokens)
+
+    # --- classes -------------------------------------------------------------------------------------
+
+    def _refresh(self, now: float) -> None:
+        """Find classes and quotas anew by what arrived lately, and class everybody again (sections 5.1 and 6)."""
+        assert self._began_s is not None
+        quotas: tuple[int, ...]
+        options, since_s = self._options, now - self._options.refresh_s
+        self.due_s = now + options.refresh_s
+        self._counts["refreshes"] += 1
+        arrived, ended = self._arrivals.since(since_s), self._ends.since(since_s)
+        if len(arrived) < options.least_samples:
+            self._classes, quotas, feasible = _ONE_CLASS, (self._ledger.total_tokens,), True
+        else:
+            inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
+            self._largest = Sizes(inputs, outputs, arrived[:, 2].max())
+            sizes = weighted_sizes(arrived, self._largest, options.weights)
+            self._classes = find_classes(sizes, options.k_rule)
+            over_s = max(min(options.refresh_s, now - self._began_s), 1e-9)
+            loads = self._loads(arrived, sizes, ended, over_s)
+            quotas, feasible = assign_quotas(loads, self._ledger.total_tokens, floor=options.floor, share=options.share)
+        self._counts["infeasible"] += not feasible
+        admitted = list(self._admitted.values())
+        for each, number in zip(admitted, self._classes_of([each.waiting.sizes for each in admitted]), strict=True):
+            each.number = number
+        self._ledger.divide(quotas, {name: each.number for name, each in self._admitted.items()})
+        waiting = sorted(chain.from_iterable(self._waiting), key=lambda entry: entry.request.arrival_s)
+        idle_since_s = self._idle_since_s
+        self._waiting, self._idle_since_s = [[] for _ in quotas], {}
+        for entry, number in zip(waiting, self._classes_of([entry.sizes for entry in waiting]), strict=True):
+            self._waiting[number].append(entry)
+            self._idle_since_s.setdefault(number, idle_since_s.get(number, now))
+
+    def _loads(self, arrived: np.ndarray, sizes: np.ndarray, ended: np.ndarray, over_s: float) -> list[ClassLoad]:
+        """Return what comes to each class; one of which nobody has ended yet takes as long as a request alone."""
+        arrived_in = self._classes.of(sizes)
+        ended_in = np.array(self._classes_of(ended[:, :3]))
+        loads = []
+        for number in range(len(self._classes.centroids)):
+            members, ran_s = arrived[arrived_in == number], ended[ended_in == number, 3]
+            mean = members.mean(axis=0)
+            alone_s = self.view.pace.alone_s(float(mean[0]), float(mean[1]))
+            largest = np.percentile(members.sum(axis=1), self._options.largest_percentile)
+            duration_s = float(ran_s.mean()) if len(ran_s) else alone_s
+            slo_s = SLO_FACTOR * alone_s if alone_s else float("inf")
+            loads.append(ClassLoad(float(largest), duration_s, len(members) / over_s, slo_s))
+        return loads
+
+    def _class_of(self, sizes: Sizes) -> int:
+        return self._classes_of([sizes])[0]
+
+    def _classes_of(self, sizes: Sequence[Sizes] | NDArray[np.float64]) -> list[int]:
+        if not len(sizes) or not self._classes.boundaries:
+            return [0] * len(sizes)
+        weighted = weighted_sizes(np.asarray(sizes), self._largest, self._options.weights)
+        numbers: list[int] = self._classes.of(weighted).tolist()
+        return numbers
+
+    def _insert(self, entry: Waiting, number: int, now: float) -> None:
+        insort(self._waiting[number], entry, key=lambda other: other.request.arrival_s)
+        self._idle_since_s.setdefault(number, now)
+
+    # --- figures -------------------------------------------------------------------------------------
+
+    def _note_gap(self, number: int, now: float, *, admitted: bool) -> None:
+        """Somebody of a class was admitted, or left otherwise: note for how long nobody had been."""
+        if admitted:
+            gap_s = now - self._idle_since_s.get(number, now)
+            self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)
+            self._idle_since_s[number] = now
+        if not self._waiting[number]:
+            self._idle_since_s.pop(number, None)
+
+    def figures(self) -> QueueFigures:
+        """Return what there is to tell."""
+        return QueueFigures(
+            self._classes.boundaries,
+            self._ledger.quotas,
+            self._counts["refreshes"],
+            self._counts["infeasible"],
+            self._counts["admitted"],
+            self._counts["bypassed"],
+            self._counts["squashed"],
+            dict(self._longest_gap_s),
+            dict(self._longest_run_s),
+        )

@@ -1,0 +1,12 @@
+"""First come, first served."""
+
+from lorikeet.core.request import Request
+from lorikeet.scheduling.policies.ordered import Ordered
+
+
+class Fifo(Ordered):
+    """By the time of arrival."""
+
+    def rank(self, request: Request) -> float:
+        """Return its arrival."""
+        return request.arrival_s

@@ -1,0 +1,420 @@
+"""Shortest first, fair shares, priority classes and earliest deadlines: whom they name, and what comes of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Admitted, Preempted
+from lorikeet.core.request import Request
+from lorikeet.core.slo import Slo
+from lorikeet.memory.leases import Wait
+from lorikeet.rows import Row
+from lorikeet.scheduling.admission import AdmissionQueue, Running
+from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.policies import ADMISSION
+from lorikeet.scheduling.policies.fair import FairShares, by_adapter
+from lorikeet.scheduling.policies.sjf import ShortestFirst
+from tests.support.scripted import Bench, adapter, request
+
+RIVALS = ("sjf", "sjf:aging", "fair", "fair:literal", "fair:adapter", "priority", "deadline")
+
+
+class View:
+    """An engine that runs what a test says."""
+
+    total_tokens = 1_000
+    max_model_tokens = 1_000
+    pace = Pace()
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[Request, int]] = {}
+        self.free = self.total_tokens
+
+    def free_tokens(self) -> int:
+        return self.free
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        return 0
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        return True
+
+    def running(self) -> Sequence[Running]:
+        return [Running(request, tokens, 0) for request, tokens in self.answers.values()]
+
+
+def made(
+    name: str, arrival_s: float = 0.0, *, prompt_tokens: int = 1, answer_tokens: int = 1, **more: object
+) -> Request:
+    """A request that differs from others only in what matters here."""
+    plain = request(name, [1] * prompt_tokens, arrival_s, max_tokens=answer_tokens)
+    return msgspec.structs.replace(plain, **more)
+
+
+def admitted(queue: AdmissionQueue, outcomes: Mapping[str, Wait] | None = None, most: int = 1_000) -> list[str]:
+    """Let a queue name whom it wants until it is done, or ``most`` are in; return who was admitted."""
+    found: list[str] = []
+    policy = queue.admit(0.0)
+    named = next(policy, None)
+    while named is not None and len(found) < most:
+        outcome = (outcomes or {}).get(named.request_id)
+        if outcome is None:
+            found.append(named.request_id)
+            if isinstance(queue.view, View):
+                queue.view.answers[named.request_id] = named, len(named.output_token_ids)
+        try:
+            named = policy.send(outcome)
+        except StopIteration:
+            break
+    policy.close()
+    return found
+
+
+def filled(queue: AdmissionQueue, requests: Sequence[Request]) -> AdmissionQueue:
+    """Add them all."""
+    for each in requests:
+        queue.add(each, each.arrival_s)
+    return queue
+
+
+def order(name: str, requests: Sequence[Request]) -> list[str]:
+    """Return in which order a policy admits requests that are all there."""
+    return admitted(filled(ADMISSION[name](View()), requests))
+
+
+# --- shortest first -----------------------------------------------------------------------------------
+
+
+def test_the_shortest_expected_answer_goes_first() -> None:
+    requests = [
+        made("long", 0.0, answer_tokens=50),
+        made("predicted", 1.0, answer_tokens=50, predicted_tokens=5),
+        made("short", 2.0, answer_tokens=10),
+        made("later", 3.0, answer_tokens=10),
+    ]
+    assert order("sjf", requests) == ["predicted", "short", "later", "long"]
+
+
+def test_aging_lets_a_long_one_be_overtaken_only_for_so_long() -> None:
+    queue = filled(
+        ShortestFirst(View(), gamma=2.0),
+        [
+            made("long", 0.0, answer_tokens=50),
+            made("before", 24.0, answer_tokens=1),
+            made("after", 25.0, answer_tokens=1),
+        ],
+    )
+    # 50 - 2 × 0 beside 1 - (-2) × 24 = 49 and 51.
+    assert admitted(queue) == ["before", "long", "after"]
+
+
+@pytest.mark.parametrize(("gamma", "waits"), [(0.0, 200), (1.0, 39)])
+def test_a_long_one_starves_without_aging_and_not_with_it(gamma: float, waits: int) -> None:
+    queue = ShortestFirst(View(), gamma)
+    queue.add(made("long", 0.0, answer_tokens=40), 0.0)
+    for second in range(200):
+        queue.add(made(f"short-{second}", float(second), answer_tokens=1), float(second))
+        if admitted(queue, most=1) == ["long"]:
+            break
+    else:
+        second = 200
+    assert second == waits
+
+
+# --- priority classes and deadlines -------------------------------------------------------------------
+
+
+def test_the_lowest_priority_value_goes_first_then_the_oldest() -> None:
+    requests = [made("late", 2.0, priority=1), made("idle", 0.0, priority=7), made("early", 1.0, priority=1)]
+    requests.append(made("urgent", 3.0, priority=-2))
+    assert order("priority", requests) == ["urgent", "early", "late", "idle"]
+
+
+def test_whoever_is_due_first_goes_first() -> None:
+    requests = [
+        made("no limit", 0.0),
+        made("other limit", 0.5, slo=Slo(e2e_s=1.0)),
+        made("relaxed", 1.0, slo=Slo(ttft_s=30.0)),
+        made("tight", 2.0, slo=Slo(ttft_s=1.0)),
+        made("after a minute", 59.5, slo=Slo(ttft_s=1.0)),
+    ]
+    assert (
+        order("deadline", requests)
+        == ["tight", "relaxed", "no limit", "other limit", "after a minute"]
+        == [each.request_id for each in sorted(requests, key=ADMISSION["deadline"](View()).precedence)]
+    )
+
+
+@pytest.mark.parametrize("name", ["priority", "deadline"])
+def test_the_least_urgent_gives_way_when_blocks_run_out(name: str) -> None:
+    bench = Bench(blocks=6, row=Row(admission=name))
+    for arrival_s, urgent in enumerate((False, True)):
+        asked = request("urgent" if urgent else "not", [arrival_s + 1] * 7, float(arrival_s), max_tokens=12)
+        urgency = {"priority": 0, "slo": Slo(ttft_s=1.0)} if urgent else {"priority": 5}
+        bench.engine.submit(msgspec.structs.replace(asked, **urgency))
+    bench.run()
+    assert {event.request_id for event in bench.events if isinstance(event, Preempted)} == {"not"}
+    assert len(bench.finished()) == 2
+
+
+# --- fair shares --------------------------------------------------------------------------------------
+
+
+def fair(owner: Callable[[Request], str] | None = None) -> tuple[FairShares, View]:
+    view = View()
+    return (FairShares(view) if owner is None else FairShares(view, owner)), view
+
+
+def test_prompts_count_once_when_admitted_and_answers_twice_as_they_come() -> None:
+    queue, view = fair()
+    x, y = made("x", tenant="t", prompt_tokens=10), made("y", 1.0, tenant="t", prompt_tokens=3)
+    filled(queue, [x, y])
+    assert queue.served("t") == 0
+    assert admitted(queue, most=1) == ["x"]
+    assert queue.served("t") == 10
+    view.answers["x"] = x, 4
+    queue.review(0.0)
+    queue.review(0.0)
+    assert queue.served("t") == 10 + 2 * 4
+    view.answers["x"] = x, 6
+    queue.ended(x, 0.0)
+    del view.answers["x"]
+    queue.review(0.0)
+    assert queue.served("t") == 10 + 2 * 6
+
+
+def test_the_owner_that_was_served_least_goes_first_and_inside_it_the_oldest() -> None:
+    queue, _ = fair()
+    greedy = [made(f"g{index}", float(index), tenant="greedy", prompt_tokens=10) for index in range(4)]
+    modest = [made(f"m{index}", 10.0 + index, tenant="modest", prompt_tokens=4) for index in range(3)]
+    filled(queue, [*greedy, *modest])
+    # Counters of greedy and modest before each: 0 0, 10 0, 10 4, 10 8, 10 12; modest has no more.
+    assert admitted(queue) == ["g0", "m0", "m1", "m2", "g1", "g2", "g3"]
+    assert (queue.served("greedy"), queue.served("modest")) == (40, 12)
+
+
+def test_whoever_comes_back_is_lifted_to_the_least_served_of_those_who_wait() -> None:
+    queue, _ = fair()
+    filled(queue, [made(f"a{index}", tenant="a", prompt_tokens=30) for index in range(3)])
+    filled(queue, [made(f"b{index}", 1.0, tenant="b", prompt_tokens=20) for index in range(4)])
+    assert admitted(queue, most=4) == ["a0", "b0", "b1", "a1"]
+    assert (queue.served("a"), queue.served("b")) == (60, 40)
+    queue.add(made("c", 2.0, tenant="c"), 2.0)
+    assert queue.served("c") == 40, "as b, who waits and was served least"
+
+
+def test_whoever_was_served_more_than_those_who_wait_is_not_lowered() -> None:
+    queue, _ = fair()
+    filled(queue, [made("a", tenant="a", prompt_tokens=30), made("b", 1.0, tenant="b"), made("b2", 1.0, tenant="b")])
+    assert admitted(queue, most=2) == ["a", "b"]
+    queue.add(made("a again", 2.0, tenant="a"), 2.0)
+    assert queue.served("a") == 30
+
+
+def test_if_nobody_waits_whoever_comes_is_lifted_to_the_last_who_did() -> None:
+    queue, view = fair()
+    x = made("x", tenant="a", prompt_tokens=30)
+    filled(queue, [x, made("y", 1.0, tenant="b", prompt_tokens=9)])
+    assert admitted(queue) == ["x", "y"]
+    view.answers["x"] = x, 100
+    queue.review(0.0)
+    queue.add(made("z", 2.0, tenant="c"), 2.0)
+    assert queue.served("c") == 9
+
+
+def test_an_interrupted_request_is_charged_for_what_comes_new_only() -> None:
+    queue, view = fair()
+    x = made("x", tenant="t", prompt_tokens=10)
+    queue.add(x, 0.0)
+    assert admitted(queue) == ["x"]
+    view.answers["x"] = x, 3
+    queue.ended(x, 0.0)
+    del view.answers["x"]
+    queue.add(msgspec.structs.replace(x, attempt=1, output_token_ids=[5, 5, 5]), 0.0)
+    assert admitted(queue) == ["x"]
+    queue.review(0.0)
+    assert queue.served("t") == 10 + 2 * 3
+
+
+def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
+    requests = [
+        made("t0", 0.0, tenant="t"),
+        made("t1", 1.0, tenant="t"),
+        made("u0", 2.0, tenant="u", prompt_tokens=9),
+        made("u1", 3.0, tenant="u"),
+    ]
+    for wait in (Wait.SLOT, Wait.TRANSFER):
+        queue = filled(fair()[0], requests)
+        assert admitted(queue, {"t0": wait}) == ["t1", "u0", "u1"]
+        assert [each.request_id for each in queue.waiting()] == ["t0"]
+    for wait in (Wait.ROOM, Wait.ADAPTER_ROOM):
+        assert admitted(filled(fair()[0], requests), {"u0": wait}) == ["t0"], "u has been served less, and ends it"
+
+
+@pytest.mark.parametrize(
+    ("spare", "free", "names"),
+    [
+        (0.15, 149, ["b"]),
+        (0.15, 150, ["a", "b"]),
+        (0.03, 129, ["b"]),
+        (0.03, 130, ["a", "b"]),
+        (0.0, 100, ["a", "b"]),
+    ],
+)
+def test_whoever_would_hold_more_than_its_share_leaves_as_much_for_others(
+    spare: float, free: int, names: list[str]
+) -> None:
+    view = View()
+    queue = FairShares(view, spare=spare)
+    queue.add(made("running", tenant="a", prompt_tokens=400), 0.0)
+    assert admitted(queue) == ["running"], "alone its share is everything"
+    view.answers["running"] = view.answers["running"][0], 50
+    filled(queue, [made("a", tenant="a", prompt_tokens=100), made("b", tenant="b", prompt_tokens=1)])
+    view.free = free
+    # Of 1,000 tokens 500 are a share, and a would hold 450 + 100.
+    assert admitted(queue) == names
+
+
+def test_shares_may_be_of_adapters() -> None:
+    queue, _ = fair(by_adapter)
+    one, other = adapter("one"), adapter("other")
+    filled(queue, [made(f"1{index}", tenant=f"{index}", prompt_tokens=5, adapter=one) for index in range(3)])
+    filled(queue, [made("2", 1.0, tenant="0", adapter=other), made("base", 2.0, prompt_tokens=2)])
+    assert admitted(queue) == ["10", "2", "base", "11", "12"]
+    assert (queue.served(one.digest), queue.served(other.digest), queue.served("")) == (15, 1, 2)
+
+
+def test_the_last_admitted_gives_way_whoever_came_first() -> None:
+    bench = Bench(blocks=6, row=Row(admission="fair"), limits=Limits(2, 16, 64))
+    for name, arrival_s, tenant in (("a0", 0.0, "a"), ("a1", 0.1, "a"), ("b", 0.2, "b")):
+        asked = request(name, [ord(name[-1])] * 7, arrival_s, max_tokens=4 if name == "a0" else 12)
+        bench.engine.submit(msgspec.structs.replace(asked, tenant=tenant))
+    bench.run()
+    # b goes before a1, which then is the last; by arrival b would be.
+    assert [event.request_id for event in bench.events if isinstance(event, Admitted)][:3] == ["a0", "b", "a1"]
+    assert {event.request_id for event in bench.events if isinstance(event, Preempted)} == {"a1"}
+    assert len(bench.finished()) == 3
+
+
+def test_tokens_served_are_what_the_engine_made() -> None:
+    bench = Bench(blocks=24, row=Row(admission="fair"))
+    for index in range(12):
+        asked = request(f"{index}", [index + 1] * (3 + index), float(index % 3), max_tokens=2 + index)
+        bench.engine.submit(msgspec.structs.replace(asked, tenant="all"))
+    bench.run()
+    assert any(isinstance(event, Preempted) for event in bench.events)
+    queue = bench.scheduler.queue
+    assert isinstance(queue, FairShares)
+    assert queue.served("all") == sum(3 + index + 2 * (2 + index) for index in range(12))
+
+
+def test_one_that_sends_much_more_waits_and_the_others_do_not() -> None:
+    def last_of_the_others(name: str) -> int:
+        bench = Bench(row=Row(admission=name), limits=Limits(max_running=2, max_step_tokens=16, max_model_tokens=64))
+        for index in range(40):
+            asked = request(f"greedy-{index}", [1] * 4, 0.0, max_tokens=4)
+            bench.engine.submit(msgspec.structs.replace(asked, tenant="greedy"))
+        for index in range(4):
+            asked = request(f"other-{index}", [1] * 4, 0.0, max_tokens=4)
+            bench.engine.submit(msgspec.structs.replace(asked, tenant=f"other-{index}"))
+        bench.run()
+        ids = [event.request_id for event in bench.events if isinstance(event, Admitted)]
+        return max(place for place, request_id in enumerate(ids) if request_id.startswith("other"))
+
+    assert last_of_the_others("fifo") == 43
+    assert last_of_the_others("fair") <= 6
+
+
+def test_owners_who_have_gone_are_forgotten_once_it_makes_no_difference() -> None:
+    queue, view = fair()
+    for index in range(3_000):
+        one = made(f"{index}", float(index), tenant=f"tenant-{index}", prompt_tokens=5)
+        queue.add(one, 0.0)
+        admitted(queue)
+        queue.ended(one, 0.0)
+        view.answers.clear()
+    assert len(queue._served) <= 2 * 1024
+    assert queue.served("tenant-2999") == 3_000 * 5, "each was lifted to the one before it"
+
+
+# --- all ----------------------------------------------------------------------------------------------
+
+
+@given(arrivals_s=st.lists(st.floats(0.0, 100.0), max_size=20))
+@pytest.mark.parametrize("name", RIVALS)
+def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str, arrivals_s: list[float]) -> None:
+    requests = [made(str(index), arrival_s) for index, arrival_s in enumerate(arrivals_s)]
+    assert order(name, requests) == order("fifo", requests)
+
+
+@pytest.mark.parametrize("name", ["sjf", "sjf:aging", "priority", "deadline"])
+def test_whoever_finds_no_room_is_not_passed(name: str) -> None:
+    requests = [made("first", 0.0), made("second", 1.0), made("third", 2.0)]
+    for wait in (Wait.ROOM, Wait.ADAPTER_ROOM):
+        assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first"]
+    for wait in (Wait.SLOT, Wait.TRANSFER):
+        assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first", "third"]
+
+
+ASKED = st.builds(
+    lambda tokens, arrival_s, tenant, priority, limit_s: made(
+        "",
+        arrival_s,
+        prompt_tokens=tokens,
+        answer_tokens=tokens,
+        tenant=tenant,
+        priority=priority,
+        slo=None if limit_s is None else Slo(ttft_s=limit_s),
+        adapter=None if tenant == "c" else adapter(tenant),
+    ),
+    st.integers(1, 20),
+    st.floats(0.0, 10.0),
+    st.sampled_from("abc"),
+    st.integers(-1, 1),
+    st.none() | st.floats(0.0, 5.0),
+)
+OUTCOME = st.none() | st.sampled_from(list(Wait))
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_request_leaves_the_queue_exactly_once(name: str, data: st.DataObject) -> None:
+    view = View()
+    queue = ADMISSION[name](view)
+    waits: dict[str, Request] = {}
+    for number in range(data.draw(st.integers(0, 25))):
+        match data.draw(st.sampled_from(["add", "add", "remove", "admit", "end"])):
+            case "add":
+                asked = msgspec.structs.replace(data.draw(ASKED), request_id=str(number))
+                queue.add(asked, 0.0)
+                waits[asked.request_id] = asked
+            case "remove" if waits:
+                queue.remove(waits.pop(data.draw(st.sampled_from(sorted(waits)))), 0.0)
+            case "admit":
+                outcomes = {name: wait for name in waits if (wait := data.draw(OUTCOME)) is not None}
+                for request_id in admitted(queue, outcomes, most=data.draw(st.integers(0, 5))):
+                    assert request_id not in outcomes
+                    del waits[request_id]
+            case "end" if view.answers:
+                request_id = data.draw(st.sampled_from(sorted(view.answers)))
+                running, tokens = view.answers[request_id]
+                view.answers[request_id] = running, tokens + 3
+                queue.review(0.0)
+                queue.ended(running, 0.0)
+                del view.answers[request_id]
+                if data.draw(st.booleans()):
+                    again = msgspec.structs.replace(
+                        running, attempt=running.attempt + 1, output_token_ids=[7] * (tokens + 3)
+                    )
+                    queue.add(again, 0.0)
+                    waits[request_id] = again
+        assert len(queue) == len(waits)
+        assert {each.request_id: each for each in queue.waiting()} == waits
+    assert sorted(admitted(queue)) == sorted(waits)
+    assert not len(queue)
+    assert not list(queue.waiting())

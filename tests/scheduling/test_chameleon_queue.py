@@ -1,0 +1,412 @@
+"""Chameleon's queue: the worked examples of its spec, and what must hold under any traffic."""
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.memory.leases import Wait
+from lorikeet.scheduling.admission import AdmissionQueue, Running
+from lorikeet.scheduling.chameleon.bypass import wait_in_steps
+from lorikeet.scheduling.chameleon.classes import Classes
+from lorikeet.scheduling.chameleon.queue import ChameleonQueue, Charge, Options
+from lorikeet.scheduling.chameleon.quotas import Share
+from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.policies.fifo import Fifo
+from tests.support.scripted import adapter as make_adapter
+from tests.support.step_counts import STEPS_VARIABLE, count
+
+RUN_STEPS = 150
+RUNS = max(6, 2 * int(os.environ.get(STEPS_VARIABLE, "0")) // RUN_STEPS)
+BLOCK = 4
+"""Tokens of a block of an adapter in the builders' measure."""
+
+
+@dataclass
+class World:
+    """An engine in a few lines: room in tokens, adapters that stay until their room is needed."""
+
+    total_tokens: int = 1000
+    held_back_tokens: int = 0
+    max_model_tokens: int = 400
+    pace: Pace = field(default_factory=Pace)
+    running_now: dict[RequestId, tuple[Request, int]] = field(default_factory=dict)
+    resident: dict[str, AdapterRef] = field(default_factory=dict)
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        return 0 if adapter is None else adapter.max_rank * BLOCK
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        return adapter is None or adapter.digest in self.resident
+
+    def running(self) -> list[Running]:
+        return [
+            Running(request, made, len(request.prompt_token_ids) + made) for request, made in self.running_now.values()
+        ]
+
+    def free_tokens(self) -> int:
+        used = {request.digest for request, _ in self.running_now.values()}
+        pinned = sum(self.adapter_tokens(ref) for digest, ref in self.resident.items() if digest in used)
+        room = self.total_tokens - self.held_back_tokens
+        return room - pinned - sum(each.kv_tokens for each in self.running())
+
+    def try_admit(self, request: Request) -> Wait | None:
+        kv, free = len(request.prompt_token_ids) + len(request.output_token_ids), self.free_tokens()
+        used = {each.digest for each, _ in self.running_now.values()}
+        adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
+        if kv + adapter > free:
+            return Wait.ADAPTER_ROOM if adapter and kv <= free else Wait.ROOM
+        if request.adapter is not None:
+            self.resident[request.adapter.digest] = request.adapter
+        self.running_now[request.request_id] = request, len(request.output_token_ids)
+        room = self.total_tokens - self.held_back_tokens - sum(each.kv_tokens for each in self.running())
+        over = sum(map(self.adapter_tokens, self.resident.values())) - room
+        for digest in [digest for digest in self.resident if digest not in used and digest != request.digest]:
+            if over > 0:
+                over -= self.adapter_tokens(self.resident.pop(digest))
+        return None
+
+
+def ask(name: str, prompt: int, output: int, arrival_s: float = 0.0, adapter: AdapterRef | None = None) -> Request:
+    """A request of so many tokens, predicted to answer with ``output`` of at most 400."""
+    params = SamplingParams(max_tokens=400)
+    return Request(RequestId(name), [1] * prompt, params, arrival_s, adapter, predicted_tokens=output)
+
+
+def admit(queue: AdmissionQueue, world: World, now: float = 0.0) -> list[str]:
+    """One step's admission; return who was admitted."""
+    admitted, policy = [], queue.admit(now)
+    try:
+        request = next(policy)
+        while True:
+            outcome = world.try_admit(request)
+            if outcome is None:
+                admitted.append(request.request_id)
+            request = policy.send(outcome)
+    except StopIteration:
+        return admitted
+
+
+def with_quotas(
+    world: World, quotas: tuple[int, ...], boundaries: tuple[float, ...], **options: object
+) -> ChameleonQueue:
+    """A queue whose classes are given."""
+    queue = ChameleonQueue(world, Options(**options))  # type: ignore[arg-type]
+    queue._classes = Classes((0.0,) * len(quotas), boundaries, ())
+    queue._ledger.total_tokens = sum(quotas)
+    queue._ledger.divide(quotas, {})
+    queue._waiting = [[] for _ in quotas]
+    return queue
+
+
+def three_classes(needs: dict[str, list[int]]) -> tuple[ChameleonQueue, World]:
+    """Quotas 9, 8 and 12 and requests of so many tokens each, whatever their sizes say."""
+    world = World()
+    queue = with_quotas(world, (9, 8, 12), (0.2, 0.6))
+    for number, (name, each) in enumerate(needs.items()):
+        for index, need in enumerate(each):
+            queue._class_of = lambda sizes, number=number: number  # type: ignore[method-assign,misc]
+            queue.add(ask(f"{name}{index}", need - 1, 1, index), 0.0)
+    return queue, world
+
+
+def held(queue: ChameleonQueue) -> list[int]:
+    return list(queue._ledger.held)
+
+
+def test_case_a_every_class_by_its_own_quota() -> None:
+    queue, world = three_classes({"small": [3] * 4, "medium": [4] * 3, "large": [6] * 3})
+    assert admit(queue, world) == ["small0", "small1", "small2", "medium0", "medium1", "large0", "large1"]
+    assert held(queue) == [9, 8, 12]
+
+
+def test_case_b_what_an_empty_class_has_left_goes_to_the_smallest_that_fit() -> None:
+    queue, world = three_classes({"small": [3] * 4, "medium": [4], "large": [6] * 3})
+    assert admit(queue, world) == ["small0", "small1", "small2", "medium0", "large0", "large1", "small3"]
+    assert held(queue) == [9, 7, 12], "medium lent 3"
+    queue.ended(ask("small3", 2, 1), 1.0)
+    assert held(queue) == [9, 4, 12], "and gets them back"
+
+
+def test_case_c_a_class_with_waiters_donates_no_fragment() -> None:
+    queue, world = three_classes({"small": [4] * 3, "medium": [], "large": []})
+    assert admit(queue, world) == ["small0", "small1", "small2"]
+    assert held(queue) == [8, 4, 0], "the third is paid by the highest of those that lend"
+
+
+def test_who_needs_more_than_its_classs_quota_runs_when_nobody_holds_any_of_it() -> None:
+    queue, world = three_classes({"small": [3], "medium": [], "large": [30]})
+    world.running_now[RequestId("x")] = ask("x", 1, 1), 0
+    queue._admitted.clear()
+    queue._ledger.hold(RequestId("x"), 2, 1)
+    assert admit(queue, world) == ["small0"]
+    queue._ledger.give_back(RequestId("x"))
+    assert admit(queue, world) == ["large0"]
+    assert queue._ledger.available(2) < 0
+    assert sum(queue._ledger.available(number) + queue._ledger.held[number] for number in range(3)) == 29
+
+
+def bypass_world() -> tuple[World, ChameleonQueue]:
+    """100 tokens free; one that ends in 10 steps frees 60, one that ends in 25 frees 200."""
+    world = World(total_tokens=360)
+    queue = with_quotas(world, (10_000,), ())
+    for name, kv, left in (("ten", 60, 10), ("twenty-five", 200, 25)):
+        request = ask(name, kv - 5, 5 + left, -1.0)
+        queue.add(request, 0.0)
+        assert admit(queue, world) == [name]
+        world.running_now[request.request_id] = request, 5
+    assert world.free_tokens() == 100
+    return world, queue
+
+
+def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
+    world, queue = bypass_world()
+    head = ask("head", 56, 10, 1.0, make_adapter("big", 50))  # 256 tokens of room
+    expected = {name: entry.waiting.expected_tokens for name, entry in queue._admitted.items()}
+    assert wait_in_steps(256, 100, world.running(), expected, world) == 25
+    for request in (head, ask("x", 40, 20, 2.0), ask("y", 40, 30, 3.0)):
+        queue.add(request, 1.0)
+    assert admit(queue, world, 1.0) == ["x"]
+    assert queue.tokens_until_review(ask("x", 40, 20), 15) == 5
+    assert queue.tokens_until_review(ask("ten", 55, 15), 5) == float("inf")
+    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 19
+    assert queue.review(1.5) == []
+    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 20
+    back = queue.review(2.0)
+    assert [request.request_id for request in back] == ["x"], "it has not ended at 20 tokens"
+    request, _ = world.running_now.pop(RequestId("x"))
+    queue.ended(request, 2.0)
+    resumed = Request(
+        request.request_id,
+        request.prompt_token_ids,
+        request.sampling,
+        request.arrival_s,
+        None,
+        predicted_tokens=20,
+        attempt=1,
+        output_token_ids=[1] * 20,
+    )
+    queue.add(resumed, 2.0)
+    assert [each.request_id for each in queue.waiting()] == ["head", "x", "y"], "back where its arrival puts it"
+    assert not queue._waiting[0][1].may_pass
+    assert queue._waiting[0][1].expected_tokens == 21
+    assert admit(queue, world, 3.0) == [], "nobody passes twice"
+    assert (queue.figures().bypassed, queue.figures().squashed) == (1, 1)
+
+
+def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
+    world, queue = bypass_world()
+    queue._options = Options(lazy_squash=True)
+    for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 40, 20, 2.0)):
+        queue.add(request, 1.0)
+    assert admit(queue, world, 1.0) == ["x"]
+    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 20
+    assert queue.review(2.0) == []
+    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 21
+    del world.running_now[RequestId("twenty-five")]
+    assert [request.request_id for request in queue.review(3.0)] == ["x"]
+
+
+def test_a_head_without_room_for_its_kv_is_not_passed() -> None:
+    world, queue = bypass_world()
+    for request in (ask("head", 150, 10, 1.0), ask("x", 40, 20, 2.0)):
+        queue.add(request, 1.0)
+    assert admit(queue, world, 1.0) == []
+
+
+def test_who_runs_longer_than_predicted_holds_more() -> None:
+    world = World()
+    queue = with_quotas(world, (100,), ())
+    request = ask("long", 10, 5)
+    queue.add(request, 0.0)
+    assert admit(queue, world) == ["long"]
+    assert held(queue) == [15]
+    for made in range(1, 9):
+        world.running_now[request.request_id] = request, made
+        assert queue.review(0.0) == []
+    assert held(queue) == [10 + 9]
+    queue.ended(request, 1.0)
+    assert held(queue) == [0]
+
+
+@pytest.mark.parametrize("charge", list(Charge))
+def test_who_pays_for_an_adapter(charge: Charge) -> None:
+    world, lora = World(), make_adapter("a", 5)
+    queue = with_quotas(world, (1000,), (), charge=charge)
+    for index in range(2):
+        queue.add(ask(f"{index}", 9, 1, index, lora), 0.0)
+    assert admit(queue, world) == ["0", "1"]
+    assert held(queue) == [{Charge.PER_REQUEST: 60}.get(charge, 40)]
+
+
+# --- random traffic -------------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """Random requests through a queue, with true lengths that the predictions miss."""
+
+    seed: int
+    options: Options
+    squashed: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        total, held_back = self.random.choice([(300, 0), (900, 600), (1200, 600), (3000, 1000)])
+        self.world = World(total, held_back)  # so that sometimes tokens are short, sometimes only room
+        self.queue = ChameleonQueue(self.world, self.options)
+        self.adapters = [None, *(make_adapter(f"a{rank}", rank) for rank in (1, 2, 4, 8, 16))]
+        self.truth: dict[RequestId, int] = {}
+        self.waiting: dict[RequestId, Request] = {}
+        self.now = 0.0
+
+    def arrive(self) -> None:
+        name = RequestId(f"r{len(self.truth)}")
+        true = self.random.choice([1, 3, 10, 40, 90])
+        predicted = true if self.random.random() < 0.7 else self.random.choice([1, 5, 60])
+        request = ask(
+            name, self.random.choice([2, 10, 60, 100]), predicted, self.now, self.random.choice(self.adapters)
+        )
+        self.truth[name] = true
+        self.waiting[name] = request
+        self.queue.add(request, self.now)
+
+    def leave(self, request: Request, made: int, *, goes_on: bool) -> None:
+        del self.world.running_now[request.request_id]
+        self.queue.ended(request, self.now)
+        if goes_on:
+            resumed = Request(
+                request.request_id,
+                request.prompt_token_ids,
+                request.sampling,
+                request.arrival_s,
+                request.adapter,
+                predicted_tokens=request.predicted_tokens,
+                attempt=request.attempt + 1,
+                output_token_ids=[1] * made,
+            )
+            self.waiting[request.request_id] = resumed
+            self.queue.add(resumed, self.now)
+
+    def step(self) -> None:
+        self.now += self.random.choice([0.05, 0.05, 2.0])
+        world = self.world
+        for request in self.queue.review(self.now):
+            self.squashed += 1
+            self.leave(request, world.running_now[request.request_id][1], goes_on=True)
+        self.check_order(admit(self.queue, world, self.now))
+        while world.free_tokens() < len(world.running_now):
+            request, made = max(world.running_now.values(), key=lambda pair: pair[0].arrival_s)
+            self.leave(request, made, goes_on=True)
+        for request, made in list(world.running_now.values()):
+            world.running_now[request.request_id] = request, made + 1
+            if made + 1 >= self.truth[request.request_id]:
+                self.leave(request, made + 1, goes_on=False)
+        self.steps += 1
+        self.check()
+
+    def check_order(self, admitted: list[str]) -> None:
+        """Whoever was admitted before an older one of its class that still waits has passed it."""
+        for name in admitted:
+            del self.waiting[RequestId(name)]
+        for queue in self.queue._waiting:
+            for entry in queue[:1]:
+                for name in admitted:
+                    mine = self.queue._admitted[RequestId(name)]
+                    if self.queue._waiting[mine.number] is queue and mine.passed is None:
+                        assert mine.waiting.request.arrival_s <= entry.request.arrival_s
+
+    def check(self) -> None:
+        ledger = self.queue._ledger
+        numbers = range(len(ledger.quotas))
+        assert sum(ledger.available(n) + ledger.held[n] for n in numbers) == self.world.total_tokens
+        assert sum(ledger.held) == sum(ledger.held_by(name) for name in self.world.running_now)
+        assert set(ledger._holdings) == set(self.world.running_now) == set(self.queue._admitted)
+        assert {request.request_id for request in self.queue.waiting()} == set(self.waiting)
+        assert len(self.queue) == len(self.waiting)
+        assert self.world.free_tokens() >= 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for _ in range(self.random.choice([0, 0, 1, 3])):
+                self.arrive()
+            if self.waiting and self.random.random() < 0.05:
+                name = self.random.choice(sorted(self.waiting))
+                self.queue.remove(self.waiting.pop(name), self.now)
+            if self.world.running_now and self.random.random() < 0.05:
+                request, made = self.world.running_now[self.random.choice(sorted(self.world.running_now))]
+                self.leave(request, made, goes_on=self.random.random() < 0.3)
+            self.step()
+        for _ in range(50_000):
+            if not self.waiting and not self.world.running_now:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.waiting)} still wait")
+
+
+OPTIONS = [
+    Options(refresh_s=8.0, least_samples=10),
+    Options(refresh_s=8.0, least_samples=10, lazy_squash=True, charge=Charge.SHARED),
+    Options(refresh_s=20.0, least_samples=20, share=Share.PRIORITY, floor=False, charge=Charge.IF_ABSENT),
+    Options(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
+]
+
+
+@given(st.integers(0, 2**32), st.sampled_from(OPTIONS))
+@settings(max_examples=RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_tokens_add_up_after_every_step_and_everybody_is_served(seed: int, options: Options) -> None:
+    traffic = Traffic(seed, options)
+    traffic.run(RUN_STEPS)
+    figures = traffic.queue.figures()
+    count("step: step", traffic.steps)
+    for name in ("admitted", "bypassed", "squashed", "refreshes", "infeasible_refreshes"):
+        count(name, getattr(figures, name))
+
+
+def test_random_traffic_passes_sends_back_refreshes_and_finds_classes() -> None:
+    """The property above sees what it should."""
+    figures, squashed = [], 0
+    for seed in range(6):
+        traffic = Traffic(seed, OPTIONS[0])
+        traffic.run(300)
+        figures.append(traffic.queue.figures())
+        squashed += traffic.squashed
+    assert squashed == sum(each.squashed for each in figures) > 0
+    assert sum(each.bypassed for each in figures) > 0
+    assert all(each.refreshes > 3 for each in figures)
+    assert any(len(each.longest_gap_s) > 1 for each in figures), "several classes"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_one_class_and_all_tokens_it_is_fifo(seed: int) -> None:
+    """Without bypass, and where tokens do not bind, the same requests are admitted at the same steps."""
+
+    def orders(make: type[Fifo] | type[ChameleonQueue]) -> list[list[str]]:
+        world, chance = World(total_tokens=900), random.Random(seed)
+        if make is ChameleonQueue:
+            queue: AdmissionQueue = ChameleonQueue(world, Options(bypass=False, least_samples=10**9))
+            queue._ledger.total_tokens = 10**9  # type: ignore[attr-defined]
+            queue._ledger.quotas = (10**9,)  # type: ignore[attr-defined]
+        else:
+            queue = Fifo(world)
+        found = []
+        for step in range(300):
+            if chance.random() < 0.5:
+                lora = make_adapter(f"a{chance.randrange(8)}", chance.choice([1, 4, 16]))
+                queue.add(ask(f"r{step}", chance.randrange(1, 120), chance.randrange(1, 60), step, lora), step)
+            found.append(admit(queue, world, step))
+            for request, made in list(world.running_now.values()):
+                world.running_now[request.request_id] = request, made + 1
+                if made + 1 >= request.expected_tokens:
+                    del world.running_now[request.request_id]
+                    queue.ended(request, step)
+        return found
+
+    assert orders(Fifo) == orders(ChameleonQueue)

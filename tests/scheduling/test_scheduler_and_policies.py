@@ -1,0 +1,160 @@
+"""What the scheduler does for admission policies, and what becomes of sequences that give way."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from lorikeet.core.events import Admitted, Preempted
+from lorikeet.core.request import Request
+from lorikeet.memory.leases import Wait
+from lorikeet.rows import PreemptedKv, Row
+from lorikeet.scheduling.admission import Admission, EngineView
+from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.policies import ADMISSION
+from lorikeet.scheduling.policies.fifo import Fifo
+from tests.support.scripted import Bench, adapter, request
+
+
+class Telling(Fifo):
+    """FIFO that remembers all it was told, sends requests back when asked to, and prefers high priorities."""
+
+    def __init__(self, view: EngineView) -> None:
+        super().__init__(view)
+        self.outcomes: list[tuple[str, Wait | None]] = []
+        self.ends: list[str] = []
+        self.back: set[str] = set()
+        self.review_at: int | None = None
+
+    def admit(self, now: float) -> Admission:
+        for one in tuple(self._waiting):
+            outcome = yield one
+            self.outcomes.append((one.request_id, outcome))
+            if outcome is None:
+                self._waiting.remove(one)
+
+    def ended(self, request: Request, now: float) -> None:
+        self.ends.append(request.request_id)
+
+    def review(self, now: float) -> list[Request]:
+        found = [each.request for each in self.view.running() if each.request.request_id in self.back]
+        self.back.clear()
+        return found
+
+    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
+        return float("inf") if self.review_at is None else self.review_at - output_tokens
+
+    def precedence(self, request: Request) -> object:
+        return request.priority, request.arrival_s
+
+
+@pytest.fixture
+def telling(monkeypatch: pytest.MonkeyPatch) -> Row:
+    monkeypatch.setitem(ADMISSION, "telling", Telling)  # type: ignore[arg-type]
+    return Row(admission="telling")
+
+
+def policy(bench: Bench) -> Telling:
+    assert isinstance(bench.scheduler.queue, Telling)
+    return bench.scheduler.queue
+
+
+def test_a_policy_is_told_that_room_lacks_for_kv(telling: Row) -> None:
+    bench = Bench(blocks=8, row=telling)
+    bench.engine.submit(request("first", list(range(12)), adapter=adapter("big", 4), max_tokens=4))
+    bench.step()
+    bench.step()
+    bench.engine.submit(request("second", list(range(8)), 1.0, adapter=adapter("other", 2)))
+    bench.step()
+    assert policy(bench).outcomes[-1] == ("second", Wait.ROOM)
+    assert policy(bench).view.free_tokens() == 4
+    assert [policy(bench).view.is_resident(adapter(name)) for name in ("big", "other")] == [True, False]
+    assert policy(bench).view.adapter_tokens(adapter("big", 4)) == 16
+
+
+def test_only_its_adapter_lacks_room(telling: Row) -> None:
+    bench = Bench(blocks=8, row=telling)
+    bench.engine.submit(request("first", list(range(4)), adapter=adapter("big", 4), max_tokens=8))
+    bench.step()
+    bench.step()
+    assert bench.memory.room.unused() in (2, 3)
+    bench.engine.submit(request("second", [1], 1.0, adapter=adapter("other", 3)))
+    bench.step()
+    assert policy(bench).outcomes[-1] == ("second", Wait.ADAPTER_ROOM)
+    bench.run()
+    assert len(bench.finished()) == 2
+    assert policy(bench).ends == ["first", "second"]
+
+
+def test_a_step_may_use_no_more_adapters_than_the_row_says() -> None:
+    bench = Bench(row=Row(max_step_adapters=1))
+    for index, name in enumerate("aba"):
+        bench.engine.submit(request(f"{index}", [1, 2], float(index), adapter=adapter(name)))
+    bench.engine.submit(request("base", [1, 2], 9.0))
+    bench.run()
+    assert all(len(plan.adapters) <= 1 for plan in bench.plans)
+    admitted = [event.request_id for event in bench.events if isinstance(event, Admitted)]
+    assert admitted == ["0", "2", "base", "1"]
+
+
+def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Row) -> None:
+    bench = Bench(row=telling)
+    bench.engine.submit(request("x", [1, 2, 3], max_tokens=6))
+    undisturbed = Bench()
+    undisturbed.engine.submit(request("x", [1, 2, 3], max_tokens=6))
+    undisturbed.run()
+    for _ in range(3):
+        bench.step()
+    policy(bench).back = {"x"}
+    bench.run()
+    assert bench.tokens == undisturbed.tokens
+    assert policy(bench).ends == ["x", "x"]
+    assert [event.request_id for event in bench.events if isinstance(event, Preempted)] == ["x"]
+
+
+def test_a_repeat_ends_where_the_policy_wants_to_look(telling: Row) -> None:
+    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=8, repeat_limit_s=1e9)
+    bench = Bench(row=telling, limits=limits)
+    policy(bench).review_at = 4
+    bench.engine.submit(request("x", [1, 2, 3], max_tokens=12))
+    bench.step()
+    bench.step()
+    assert bench.plans[-1].repeat == 3, "one token from the prompt, three more until the review"
+
+
+def test_the_last_in_the_order_of_the_policy_gives_way(telling: Row) -> None:
+    bench = Bench(blocks=6, row=telling)
+    for arrival_s, (name, priority) in enumerate({"low": 5, "high": 0}.items()):
+        asked = request(name, [priority] * 7, float(arrival_s), max_tokens=12)
+        bench.engine.submit(msgspec.structs.replace(asked, priority=priority))
+    bench.run()
+    assert {event.request_id for event in bench.events if isinstance(event, Preempted)} == {"low"}
+    assert len(bench.finished()) == 2
+
+
+@pytest.mark.parametrize("kept", list(PreemptedKv))
+def test_preempted_kv_is_kept_or_computed_again(kept: PreemptedKv) -> None:
+    bench = Bench(blocks=8, row=Row(preempted_kv=kept))
+    for index in range(2):
+        bench.engine.submit(request(f"{index}", [index + 1] * 9, float(index), max_tokens=16))
+    bench.run()
+    assert len(bench.finished()) == 2
+    preempted = [event.at_s for event in bench.events if isinstance(event, Preempted)]
+    assert preempted, "there is no room for both to end"
+    again = [event for event in bench.events if isinstance(event, Admitted) and event.at_s >= preempted[0]]
+    assert again
+    if kept is PreemptedKv.DROPPED:
+        assert again[0].cached_tokens == 0
+
+
+def test_pace_finds_what_a_step_a_prompt_token_and_a_decode_take() -> None:
+    pace, random = Pace(), np.random.default_rng(1)
+    assert pace.alone_s(10, 10) == 0.0
+    for _ in range(400):
+        prefill, decodes = int(random.integers(0, 300)), int(random.integers(1, 30))
+        pace.note(prefill, decodes, 0.01 + 0.001 * prefill + 0.0005 * decodes)
+    assert pace.step_s(100, 10) == pytest.approx(0.115, rel=0.01)
+    assert pace.alone_s(200, 11) == pytest.approx(0.21 + 10 * 0.0105, rel=0.02)
+    for _ in range(3000):
+        pace.note(100, 10, 0.2)
+    assert pace.step_s(100, 10) == pytest.approx(0.2, rel=0.05), "old steps are forgotten"
