@@ -12,28 +12,26 @@ from tests.support.step_counts import REPORT_VARIABLE, STEPS_VARIABLE
 
 STEPS = 20_000
 _FOLDER = "tests/scheduling"
-_PROPERTY = "test_chameleon_queue.py::test_tokens_add_up_after_every_step_and_everybody_is_served"
+_PROPERTY = "test_multilevel_queue.py::test_tokens_add_up_after_every_step_and_everybody_is_served"
 EXAMPLES = {
-    "WRS 0.225": "test_chameleon_parts.py::test_weighted_request_size_is_as_worked_out_by_hand",
+    "WRS 0.225": "test_size_classes.py::test_weighted_request_size_is_as_worked_out_by_hand",
     "cut-offs: WCSS, elbow K = 3, literal K = 4": (
-        "test_chameleon_parts.py::test_classes_of_nine_sizes_by_the_elbow_and_literally"
+        "test_size_classes.py::test_classes_of_nine_sizes_by_the_elbow_and_literally"
     ),
-    "quotas 8200, 9600, 6400": "test_chameleon_parts.py::test_quotas_of_three_classes_are_as_worked_out_by_hand",
-    "quotas by priority 10150, 8833, 5217": (
-        "test_chameleon_parts.py::test_quotas_with_the_most_for_the_smallest_class"
-    ),
+    "quotas 8200, 9600, 6400": "test_size_classes.py::test_quotas_of_three_classes_are_as_worked_out_by_hand",
+    "quotas by priority 10150, 8833, 5217": ("test_size_classes.py::test_quotas_with_the_most_for_the_smallest_class"),
     "quotas with floors 7691, 9005, 7504": (
-        "test_chameleon_parts.py::test_quotas_that_hold_the_largest_request_of_each_class"
+        "test_size_classes.py::test_quotas_that_hold_the_largest_request_of_each_class"
     ),
-    "quotas in an overload 2050, 2400, 1600": "test_chameleon_parts.py::test_quotas_in_an_overload_are_scaled",
-    "case a": "test_chameleon_queue.py::test_case_a_every_class_by_its_own_quota",
-    "case b": "test_chameleon_queue.py::test_case_b_what_an_empty_class_has_left_goes_to_the_smallest_that_fit",
-    "case c": "test_chameleon_queue.py::test_case_c_a_class_with_waiters_donates_no_fragment",
+    "quotas in an overload 2050, 2400, 1600": "test_size_classes.py::test_quotas_in_an_overload_are_scaled",
+    "case a": "test_multilevel_queue.py::test_case_a_every_class_by_its_own_quota",
+    "case b": "test_multilevel_queue.py::test_case_b_what_an_empty_class_has_left_goes_to_the_smallest_that_fit",
+    "case c": "test_multilevel_queue.py::test_case_c_a_class_with_waiters_donates_no_fragment",
     "bypass, W_head = 25": (
-        "test_chameleon_queue.py::test_bypass_by_those_that_will_have_ended_when_the_head_can_start"
+        "test_multilevel_queue.py::test_bypass_by_those_that_will_have_ended_when_the_head_can_start"
     ),
-    "lazy squash": "test_chameleon_queue.py::test_lazily_it_is_sent_back_only_if_the_head_could_start_then",
-    "one class and all tokens: FIFO": "test_chameleon_queue.py::test_with_one_class_and_all_tokens_it_is_fifo",
+    "lazy squash": "test_multilevel_queue.py::test_lazily_it_is_sent_back_only_if_the_head_could_start_then",
+    "one class and all tokens: FIFO": "test_multilevel_queue.py::test_with_one_class_and_all_tokens_it_is_fifo",
 }
 
 

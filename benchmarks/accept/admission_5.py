@@ -17,7 +17,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.devices import MODELS
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Running
-from lorikeet.scheduling.chameleon.queue import REFRESH_S, ChameleonQueue
+from lorikeet.scheduling.multilevel.queue import REFRESH_S, ChameleonQueue
 from lorikeet.scheduling.pace import Pace
 
 WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64

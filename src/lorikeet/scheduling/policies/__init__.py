@@ -3,10 +3,10 @@
 from functools import partial
 
 from lorikeet.scheduling.admission import AdmissionPolicy
-from lorikeet.scheduling.chameleon.classes import KRule
-from lorikeet.scheduling.chameleon.queue import ChameleonQueue, Charge, Options
-from lorikeet.scheduling.chameleon.quotas import Share
-from lorikeet.scheduling.chameleon.sizes import OUTPUT_ONLY
+from lorikeet.scheduling.multilevel.classes import KRule
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue, Charge, Options
+from lorikeet.scheduling.multilevel.quotas import Share
+from lorikeet.scheduling.multilevel.sizes import OUTPUT_ONLY
 from lorikeet.scheduling.policies.deadline import EarliestDeadline
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.fifo import Fifo

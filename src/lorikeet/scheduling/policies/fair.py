@@ -38,7 +38,7 @@ class FairShares(AdmissionQueue):
     owner of large requests does not lose its turn. The prompt of a request that was interrupted is not charged again.
 
     Turns alone let those who hardly ever ask wait for the running requests of those who always do: the paper's bound on
-    the difference between two owners is twice what the pool holds. So, and this is ours, an owner that would hold more
+    the difference between two owners grows with the pool. So, and this is ours, an owner that would hold more
     than an equal share of the pool leaves as much of it free as it holds beyond, up to ``spare`` of the whole, for
     those who hold less. If blocks run out all the same, the last admitted gives way; by arrival it would often be a
     request of an owner that has hardly waited.

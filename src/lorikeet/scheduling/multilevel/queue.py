@@ -15,13 +15,13 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView
-from lorikeet.scheduling.chameleon.bypass import room_for, wait_in_steps
-from lorikeet.scheduling.chameleon.classes import Classes, KRule, find_classes
-from lorikeet.scheduling.chameleon.entries import Admitted, Waiting
-from lorikeet.scheduling.chameleon.ledger import Ledger
-from lorikeet.scheduling.chameleon.quotas import ClassLoad, Share, assign_quotas
-from lorikeet.scheduling.chameleon.sizes import PRINTED, Sizes, Weights, weighted_sizes
-from lorikeet.scheduling.chameleon.window import Window
+from lorikeet.scheduling.multilevel.bypass import room_for, wait_in_steps
+from lorikeet.scheduling.multilevel.classes import Classes, KRule, find_classes
+from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
+from lorikeet.scheduling.multilevel.ledger import Ledger
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, Share, assign_quotas
+from lorikeet.scheduling.multilevel.sizes import PRINTED, Sizes, Weights, weighted_sizes
+from lorikeet.scheduling.multilevel.window import Window
 
 REFRESH_S = 300.0
 """T_refresh, given as an example in the paper."""

@@ -13,10 +13,10 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import AdmissionQueue, Running
-from lorikeet.scheduling.chameleon.bypass import wait_in_steps
-from lorikeet.scheduling.chameleon.classes import Classes
-from lorikeet.scheduling.chameleon.queue import ChameleonQueue, Charge, Options
-from lorikeet.scheduling.chameleon.quotas import Share
+from lorikeet.scheduling.multilevel.bypass import wait_in_steps
+from lorikeet.scheduling.multilevel.classes import Classes
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue, Charge, Options
+from lorikeet.scheduling.multilevel.quotas import Share
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.policies.fifo import Fifo
 from tests.support.scripted import adapter as make_adapter

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lorikeet.core.request import Request
-from lorikeet.scheduling.chameleon.sizes import Sizes
+from lorikeet.scheduling.multilevel.sizes import Sizes
 
 
 @dataclass(eq=False)

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import RequestId
-from lorikeet.scheduling.chameleon.classes import KRule, find_classes
-from lorikeet.scheduling.chameleon.ledger import Ledger
-from lorikeet.scheduling.chameleon.quotas import ClassLoad, Share, assign_quotas
-from lorikeet.scheduling.chameleon.sizes import OUTPUT_ONLY, Sizes, weighted_sizes
-from lorikeet.scheduling.chameleon.window import Window
+from lorikeet.scheduling.multilevel.classes import KRule, find_classes
+from lorikeet.scheduling.multilevel.ledger import Ledger
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, Share, assign_quotas
+from lorikeet.scheduling.multilevel.sizes import OUTPUT_ONLY, Sizes, weighted_sizes
+from lorikeet.scheduling.multilevel.window import Window
 
 SPEC_SIZES = (0.05, 0.06, 0.07, 0.30, 0.31, 0.32, 0.80, 0.81, 0.82)
 SPEC_LOADS = (ClassLoad(500, 2, 4.00, 10), ClassLoad(1500, 4, 0.75, 20), ClassLoad(4000, 10, 0.06, 50))
