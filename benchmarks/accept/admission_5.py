@@ -17,7 +17,8 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.devices import MODELS
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Running
-from lorikeet.scheduling.multilevel.queue import REFRESH_S, ChameleonQueue
+from lorikeet.scheduling.multilevel.options import REFRESH_S
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.pace import Pace
 
 WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64

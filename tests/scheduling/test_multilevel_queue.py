@@ -4,6 +4,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import AdmissionQueue, Running
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue, Charge, Options
+from lorikeet.scheduling.multilevel.options import Charge, Options
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.quotas import Share
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.policies.fifo import Fifo
@@ -243,6 +245,54 @@ def test_who_pays_for_an_adapter(charge: Charge) -> None:
         queue.add(ask(f"{index}", 9, 1, index, lora), 0.0)
     assert admit(queue, world) == ["0", "1"]
     assert held(queue) == [{Charge.PER_REQUEST: 60}.get(charge, 40)]
+
+
+def test_a_shared_charge_passes_on_when_whoever_paid_it_ends() -> None:
+    world, lora = World(), make_adapter("a", 5)
+    queue = with_quotas(world, (1000,), (), charge=Charge.SHARED)
+    requests = [ask(f"{index}", 9, 1, index, lora) for index in range(3)]
+    for request in requests:
+        queue.add(request, 0.0)
+    assert admit(queue, world) == ["0", "1", "2"]
+    assert held(queue) == [20 + 30]
+    for left, request in zip((20 + 20, 20 + 10, 0), requests, strict=True):
+        del world.running_now[request.request_id]
+        queue.ended(request, 1.0)
+        assert held(queue) == [left]
+
+
+def test_a_lazy_one_stays_if_the_head_can_start_anyway_and_one_is_enough() -> None:
+    world, queue = bypass_world()
+    queue._options = Options(lazy_squash=True)
+    for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 20, 10, 2.0), ask("z", 20, 10, 3.0)):
+        queue.add(request, 1.0)
+    assert admit(queue, world, 1.0) == ["x", "z"]
+    for name in ("x", "z"):
+        world.running_now[RequestId(name)] = world.running_now[RequestId(name)][0], 10
+    del world.running_now[RequestId("twenty-five")]
+    assert world.free_tokens() == 360 - 60 - 30 - 30
+    assert [request.request_id for request in queue.review(2.0)] == ["x"]
+    del world.running_now[RequestId("ten")]
+    assert queue.review(3.0) == [], "there is room for the head now"
+
+
+def test_a_gap_that_goes_on_is_told() -> None:
+    world = World(total_tokens=100)
+    queue = with_quotas(world, (100,), ())
+    for name in ("a", "b"):
+        queue.add(ask(name, 60, 5), 0.0)
+    assert admit(queue, world, 1.0) == ["a"]
+    assert admit(queue, world, 9.0) == []
+    assert queue.figures().longest_gap_s == {0: 8.0}
+
+
+def test_a_class_in_which_nobody_is_has_no_load() -> None:
+    queue = ChameleonQueue(World())
+    queue._classes = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ())
+    sizes = np.array([0.1, 0.2, 0.9])
+    loads = queue._loads(np.ones((3, 3)), sizes, np.empty((0, 4)), 10.0)
+    assert [load.rate_per_s for load in loads] == [0.2, 0.0, 0.1]
+    assert loads[1].least_tokens == 0
 
 
 # --- random traffic -------------------------------------------------------------------------------

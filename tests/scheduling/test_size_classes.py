@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorikeet.core.ids import RequestId
 from lorikeet.scheduling.multilevel.classes import KRule, find_classes
 from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, Share, assign_quotas
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, Overload, Share, assign_quotas
 from lorikeet.scheduling.multilevel.sizes import OUTPUT_ONLY, Sizes, weighted_sizes
 from lorikeet.scheduling.multilevel.window import Window
 
@@ -78,6 +78,12 @@ def test_quotas_in_an_overload_are_scaled() -> None:
     assert found.tokens == (2050, 2400, 1600)
     assert not found.feasible
     assert assign_quotas(SPEC_LOADS, 6050).tokens == (526, 1524, 4000), "each still holds its largest request"
+
+
+def test_quotas_in_an_overload_from_the_smallest_class_up() -> None:
+    found = assign_quotas(SPEC_LOADS, 11000, overload=Overload.SMALLEST_FIRST)
+    assert found.tokens == (4100, 2900, 4000), "what is left of the middle one's 4800, and the largest request"
+    assert not found.feasible
 
 
 @given(

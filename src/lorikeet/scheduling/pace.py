@@ -25,6 +25,11 @@ class Pace:
         self._products = _FORGET * self._products + features * duration_s
         self._parts_s = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been steps."""
+        return bool(self._products[0])
+
     def step_s(self, prefill_tokens: float, decodes: float) -> float:
         """Return about how long a step takes."""
         base_s, prefill_s, decode_s = self._parts()

@@ -32,11 +32,15 @@ class Admitted:
         number: its class.
         admitted_s: when.
         passed: the request before which it was admitted, if it passed one: it must end by its prediction.
+        deadline_tokens: of its answer: that prediction.
         reckoned_tokens: of its answer, that its holding pays for.
+        adapter_tokens: that its holding pays for.
     """
 
     waiting: Waiting
     number: int
     admitted_s: float
     passed: Request | None
+    deadline_tokens: int
     reckoned_tokens: int
+    adapter_tokens: int

@@ -3,11 +3,8 @@
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,75 +13,23 @@ from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView
 from lorikeet.scheduling.multilevel.bypass import room_for, wait_in_steps
-from lorikeet.scheduling.multilevel.classes import Classes, KRule, find_classes
+from lorikeet.scheduling.multilevel.classes import Classes, find_classes
 from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
 from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, Share, assign_quotas
-from lorikeet.scheduling.multilevel.sizes import PRINTED, Sizes, Weights, weighted_sizes
+from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, assign_quotas
+from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
 from lorikeet.scheduling.multilevel.window import Window
 
-REFRESH_S = 300.0
-"""T_refresh, given as an example in the paper."""
 SLO_FACTOR = 5.0
 """Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
-LEAST_SAMPLES = 100
 _LOOK_PAST = 64
 """Most younger requests that are looked at when the head is blocked by its adapter."""
 _LARGEST_PERCENTILE = 99.9
 """Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
 
-
-class Charge(StrEnum):
-    """Which requests pay for their adapter with tokens (A9 of the spec)."""
-
-    PER_REQUEST = "per-request"
-    IF_ABSENT = "if-absent"
-    """Those whose adapter is not on the device."""
-    SHARED = "shared"
-    """Those under whose adapter nobody runs."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the paper leaves open; see the spec's sections 5 to 7 for each."""
-
-    weights: Weights = PRINTED
-    k_rule: KRule = KRule.ELBOW
-    floor: bool = True
-    share: Share = Share.LEAST
-    largest_percentile: float = 100.0
-    charge: Charge = Charge.PER_REQUEST
-    lazy_squash: bool = False
-    bypass: bool = True
-    refresh_s: float = REFRESH_S
-    least_samples: int = LEAST_SAMPLES
-
-
 _DEFAULT = Options()
 _ONE_CLASS = Classes((0.0,), (), ())
-
-
-class QueueFigures(msgspec.Struct, frozen=True):
-    """What the queue tells about itself, since the start.
-
-    Attributes:
-        boundaries, quotas: of the classes as they are now.
-        refreshes, infeasible_refreshes: how often classes were found anew, and how often the least quotas of all
-            classes did not fit beside each other.
-        admitted, bypassed, squashed: requests; squashed ones were sent back since they had not ended in time.
-        longest_gap_s: by class number, the longest time in which nobody of a class with waiters was admitted.
-        longest_run_s: by class number, the longest time from admission to the end.
-    """
-
-    boundaries: tuple[float, ...]
-    quotas: tuple[int, ...]
-    refreshes: int
-    infeasible_refreshes: int
-    admitted: int
-    bypassed: int
-    squashed: int
-    longest_gap_s: dict[int, float]
-    longest_run_s: dict[int, float]
 
 
 class ChameleonQueue(AdmissionQueue):
@@ -104,7 +49,7 @@ class ChameleonQueue(AdmissionQueue):
         self._options = options
         self._largest = Sizes(view.max_model_tokens, view.max_model_tokens, 1)
         self._classes = _ONE_CLASS
-        self._ledger = Ledger(view.total_tokens)
+        self._ledger = Ledger(int(options.overcommit * view.total_tokens))
         self._waiting: list[list[Waiting]] = [[]]
         self._admitted: dict[RequestId, Admitted] = {}
         self._users: Counter[str | None] = Counter()
@@ -114,6 +59,7 @@ class ChameleonQueue(AdmissionQueue):
         self._counts: Counter[str] = Counter()
         self._idle_since_s: dict[int, float] = {}
         self._longest_gap_s: dict[int, float] = {}
+        self._last_s = 0.0
         self._longest_run_s: dict[int, float] = {}
 
     # --- requests ------------------------------------------------------------------------------------
@@ -129,6 +75,7 @@ class ChameleonQueue(AdmissionQueue):
         if not request.attempt:
             self._arrivals.add(now, *sizes)
         first = self._counts["refreshes"] == 0 and len(self._arrivals) >= self._options.least_samples
+        first = first and self.view.pace.is_known  # limits and durations come from it
         if now >= self.due_s or first:
             self._refresh(now)
         number = self._class_of(sizes)
@@ -140,7 +87,8 @@ class ChameleonQueue(AdmissionQueue):
             for place, entry in enumerate(queue):
                 if entry.request.request_id == request.request_id:
                     del queue[place]
-                    self._note_gap(number, now, admitted=False)
+                    if not queue:
+                        self._note_gap(number, now - self._idle_since_s.pop(number))
                     return
         raise KeyError(request.request_id)
 
@@ -149,6 +97,10 @@ class ChameleonQueue(AdmissionQueue):
         entry = self._admitted.pop(request.request_id)
         self._ledger.give_back(request.request_id)
         self._users[request.digest] -= 1
+        if self._options.charge is Charge.SHARED and entry.adapter_tokens and self._users[request.digest]:
+            heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
+            heir.adapter_tokens = entry.adapter_tokens
+            self._ledger.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
         ran_s = now - entry.admitted_s
         self._ends.add(now, *entry.waiting.sizes, ran_s)
         self._longest_run_s[entry.number] = max(self._longest_run_s.get(entry.number, 0.0), ran_s)
@@ -167,32 +119,40 @@ class ChameleonQueue(AdmissionQueue):
         """Two phases (Algorithm 1): every class by its own quota, then with what others without waiters have left."""
         if now >= self.due_s and len(self):
             self._refresh(now)
+        self._last_s = now
         blocked: set[int] = set()
+        refused: set[RequestId] = set()
         left: dict[int, int] = {}
         for number, queue in enumerate(self._waiting):
             own = {number: max(0, self._ledger.available(number))}
             if queue:
-                yield from self._put_batch(number, own, blocked, now)
+                yield from self._put_batch(number, own, blocked, refused, now)
             if not queue:
                 left |= own
         for number, queue in enumerate(self._waiting):
             if not any(left.values()):
                 return
             if queue and number not in blocked:
-                yield from self._put_batch(number, left, blocked, now)
+                yield from self._put_batch(number, left, blocked, refused, now)
 
-    def _put_batch(self, number: int, lenders: dict[int, int], blocked: set[int], now: float) -> Admission:
+    def _put_batch(
+        self, number: int, lenders: dict[int, int], blocked: set[int], refused: set[RequestId], now: float
+    ) -> Admission:
         """Admit from the front of a class while the lenders' tokens suffice; what they lend leaves ``lenders``."""
         queue, place = self._waiting[number], 0
         while place < len(queue):
             entry = queue[place]
+            if entry.request.request_id in refused:
+                place += 1
+                continue
             need = self._need(entry)
             if not self._can_pay(need, number, lenders):
                 return
             match (yield entry.request):
                 case None:
                     self._take(entry, number, need, lenders, now)
-                case Wait.TRANSFER:
+                case Wait.TRANSFER | Wait.SLOT:  # neither is room that others take from it
+                    refused.add(entry.request.request_id)
                     place += 1
                 case Wait.ROOM:
                     blocked.add(number)
@@ -237,7 +197,8 @@ class ChameleonQueue(AdmissionQueue):
         """Note that a request was admitted: the first lender pays as much as it has, then the next."""
         request = entry.request
         self._waiting[number].remove(entry)
-        self._admitted[request.request_id] = Admitted(entry, number, now, passed, entry.expected_tokens)
+        expected, adapter = entry.expected_tokens, need - self._tokens(entry)
+        self._admitted[request.request_id] = Admitted(entry, number, now, passed, expected, expected, adapter)
         for lender in sorted(lenders):
             part = min(need, lenders[lender])
             self._ledger.hold(request.request_id, lender, part)
@@ -248,28 +209,36 @@ class ChameleonQueue(AdmissionQueue):
         self._users[request.digest] += 1
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
-        self._note_gap(number, now, admitted=True)
+        self._note_gap(number, now - self._idle_since_s.pop(number))
+        if self._waiting[number]:
+            self._idle_since_s[number] = now
 
     def _need(self, entry: Waiting) -> int:
         """Return the tokens that a request holds while it runs: input, expected output, adapter (section 3)."""
         request, charge = entry.request, self._options.charge
-        tokens = len(request.prompt_token_ids) + entry.expected_tokens
+        tokens = self._tokens(entry)
         if charge is Charge.IF_ABSENT and self.view.is_resident(request.adapter):
             return tokens
         if charge is Charge.SHARED and self._users[request.digest]:
             return tokens
         return tokens + int(entry.sizes.adapter_tokens)
 
+    @staticmethod
+    def _tokens(entry: Waiting) -> int:
+        return len(entry.request.prompt_token_ids) + entry.expected_tokens
+
     # --- those that run ------------------------------------------------------------------------------
 
     def review(self, now: float) -> list[Request]:
         """Let those that run longer than predicted hold more; send those back that passed somebody and did not end."""
-        back = []
+        self._last_s = now
+        back, helped = [], set[RequestId]()
         for request, output_tokens, kv_tokens in self.view.running():
             entry = self._admitted[request.request_id]
             if output_tokens < entry.reckoned_tokens:
                 continue
-            if entry.passed is not None and (not self._options.lazy_squash or self._could_start(entry, kv_tokens)):
+            late = entry.passed is not None and output_tokens >= entry.deadline_tokens
+            if late and (not self._options.lazy_squash or self._could_start(entry, kv_tokens, helped)):
                 self._sent_back[request.request_id] = output_tokens + 1
                 self._counts["squashed"] += 1
                 back.append(request)
@@ -278,18 +247,25 @@ class ChameleonQueue(AdmissionQueue):
             entry.reckoned_tokens = entry.waiting.expected_tokens = output_tokens + 1
         return back
 
-    def _could_start(self, entry: Admitted, kv_tokens: int) -> bool:
-        """Whether the request that was passed still waits, and would find room if this one left."""
+    def _could_start(self, entry: Admitted, kv_tokens: int, helped: set[RequestId]) -> bool:
+        """Whether the request that was passed still waits, and only if this one left would find room."""
         head, last = entry.passed, self._users[entry.waiting.request.digest] == 1
-        if head is None or not any(each.request is head for each in chain.from_iterable(self._waiting)):
+        if head is None or head.request_id in helped:
+            return False
+        if not any(each.request is head for each in chain.from_iterable(self._waiting)):
             return False
         freed = kv_tokens + (int(entry.waiting.sizes.adapter_tokens) if last else 0)
-        return room_for(head, self.view) <= self.view.free_tokens() + freed
+        if not 0 < room_for(head, self.view) - self.view.free_tokens() <= freed:
+            return False
+        helped.add(head.request_id)
+        return True
 
     def tokens_until_review(self, request: Request, output_tokens: int) -> float:
         """Return how far one that passed somebody is from its prediction."""
         entry = self._admitted[request.request_id]
-        return float("inf") if entry.passed is None else max(1, entry.reckoned_tokens - output_tokens)
+        left = entry.deadline_tokens - output_tokens
+        # Later a lazy one is sent back when the first in line could start, for which somebody must have ended.
+        return float("inf") if entry.passed is None or left <= 0 else left
 
     # --- classes -------------------------------------------------------------------------------------
 
@@ -310,7 +286,9 @@ class ChameleonQueue(AdmissionQueue):
             self._classes = find_classes(sizes, options.k_rule)
             over_s = max(min(options.refresh_s, now - self._began_s), 1e-9)
             loads = self._loads(arrived, sizes, ended, over_s)
-            quotas, feasible = assign_quotas(loads, self._ledger.total_tokens, floor=options.floor, share=options.share)
+            quotas, feasible = assign_quotas(
+                loads, self._ledger.total_tokens, floor=options.floor, share=options.share, overload=options.overload
+            )
         self._counts["infeasible"] += not feasible
         admitted = list(self._admitted.values())
         for each, number in zip(admitted, self._classes_of([each.waiting.sizes for each in admitted]), strict=True):
@@ -322,6 +300,8 @@ class ChameleonQueue(AdmissionQueue):
         for entry, number in zip(waiting, self._classes_of([entry.sizes for entry in waiting]), strict=True):
             self._waiting[number].append(entry)
             self._idle_since_s.setdefault(number, idle_since_s.get(number, now))
+        for number in idle_since_s.keys() - self._idle_since_s.keys():  # classes that are no more, or empty now
+            self._note_gap(number, now - idle_since_s[number])
 
     def _loads(self, arrived: np.ndarray, sizes: np.ndarray, ended: np.ndarray, over_s: float) -> list[ClassLoad]:
         """Return what comes to each class; one of which nobody has ended yet takes as long as a request alone."""
@@ -330,6 +310,9 @@ class ChameleonQueue(AdmissionQueue):
         loads = []
         for number in range(len(self._classes.centroids)):
             members, ran_s = arrived[arrived_in == number], ended[ended_in == number, 3]
+            if not len(members):  # many samples are gathered in bins, and a boundary may lie inside one
+                loads.append(ClassLoad(0.0, 0.0, 0.0, float("inf")))
+                continue
             mean = members.mean(axis=0)
             alone_s = self.view.pace.alone_s(float(mean[0]), float(mean[1]))
             largest = np.percentile(members.sum(axis=1), self._options.largest_percentile)
@@ -354,17 +337,13 @@ class ChameleonQueue(AdmissionQueue):
 
     # --- figures -------------------------------------------------------------------------------------
 
-    def _note_gap(self, number: int, now: float, *, admitted: bool) -> None:
-        """Somebody of a class was admitted, or left otherwise: note for how long nobody had been."""
-        if admitted:
-            gap_s = now - self._idle_since_s.get(number, now)
-            self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)
-            self._idle_since_s[number] = now
-        if not self._waiting[number]:
-            self._idle_since_s.pop(number, None)
+    def _note_gap(self, number: int, gap_s: float) -> None:
+        self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)
 
     def figures(self) -> QueueFigures:
-        """Return what there is to tell."""
+        """Return what there is to tell, gaps that go on included."""
+        for number, since_s in self._idle_since_s.items():
+            self._note_gap(number, self._last_s - since_s)
         return QueueFigures(
             self._classes.boundaries,
             self._ledger.quotas,

@@ -14,6 +14,16 @@ class Share(StrEnum):
     """K : K - 1 : ... : 1, the most for the smallest class (the paper's introduction)."""
 
 
+class Overload(StrEnum):
+    """How tokens are divided where the least quotas of all classes do not fit beside each other."""
+
+    PROPORTIONAL = "proportional"
+    """In proportion to them: every class waits alike."""
+    SMALLEST_FIRST = "smallest-first"
+    """The classes of the smallest requests get theirs, and the others at least their largest request: the express
+    lane stays one."""
+
+
 class ClassLoad(NamedTuple):
     """What comes to a class.
 
@@ -43,7 +53,12 @@ class Quotas(NamedTuple):
 
 
 def assign_quotas(
-    loads: Sequence[ClassLoad], total_tokens: int, *, floor: bool = True, share: Share = Share.LEAST
+    loads: Sequence[ClassLoad],
+    total_tokens: int,
+    *,
+    floor: bool = True,
+    share: Share = Share.LEAST,
+    overload: Overload = Overload.PROPORTIONAL,
 ) -> Quotas:
     """Divide ``total_tokens`` among classes, smallest requests first.
 
@@ -59,6 +74,11 @@ def assign_quotas(
     if sum(floors) > total_tokens:
         floors = [0.0] * len(loads)
     above = [most - floor for most, floor in zip(least, floors, strict=True)]
+    if overload is Overload.SMALLEST_FIRST:
+        rest = total_tokens - sum(floors)
+        for number, wanted in enumerate(above):
+            above[number] = min(wanted, rest)
+            rest -= above[number]
     return Quotas(_whole(_added(floors, above, total_tokens - sum(floors)), total_tokens), feasible=False)
 
 

@@ -1,17 +1,34 @@
 """Admission policies by name. A new one is one file and one line here."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from lorikeet.scheduling.admission import AdmissionPolicy
 from lorikeet.scheduling.multilevel.classes import KRule
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue, Charge, Options
-from lorikeet.scheduling.multilevel.quotas import Share
+from lorikeet.scheduling.multilevel.options import Charge, Options
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue
+from lorikeet.scheduling.multilevel.quotas import Overload, Share
 from lorikeet.scheduling.multilevel.sizes import OUTPUT_ONLY
 from lorikeet.scheduling.policies.deadline import EarliestDeadline
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.policies.priority import PriorityFirst
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S, ShortestFirst
+
+_CHAMELEON = Options(charge=Charge.SHARED, overcommit=1.15)
+_OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
+    "literal": {"k_rule": KRule.LITERAL},
+    "lazy": {"lazy_squash": True},
+    "literal-lazy": {"k_rule": KRule.LITERAL, "lazy_squash": True},
+    "output-only": {"weights": OUTPUT_ONLY},
+    "priority-shares": {"share": Share.PRIORITY},
+    "smallest-first": {"overload": Overload.SMALLEST_FIRST},
+    "p99": {"largest_percentile": 99.0},
+    "charge-per-request": {"charge": Charge.PER_REQUEST},
+    "charge-if-absent": {"charge": Charge.IF_ABSENT},
+    "no-overcommit": {"overcommit": 1.0},
+}
 
 ADMISSION: dict[str, AdmissionPolicy] = {
     "fifo": Fifo,
@@ -22,19 +39,10 @@ ADMISSION: dict[str, AdmissionPolicy] = {
     "fair:adapter": partial(FairShares, owner=by_adapter),
     "priority": PriorityFirst,
     "deadline": EarliestDeadline,
-    "chameleon": ChameleonQueue,
+    "chameleon": partial(ChameleonQueue, options=_CHAMELEON),
     **{
-        f"chameleon:{name}": partial(ChameleonQueue, options=options)
-        for name, options in {
-            "literal": Options(k_rule=KRule.LITERAL),
-            "lazy": Options(lazy_squash=True),
-            "literal-lazy": Options(k_rule=KRule.LITERAL, lazy_squash=True),
-            "output-only": Options(weights=OUTPUT_ONLY),
-            "priority-shares": Options(share=Share.PRIORITY),
-            "p99": Options(largest_percentile=99.0),
-            "charge-if-absent": Options(charge=Charge.IF_ABSENT),
-            "charge-shared": Options(charge=Charge.SHARED),
-        }.items()
+        f"chameleon:{name}": partial(ChameleonQueue, options=replace(_CHAMELEON, **change))
+        for name, change in _OTHER_CHAMELEONS.items()
     },
 }
 """What a row's ``admission`` may name."""
