@@ -23,7 +23,7 @@ class Running(NamedTuple):
     Attributes:
         request: as it was admitted.
         output_tokens: generated so far, earlier attempts included.
-        kv_tokens: room for tokens of KV that it holds, without what it shares with others or took from the cache.
+        kv_tokens: room for tokens of KV that it holds; others may share some of it.
     """
 
     request: Request

@@ -48,5 +48,5 @@ class SchedulerView:
         """Return the admitted requests, in the order in which they would keep their room."""
         block_tokens = self._memory.block_tokens
         return [
-            Running(s.request, s.output_tokens, len(s.lease.private) * block_tokens) for s in self._running if s.lease
+            Running(s.request, s.output_tokens, len(s.lease.blocks) * block_tokens) for s in self._running if s.lease
         ]
