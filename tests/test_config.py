@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.config import ROWS, ConfigError, load_settings, resolve_row
+from lorikeet.config import ConfigError, load_settings
+from lorikeet.rows import ROWS, resolve_row
 
 
 def test_flags_win_over_the_environment_the_file_and_the_defaults(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lorikeet.commands.profile import profile
 from lorikeet.commands.replay import replay
 from lorikeet.commands.serve import serve
 from lorikeet.commands.simulate import simulate
+from lorikeet.commands.train_predictor import train_predictor
 from lorikeet.commands.workload import workload
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(chat)
 app.command()(profile)
 app.command()(simulate)
 app.command()(replay)
+app.command()(train_predictor)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")

@@ -1,7 +1,7 @@
 """Settings: small frozen values per part, filled from a TOML file, the environment and flags.
 
 Precedence: flags, then environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here.
-Unknown keys are errors. The *row* fixes the policies along the axes of the design (idea 5).
+Unknown keys are errors. Policies are chosen by the name of a row (``rows``).
 """
 
 import os
@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lorikeet.core.plan import KernelForm
-
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -22,37 +20,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 class ConfigError(ValueError):
     """A setting is unknown or has a wrong value; the message names it and where it came from."""
-
-
-class KvAfterFinish(StrEnum):
-    """What becomes of a request's KV when it finishes."""
-
-    KEPT = "kept"
-    DROPPED = "dropped"
-
-
-class MemorySplit(StrEnum):
-    """How device memory is divided between adapters and KV."""
-
-    UNIFIED = "unified"
-    """Not at all: any block serves either."""
-    STATIC = "static"
-    """``adapter_share`` of it is for adapters, the rest for KV."""
-
-
-class BatchingMode(StrEnum):
-    """Whether an adapter is merged into the base weights."""
-
-    UNMERGED = "unmerged"
-
-
-class ColdStart(StrEnum):
-    """What happens while a request's adapter is transferred."""
-
-    WAIT = "wait"
-    """Only requests of that adapter wait."""
-    BLOCK = "block"
-    """Everything waits until the transfer has ended."""
 
 
 class ExecutorKind(StrEnum):
@@ -64,114 +31,16 @@ class ExecutorKind(StrEnum):
     """None: steps take as long as a profile says, and answers mean nothing."""
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: a choice on every axis. Policies are named as their tables name them.
+class LengthPredictor(StrEnum):
+    """Who predicts how many tokens an answer will have."""
 
-    Attributes:
-        kernel_form: how a batch of mixed ranks is computed.
-        kv_after_finish: what becomes of a request's KV.
-        host_kv: KV that leaves the device goes to the host tier; else it is gone.
-        memory_split, adapter_share: how the device is divided.
-        padded_slots: an adapter takes as much of the device as the largest known one.
-        keep_adapters: an adapter stays after its last running request, while nobody needs its room.
-        dependency_tree: KV leaves the device before its adapter does, and later KV before earlier. Else anything that
-            no sequence needs may leave, and KV may stay behind without what it depends on.
-        eviction: who leaves first.
-        prefetch: what is brought before anybody waits for it.
-        swap_interval_s: time between the swapper's ticks; 0 for none.
-        prefetch_below: it prefetches while less than this share of the device is in use, and up to it.
-        evict_to: share of the device in use that it leaves when it finds the device full.
-        admission: order of the waiting requests.
-        batching_mode: merged or not.
-        cold_start: what happens while a request's adapter is transferred.
-    """
-
-    kernel_form: KernelForm = KernelForm.UNPADDED
-    kv_after_finish: KvAfterFinish = KvAfterFinish.KEPT
-    host_kv: bool = True
-    memory_split: MemorySplit = MemorySplit.UNIFIED
-    adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
-    padded_slots: bool = False
-    keep_adapters: bool = True
-    dependency_tree: bool = True
-    eviction: str = "lru"
-    prefetch: str = "none"
-    swap_interval_s: Seconds = 0.0
-    prefetch_below: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
-    evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
-    admission: str = "fifo"
-    batching_mode: BatchingMode = BatchingMode.UNMERGED
-    cold_start: ColdStart = ColdStart.WAIT
-
-
-_ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
-_CHAMELEON = Row(
-    kv_after_finish=KvAfterFinish.DROPPED, eviction="chameleon", prefetch="queue", cold_start=ColdStart.BLOCK
-)
-_VLLM = Row(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
-
-
-def _but(row: Row, **axes: Any) -> Row:
-    return msgspec.structs.replace(row, **axes)
-
-
-ROWS: dict[str, Row] = {
-    "lorikeet:plain": Row(),
-    "lorikeet:plain-block": Row(cold_start=ColdStart.BLOCK),
-    "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
-    "lorikeet:plain-padded": Row(kernel_form=KernelForm.PADDED),
-    "lorikeet:plain-einsum": Row(kernel_form=KernelForm.EINSUM),
-    "elora": _ELORA,
-    "elora:literal": _but(_ELORA, eviction="elora:literal"),
-    "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
-    "elora:tau-10": _but(_ELORA, eviction="elora:tau-10"),
-    "elora:tau-300": _but(_ELORA, eviction="elora:tau-300"),
-    "elora:wom": _but(_ELORA, dependency_tree=False, prefetch="best-first:flat"),
-    "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
-    "elora:wol": _but(_ELORA, eviction="elora:wol"),
-    "elora:woc": _but(_ELORA, eviction="elora:woc"),
-    "elora:wov": _but(_ELORA, eviction="elora:wov"),
-    "elora:wou": _but(_ELORA, eviction="elora:wou"),
-    "elora:bfs": _but(_ELORA, eviction="bfs", prefetch="branches"),
-    "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
-    "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
-    "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
-    "elora:s-lora": Row(kv_after_finish=KvAfterFinish.DROPPED),
-    "vllm-static": _VLLM,
-    "vllm-static:discard": _but(_VLLM, host_kv=False),
-    "chameleon:no-scheduler": _CHAMELEON,
-    "chameleon:lru": _but(_CHAMELEON, eviction="chameleon:lru"),
-    "chameleon:fairshare": _but(_CHAMELEON, eviction="chameleon:fairshare"),
-    "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
-    "chameleon:s-lora": _but(_CHAMELEON, eviction="lru", keep_adapters=False),
-}
-"""Every system by name. A new policy is one file and one row here."""
-
-AUTO_ROW = "lorikeet:plain"
-"""What ``auto`` stands for today; the start-up log says it."""
-
-
-def resolve_row(name: str) -> tuple[str, Row]:
-    """Return the full name and the row for ``name`` (``auto`` included).
-
-    Axes may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
-
-    Raises:
-        ConfigError: there is no such row or axis, or a wrong value; the message lists what there is.
-    """
-    base, *changes = (part.strip() for part in name.split(","))
-    full = AUTO_ROW if base == "auto" else base
-    if full not in ROWS:
-        raise ConfigError(f"no row is called {base!r}; there are: auto, {', '.join(ROWS)}")
-    if not changes:
-        return full, ROWS[full]
-    axes = msgspec.to_builtins(ROWS[full])
-    for change in changes:
-        axis, _, value = change.partition("=")
-        if axis not in axes:
-            raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
-        axes[axis] = value
-    return ",".join([full, *changes]), _convert(axes, Row, f"row {name!r}")
+    NONE = "none"
+    HISTORY = "history"
+    """The recent answers of the same adapter."""
+    LEARNED = "learned"
+    """What `lorikeet train-predictor` learned; where it does not answer in time, history."""
+    AUTO = "auto"
+    """``learned`` if there is a file, and it was better than history on what was held out; else ``history``."""
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,7 +69,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The loop, its memory and its executor.
 
     Attributes:
-        row: name of the system (see ``ROWS``), or ``auto``.
+        row: name of the system (see ``rows.ROWS``), or ``auto``.
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
         profile: name or file of the profile by which a paced executor takes its time.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
@@ -275,10 +144,22 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: a request ends with an error after this time; 0 for never.
         drain_timeout_s: how long accepted requests may go on after SIGTERM.
         metrics_adapters: adapters with metrics of their own; the rest share the label ``other``.
+        tenant_header: header whose value names the tenant of a request, trusted as it comes; empty, or a request
+            without it: the key that let it in.
+        slo_ttft_s, slo_tpot_s: targets for a request's time to first token and for its mean time per token after that;
+            0 for none.
+        adapter_slos: targets of single adapters, which go before the server's: ``name=ttft=0.5,tpot=0.1``, or one entry
+            for each; 0 for none.
+        shed: answer 429 at once to requests whose first token is predicted to come too late for their target.
         request_log: file for the request log; empty for none.
         request_log_text: also log prompts and answers.
         request_log_max_bytes: the log is rotated beyond this size.
         request_log_keep: rotated logs kept.
+        length_predictor: who predicts how many tokens an answer will have, for policies that look at that: ``none``,
+            ``history`` (of the adapter's recent answers), ``learned`` (from the prompt, by the file) or ``auto``:
+            learned if there is a file that was better than history on requests held out, else history.
+        length_predictor_file: of `lorikeet train-predictor`.
+        length_predictor_timeout_s: a learned prediction that takes longer is made by history instead.
         log_level: of the server's own log.
         log_json: structured log lines as JSON.
     """
@@ -292,10 +173,18 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    tenant_header: str = ""
+    slo_ttft_s: Seconds = 0.0
+    slo_tpot_s: Seconds = 0.0
+    adapter_slos: tuple[str, ...] = ()
+    shed: bool = False
     request_log: str = ""
     request_log_text: bool = False
     request_log_max_bytes: Positive = 100 * 2**20
     request_log_keep: Count = 3
+    length_predictor: LengthPredictor = LengthPredictor.AUTO
+    length_predictor_file: str = ""
+    length_predictor_timeout_s: Seconds = 0.1
     log_level: str = "info"
     log_json: bool = False
 
@@ -337,7 +226,7 @@ def load_settings(
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
     given = {s: {k: v for k, v in values.items() if v is not None} for s, values in (flags or {}).items()}
     _merge(merged, given, "flags")
-    settings: Settings = _convert(merged, Settings, "settings")
+    settings: Settings = convert(merged, Settings, "settings")
     return settings
 
 
@@ -347,7 +236,7 @@ def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: s
     for section, values in tables.items():
         if section not in sections or not isinstance(values, Mapping):
             raise ConfigError(f"{source}: no section is called {section!r}; there are: {', '.join(sections)}")
-        _convert(dict(values), sections[section], f"{source}: [{section}]")
+        convert(dict(values), sections[section], f"{source}: [{section}]")
         into.setdefault(section, {}).update(values)
 
 
@@ -364,7 +253,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
     return tables
 
 
-def _convert(values: Any, to: Any, where: str) -> Any:
+def convert(values: Any, to: Any, where: str) -> Any:
+    """Return ``values`` as a settings struct.
+
+    Raises:
+        ConfigError: they do not fit; the message begins with ``where``.
+    """
     try:
         return msgspec.convert(values, to, strict=False)
     except msgspec.ValidationError as error:

@@ -26,6 +26,7 @@ class FakeServer:
     Attributes:
         bodies: of all requests.
         keys: their ``Authorization``.
+        tenants: their ``X-Tenant``.
         most_at_once: requests that were being answered at the same time.
         url: where it listens, once it runs.
     """
@@ -33,6 +34,7 @@ class FakeServer:
     def __init__(self, wait_for: int = 1) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.tenants: list[str | None] = []
         self.most_at_once = 0
         self.url = ""
         self._wait_for = wait_for
@@ -53,6 +55,7 @@ class FakeServer:
             body = await request.json()
             self.bodies.append(body)
             self.keys.append(request.headers.get("authorization"))
+            self.tenants.append(request.headers.get("x-tenant"))
             async with self._arrived:
                 self._arrived.notify_all()
                 await self._arrived.wait_for(lambda: len(self.bodies) >= self._wait_for)

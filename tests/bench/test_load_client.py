@@ -9,7 +9,8 @@ from lorikeet.bench.load_client import Target, drive
 from lorikeet.bench.load_run import LoadRunner
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import Slo, WorkloadRequest
+from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.core.slo import Slo
 from tests.bench.fake_server import FakeServer, running
 
 PROMPTS = Prompts(0, ids=Range(20, 90))
@@ -59,6 +60,13 @@ def test_the_target_says_how_adapters_are_named_and_prompts_are_sent(server: Fak
     assert second["model"] == "base"
     assert len(second["messages"][0]["content"].split()) == 5
     assert server.keys == [None, "Bearer k"]
+
+
+def test_tenants_are_sent_where_a_header_is_named_for_them(server: FakeServer) -> None:
+    send(server, request(tenant="blue"), tenant_header="X-Tenant")
+    send(server, request(), tenant_header="X-Tenant")
+    send(server, request(tenant="blue"))
+    assert server.tenants == ["blue", None, None]
 
 
 @pytest.mark.parametrize(

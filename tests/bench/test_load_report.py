@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_report import distribution, jain_index, most_under_way, summarise
-from lorikeet.bench.workload import Slo
+from lorikeet.core.slo import Slo
 
 MODERATE = st.floats(1e-6, 1e6)
 

@@ -11,7 +11,8 @@ from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.server_report import growth, parse_counters
-from lorikeet.bench.workload import Slo, WorkloadRequest, read_any
+from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.core.slo import Slo
 
 DATA = Path(__file__).parent / "data"
 WORKLOAD = (
@@ -43,6 +44,13 @@ def test_requests_by_rule_have_the_lengths_adapters_and_arrivals_of_the_rules() 
     assert [each.arrival_s for each in requests] == [0.5, 1.0, 1.5, 2.0]
     assert [each.adapter for each in requests] == ["a", None, "a", None]
     assert all(each.input_tokens in (5, 6) and each.output_tokens == 7 for each in requests)
+
+
+def test_made_requests_may_have_the_lengths_of_others_prompt_and_answer_together() -> None:
+    requests = make(2.0, count=60, lengths=WORKLOAD, length_scale=0.1, adapters=("a", "b"))
+    assert {(each.input_tokens, each.output_tokens) for each in requests} == {(10, 1), (20, 2), (30, 3)}
+    assert {each.adapter for each in requests} == {"a", "b"}
+    assert [each.arrival_s for each in requests] == [each.arrival_s for each in make(2.0, count=60)]
 
 
 def test_without_a_rate_they_arrive_at_once_and_without_adapters_they_ask_the_base() -> None:
@@ -143,7 +151,7 @@ def test_limits_are_read_in_seconds() -> None:
     assert parse_slo("ttft=0.5, e2e=10") == Slo(ttft_s=0.5, e2e_s=10)
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft=fast", "itl=1"])
+@pytest.mark.parametrize("text", ["ttft", "ttft=fast", "itl=1", "ttft=-1", "ttft=nan"])
 def test_a_limit_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ChoiceError, match=r"ttft=0\.5"):
         parse_slo(text)

@@ -16,6 +16,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.config import AdapterSettings, ServerSettings, Settings
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import ChatTemplate
+from lorikeet.server.lengths import Lengths
 from lorikeet.server.models import Models
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits
@@ -58,7 +59,11 @@ def start(tmp_path: Path, sources: Path) -> Start:
 
     @asynccontextmanager
     async def start_one(
-        answer: str = "hello world", request_log: RequestLog | None = None, lora: bool = True, **server: object
+        answer: str = "hello world",
+        request_log: RequestLog | None = None,
+        lora: bool = True,
+        lengths: Lengths | None = None,
+        **server: object,
     ) -> AsyncIterator[Running]:
         settings = Settings(
             adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
@@ -69,7 +74,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         limits = ModelLimits(engine.hello.max_model_tokens, TOKENIZER.get_vocab_size(), (END,))
         models = Models(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_tokens)
         texts = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log)
+        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         uvicorn_server = uvicorn.Server(config)
         with socket.socket() as listener:

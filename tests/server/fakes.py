@@ -57,7 +57,9 @@ class FakeEngine:
         aborted: ids of requests that were aborted.
         known: versions that it was told of and not told to drop.
         open: while cleared, no request gets a token.
+        admits: while cleared, no new request is admitted.
         refusal: requests end with this error before their first token.
+        impossible: since nobody could serve them.
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
     """
 
@@ -67,7 +69,10 @@ class FakeEngine:
         self.aborted: list[RequestId] = []
         self.open = asyncio.Event()
         self.open.set()
+        self.admits = asyncio.Event()
+        self.admits.set()
         self.refusal: str | None = None
+        self.impossible = False
         self.dies_after: int | None = None
         self.per_output = 1
         self.known: dict[AdapterDigest, AdapterRef] = {}
@@ -113,9 +118,11 @@ class FakeHandle:
     async def __aiter__(self) -> AsyncIterator[Output]:
         engine, request_id, sampling = self._engine, self.request.request_id, self.request.sampling
         if engine.refusal is not None:
-            finished = Finished(request_id, time.monotonic(), FinishReason.ERROR, error=engine.refusal)
+            now, impossible = time.monotonic(), engine.impossible
+            finished = Finished(request_id, now, FinishReason.ERROR, error=engine.refusal, impossible=impossible)
             yield Output((), finished)
             return
+        await engine.admits.wait()
         self.timings.apply(Admitted(request_id, time.monotonic(), 0))
         sent: list[Token] = []
         stop: int | None = None

@@ -182,11 +182,14 @@ async def test_an_unknown_model_is_a_404_and_never_the_base(server: Running) -> 
     assert server.engine.submitted == []
 
 
-async def test_an_adapter_that_the_engine_cannot_load_is_a_400_streaming_or_not(server: Running) -> None:
-    server.engine.refusal = "adapter_model.safetensors: truncated"
+@pytest.mark.parametrize(("impossible", "status"), [(False, 500), (True, 400)])
+async def test_what_the_engine_cannot_serve_is_a_500_or_what_nobody_could_a_400_streaming_or_not(
+    server: Running, impossible: bool, status: int
+) -> None:
+    server.engine.refusal, server.engine.impossible = "adapter_model.safetensors: truncated", impossible
     for stream in (False, True):
         reply = await server.http.post(CHAT, json=body(model="french", stream=stream))
-        assert reply.status_code == 400
+        assert reply.status_code == status
         assert "truncated" in reply.json()["error"]["message"]
 
 

@@ -49,6 +49,7 @@ STATS = EngineStats(
     adapter_blocks=18,
     inflight_blocks=2,
     total_blocks=100,
+    kv_limit_blocks=100,
     resident_adapters={},
     running_adapters=(),
     waiting_adapters=(),
@@ -110,6 +111,8 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     waiting = {s.labels["for"]: s.value for s in samples["lorikeet:num_requests_waiting_for_transfer"]}
     assert waiting == {"adapter": 2, "kv": 1}
     assert value(samples, "vllm:kv_cache_usage_perc") == 30 / 80
+    server.engine.stats = msgspec.structs.replace(STATS, kv_limit_blocks=60)  # a static split
+    assert value(await page(server), "vllm:kv_cache_usage_perc") == 30 / 60
     assert value(samples, "vllm:prefix_cache_queries_total") == 100
     assert value(samples, "vllm:prefix_cache_hits_total") == 25
     assert value(samples, "vllm:num_preemptions_total") == 3

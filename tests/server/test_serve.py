@@ -170,6 +170,27 @@ async def test_with_a_host_tier_adapters_are_read_into_it_before_anybody_asks(mo
         assert removed["freed_bytes"] > 2 * card["device_bytes"], "device, host, and KV"
 
 
+async def test_a_request_that_would_wait_too_long_is_shed_and_the_others_carry_tenant_and_priority(
+    model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "requests.jsonl"
+    flags = ("--max-num-seqs", "1", "--shed", "--slo-ttft", "1e-9", "--tenant-header", "X-Tenant")
+    async with serving(model, tmp_path, *flags, "--request-log", str(log)) as server:
+        many = {**LONG, "priority": 3, "n": 8}
+        waiting = asyncio.create_task(server.http.post(CHAT, json=many, headers={"X-Tenant": "blue"}))
+        while re.search(r"^vllm:num_requests_waiting{.*} [1-9]", await _metrics(server), re.MULTILINE) is None:
+            await asyncio.sleep(0.001)
+        refused = await server.http.post(CHAT, json=LONG)
+        assert refused.status_code == 429
+        assert "TTFT target" in refused.json()["error"]["message"]
+        assert (await waiting).status_code == 200
+        assert (await server.http.post(CHAT, json={**LONG, "max_tokens": 1})).status_code == 200
+        page = await _metrics(server)
+        assert 'lorikeet:shed_requests_total{adapter="",engine="0",model_name="tiny"} 1.0' in page
+    first = json.loads(log.read_text().splitlines()[0])
+    assert (first["tenant"], first["priority"], first["slo"]) == ("blue", 3, {"ttft_s": 1e-9})
+
+
 async def _metrics(server: Server) -> str:
     return (await server.http.get("/metrics")).text
 

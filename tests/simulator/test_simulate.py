@@ -54,6 +54,16 @@ def test_an_engine_that_plans_several_steps_keeps_arrivals_waiting(profile: str)
     assert ahead.ttft_s.mean > anew.ttft_s.mean
 
 
+@pytest.mark.parametrize("predictor", ["none", "history", "oracle:0.8"])
+def test_lengths_are_predicted_as_the_scenario_says(profile: str, predictor: str) -> None:
+    assert run_scenario(scenario(profile, predictor=predictor), quiet).figures.completed == 50
+
+
+def test_a_predictor_that_there_is_not_is_refused(profile: str) -> None:
+    with pytest.raises(ValueError, match="predictor 'psychic'"):
+        run_scenario(scenario(profile, predictor="psychic"), quiet)
+
+
 def test_the_command_writes_the_same_bytes_each_time_and_others_for_another_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []

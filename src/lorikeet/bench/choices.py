@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lorikeet.bench.workload import Slo
+from lorikeet.core import slo
+from lorikeet.core.slo import Slo
 
 
 class ChoiceError(ValueError):
@@ -39,16 +40,12 @@ class Range(NamedTuple):
 
 
 def parse_slo(text: str) -> Slo:
-    """Read ``ttft=0.5,tpot=0.1,e2e=10``, in seconds; any of them, or none.
+    """Read limits, see ``slo.parse_slo``.
 
     Raises:
-        ChoiceError: an unknown name, or no number.
+        ChoiceError: they cannot be read.
     """
-    limits: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        try:
-            limits[{"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}[name.strip()]] = float(value)
-        except (KeyError, ValueError):
-            raise ChoiceError(f"{part!r} is no limit; write for example ttft=0.5,tpot=0.1,e2e=10 (seconds)") from None
-    return Slo(**limits)
+    try:
+        return slo.parse_slo(text)
+    except slo.SloError as error:
+        raise ChoiceError(str(error)) from None

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import msgspec
 
-from lorikeet.bench.workload import Slo
+from lorikeet.core.slo import Slo
 
 
 class Exchange(msgspec.Struct, frozen=True):

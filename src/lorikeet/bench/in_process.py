@@ -11,15 +11,17 @@ import msgspec
 
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_report import LoadFigures, distribution, summarise
+from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.turns import Turns
-from lorikeet.bench.workload import Slo, WorkloadRequest
+from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.core.slo import Slo
 from lorikeet.engine.driver import drive
 from lorikeet.engine.loop import Engine
 
@@ -70,6 +72,7 @@ def run_workload(
     coalesced: bool = False,
     on_finished: Callable[[int], None] = lambda finished: None,
     watch: Watch | None = None,
+    predict: Predictor | None = None,
 ) -> Run:
     """Run a workload, greedily and with answers of exactly the length asked for.
 
@@ -86,6 +89,8 @@ def run_workload(
         coalesced: see ``drive``.
         on_finished: called with the number of requests that have ended.
         watch: sees the run.
+        predict: predicts the lengths of answers; None leaves policies to the most that a request may generate, which
+            here is what it will.
 
     Raises:
         UnknownAdapter: the workload names another one.
@@ -94,7 +99,7 @@ def run_workload(
     for request in workload:
         if request.adapter is not None and request.adapter not in adapters:
             raise UnknownAdapter(f"the workload names adapter {request.adapter!r}, which there is not")
-    arrivals = _Arrivals(workload, adapters, prompts, clock.now(), watch or Watch())
+    arrivals = _Arrivals(workload, adapters, prompts, clock.now(), watch or Watch(), predict)
     collector = _Collector(workload, clock, arrivals, on_finished)
     drive(engine, clock, arrivals, collector.take, coalesced=coalesced)
     return collector.run()
@@ -110,6 +115,7 @@ class _Arrivals:
         prompts: Prompts,
         start_s: float,
         watch: Watch,
+        predict: Predictor | None,
     ) -> None:
         self._workload = workload
         self._adapters = adapters
@@ -117,6 +123,7 @@ class _Arrivals:
         self._due = [(workload[index].arrival_s, index) for index in self._turns.first()]
         heapify(self._due)
         self._under_way: dict[int, tuple[float, Request]] = {}
+        self._predict = predict
         self.watch = watch
         self.start_s = start_s
 
@@ -133,6 +140,9 @@ class _Arrivals:
             self.start_s + sent_s,
             None if asked.adapter is None else self._adapters[asked.adapter],
             asked.priority,
+            tenant=asked.tenant or "",
+            slo=asked.slo,
+            predicted_tokens=None if self._predict is None else self._predict.predict(asked, index),
         )
         self._under_way[index] = sent_s, request
         self.watch.arrived(request)
@@ -142,6 +152,8 @@ class _Arrivals:
         """Let the turns come that go on from a request; return when it was sent. Times count from the start."""
         sent_s, request = self._under_way.pop(index)
         self.watch.ended(request, token_ids)
+        if self._predict is not None:
+            self._predict.ended(self._workload[index], len(token_ids))
         for after in self._turns.answered(index, token_ids):
             heappush(self._due, (max(ended_s, self._workload[after].arrival_s), after))
         return sent_s

@@ -31,6 +31,7 @@ class Target(msgspec.Struct, frozen=True):
         usage_per_event: whether to ask for the count of tokens in every event.
         temperature: of the sampling.
         timeout_s: after which a request counts as failed.
+        tenant_header: header that tells a request's tenant, where the workload names one; empty for none.
     """
 
     url: str
@@ -43,6 +44,7 @@ class Target(msgspec.Struct, frozen=True):
     usage_per_event: bool = False
     temperature: float = 0.0
     timeout_s: float = 600.0
+    tenant_header: str = ""
 
     def model(self, request: WorkloadRequest) -> str:
         """Return the ``model`` of ``request``."""
@@ -70,6 +72,13 @@ class Target(msgspec.Struct, frozen=True):
         else:
             body["prompt"] = (prompts.words if self.text else prompts.token_ids)(index, request)
         return body
+
+    def headers(self, request: WorkloadRequest) -> dict[str, str]:
+        """Return the headers that are sent with ``request``."""
+        headers = {"Content-Type": "application/json"}
+        if self.tenant_header and request.tenant:
+            headers[self.tenant_header] = request.tenant
+        return headers
 
 
 class Drive(NamedTuple):
@@ -156,7 +165,7 @@ class _Sender:
         async with self._gate:
             sent_s = self.now_s()
             answer = AnswerStream()
-            failure = await self._stream(body, answer)
+            failure = await self._stream(body, self._target.headers(request), answer)
             kind, message = failure if failure is not None else (None, "")
             exchange = Exchange(
                 adapter=request.adapter,
@@ -176,9 +185,8 @@ class _Sender:
         self._on_end(exchange)
         return exchange
 
-    async def _stream(self, body: bytes, answer: AnswerStream) -> tuple[str, str] | None:
+    async def _stream(self, body: bytes, headers: dict[str, str], answer: AnswerStream) -> tuple[str, str] | None:
         """Read one answer; return kind and message of what went wrong."""
-        headers = {"Content-Type": "application/json"}
         path = ENDPOINTS[self._target.endpoint]
         try:
             async with (

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.workload import Slo
+from lorikeet.core.slo import Slo
 
 
 class Distribution(msgspec.Struct, frozen=True):

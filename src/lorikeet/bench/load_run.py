@@ -14,7 +14,8 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.server_report import growth, read_counters
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, Slo, WorkloadRequest
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest
+from lorikeet.core.slo import Slo
 
 Show = Callable[[str, int, int], None]
 """Called with a stage, and how much of it is done out of how much."""

@@ -13,11 +13,12 @@ from lorikeet.bench.in_process import Run, run_workload
 from lorikeet.bench.memory_watch import MemoryWatch, PoolSample, TtftParts
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions, adapters_without_files, files_of_adapters
 from lorikeet.bench.replicas import Started, live_replica, modelled_replica
-from lorikeet.bench.workload import Slo, WorkloadRequest
+from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
+from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
 from lorikeet.kernels.base import torch_dtype

@@ -41,7 +41,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         ranks: of the adapters, for rules that look at them.
         adapter_choice: see ``choose_adapters``; without effect on ``functions``.
         prompt_tokens, output_tokens: lengths of made plain requests.
-        length_scale: factor on the lengths of ``trace``.
+        lengths: instead of them; each made plain request is as long as one of these, whichever comes.
+        length_scale: factor on the lengths of ``trace`` and ``lengths``.
         answer_scale: factor on the answers of ``chat`` instead.
         block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``.
         most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
@@ -65,6 +66,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     adapter_choice: str = "uniform"
     prompt_tokens: Range = Range(128, 128)
     output_tokens: Range = Range(64, 64)
+    lengths: tuple[WorkloadRequest, ...] = ()
     length_scale: float = 1.0
     answer_scale: float | None = None
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
@@ -96,12 +98,19 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         if self.shape in SHAPES:
             requests = SHAPES[self.shape].requests(calls, names, self.block_tokens, of_lengths)
             return self._before_the_end(requests)[: self.count]
-        inputs = self.prompt_tokens.draw(len(calls), of_lengths)
-        outputs = self.output_tokens.draw(len(calls), of_lengths)
         return [
-            WorkloadRequest(call.at_s, names[call.adapter], input_tokens, output_tokens)
-            for call, input_tokens, output_tokens in zip(calls, inputs, outputs, strict=True)
+            WorkloadRequest(call.at_s, names[call.adapter], *lengths)
+            for call, lengths in zip(calls, self._lengths(len(calls), of_lengths), strict=True)
         ]
+
+    def _lengths(self, count: int, generator: np.random.Generator) -> list[tuple[int, int]]:
+        """Prompt and answer of each plain request that is made."""
+        if self.lengths:
+            known = scale_lengths(self.lengths, self.length_scale)
+            drawn = (known[place] for place in generator.integers(len(known), size=count))
+            return [(request.input_tokens, request.output_tokens) for request in drawn]
+        inputs = self.prompt_tokens.draw(count, generator)
+        return list(zip(inputs, self.output_tokens.draw(count, generator), strict=True))
 
     def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
         """Whole conversations, each with an adapter of its own choice."""

@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
-from lorikeet.config import Settings, resolve_row
+from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock, WaitableClock
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica, assemble, build_replica
 from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.rows import resolve_row
 
 
 class Started(NamedTuple):

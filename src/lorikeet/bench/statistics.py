@@ -62,3 +62,8 @@ def mean_of(values: np.ndarray) -> np.ndarray:
 def p95_of(values: np.ndarray) -> np.ndarray:
     """Return 95th percentiles; see ``ratio_over_requests``."""
     return np.percentile(values, 95, axis=(0, 2))
+
+
+def p50_of(values: np.ndarray) -> np.ndarray:
+    """Return medians; see ``ratio_over_requests``."""
+    return np.median(values, axis=(0, 2))

@@ -17,20 +17,14 @@ from typing import TypeVar
 
 import msgspec
 
+from lorikeet.core.slo import Slo
+
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one prefix block in Mooncake's traces."""
 
 
 class WorkloadError(ValueError):
     """A line cannot be read; the message names file and line."""
-
-
-class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits that a request should meet, in seconds; None for no limit."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):

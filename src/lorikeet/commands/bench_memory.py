@@ -15,7 +15,8 @@ from rich.table import Table
 
 from lorikeet.commands.console import fail
 from lorikeet.commands.sizes import format_size, parse_size
-from lorikeet.config import ModelSettings, resolve_row
+from lorikeet.config import ModelSettings
+from lorikeet.rows import resolve_row
 
 if TYPE_CHECKING:
     from lorikeet.bench.memory_bench import MemorySetting

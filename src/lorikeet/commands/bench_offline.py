@@ -13,7 +13,8 @@ from rich.table import Table
 
 from lorikeet import SPIN_COUNT
 from lorikeet.commands.console import fail
-from lorikeet.config import ConfigError, ModelSettings, resolve_row
+from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.rows import resolve_row
 
 _LIBGOMP_SPIN_COUNT = "300000"
 

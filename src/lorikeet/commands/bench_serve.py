@@ -55,6 +55,7 @@ def bench_serve(
     usage_per_event: Annotated[bool, typer.Option("--usage-per-event", help="Count tokens in every event.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampling.")] = 0.0,
     timeout_s: Annotated[float, typer.Option(help="After which a request has failed.")] = 600.0,
+    tenant_header: Annotated[str, typer.Option(help="Header to send a workload's tenants in, such as X-Tenant.")] = "",
     warmup: Annotated[int, typer.Option(min=0, help="Requests to the base before the measured ones.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, adapters, lengths and prompts.")] = 0,
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1,e2e=10.")] = "",
@@ -110,6 +111,7 @@ def bench_serve(
             usage_per_event=usage_per_event,
             temperature=temperature,
             timeout_s=timeout_s,
+            tenant_header=tenant_header,
         )
         recipe = Recipe(
             trace=given_requests,

@@ -80,11 +80,11 @@ def _compare(recording: "Recording", name: str) -> None:
 
     import numpy as np
 
-    from lorikeet.config import resolve_row
     from lorikeet.costs.catalog import load_profile
     from lorikeet.engine.modelled_build import transfer_model
     from lorikeet.engine.recorded_times import compare_times
     from lorikeet.engine.replay import turns
+    from lorikeet.rows import resolve_row
 
     profile = load_profile(name)
     if profile.geometry != recording.header.sizes.geometry:

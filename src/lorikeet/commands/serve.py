@@ -10,7 +10,9 @@ import typer
 
 from lorikeet.commands import serve_flags
 from lorikeet.commands.console import fail
-from lorikeet.config import ConfigError, Settings, load_settings, resolve_row
+from lorikeet.config import ConfigError, Settings, load_settings
+from lorikeet.rows import resolve_row
+from lorikeet.server.targets import read_targets
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]
@@ -77,4 +79,5 @@ def build_settings(
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)
     resolve_row(settings.engine.row)
+    read_targets(settings.server)
     return settings

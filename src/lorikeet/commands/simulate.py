@@ -46,6 +46,7 @@ def simulate(
     engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_running=256.")] = None,
     replicas: Annotated[Whole, typer.Option(min=1, help="Engines.")] = None,
     slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
+    predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
     seed: Annotated[Whole, typer.Option(min=0, help="Of all that is drawn.")] = None,
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,

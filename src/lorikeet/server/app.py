@@ -7,10 +7,12 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.engine.client import EngineClient
+from lorikeet.rows import resolve_row
 from lorikeet.server import adapter_aliases, adapters, chat, completions, info
 from lorikeet.server.auth import Auth
 from lorikeet.server.engine_metrics import EngineCollector, UsageCollector
 from lorikeet.server.errors import install_handlers
+from lorikeet.server.lengths import LengthCollector, Lengths
 from lorikeet.server.limits import BodyLimit, Gate
 from lorikeet.server.logs import RequestIds, log
 from lorikeet.server.memory_metrics import MemoryCollector
@@ -20,6 +22,8 @@ from lorikeet.server.observer import Observer
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits
 from lorikeet.server.service import Service
+from lorikeet.server.shedding import TtftForecast
+from lorikeet.server.targets import read_targets
 from lorikeet.server.texts import Texts
 from lorikeet.server.usage import AdapterUsage
 
@@ -32,6 +36,7 @@ def create_service(
     models: Models,
     limits: ModelLimits,
     request_log: RequestLog | None = None,
+    lengths: Lengths | None = None,
 ) -> Service:
     """Put the parts of a server together.
 
@@ -43,9 +48,15 @@ def create_service(
         models: names.
         limits: of the model.
         request_log: None for none.
+        lengths: who predicts the lengths of answers; None for nobody.
+
+    Raises:
+        ConfigError: the settings' targets make no sense.
     """
     metrics = Metrics(models.base, limits.max_model_tokens)
     usage = AdapterUsage(settings.server.metrics_adapters)
+    lengths = lengths or Lengths()
+    forecast = TtftForecast(resolve_row(settings.engine.row)[1].admission) if settings.server.shed else None
     service = Service(
         settings=settings.server,
         adapter_settings=settings.adapters,
@@ -54,12 +65,15 @@ def create_service(
         texts=texts,
         models=models,
         limits=limits,
+        targets=read_targets(settings.server),
         gate=Gate(settings.server.max_queued),
-        observer=Observer(metrics, usage, request_log),
+        lengths=lengths,
+        observer=Observer(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(EngineCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(MemoryCollector(client, metrics.labels))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
     def on_adapter_event(event: AdapterEvent) -> None:
         if isinstance(event, AdapterLoaded):
@@ -81,6 +95,11 @@ def create_app(service: Service) -> FastAPI:
     install_handlers(app)
     # The last one added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
-    app.add_middleware(Auth, api_keys=service.settings.api_keys, admin_keys=service.settings.admin_keys)
+    app.add_middleware(
+        Auth,
+        api_keys=service.settings.api_keys,
+        admin_keys=service.settings.admin_keys,
+        tenant_header=service.settings.tenant_header,
+    )
     app.add_middleware(RequestIds)
     return app

@@ -1,4 +1,4 @@
-"""Bearer keys: API keys for everything but health and metrics, admin keys for what changes adapters."""
+"""Bearer keys: API keys for everything but health and metrics, admin keys for what changes adapters. And tenants."""
 
 import hashlib
 import secrets
@@ -8,13 +8,14 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lorikeet.server.errors import ApiError
+from lorikeet.server.errors import ApiError, bad_request
 
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
 _ADMIN_POSTS = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
 )
 _ADMIN_TREES = ("/v1/adapters", "/v1/loras")
+_LONGEST_TENANT = 128
 
 
 class KeyRing:
@@ -37,22 +38,37 @@ class KeyRing:
 
 
 class Auth:
-    """Middleware that asks for a key where one is needed.
+    """Middleware that asks for a key where one is needed, and tells routes whose request it is (``state.tenant``).
 
     Args:
         app: what it guards.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; they open the other routes too. Empty: the API keys do.
+        tenant_header: whose value names the tenant; empty, or a request without it: a name for the key.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str], tenant_header: str = ""
+    ) -> None:
         self._app = app
         self._api, self._admin = KeyRing(api_keys), KeyRing(admin_keys)
+        self._tenant_header = tenant_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if scope["type"] == "http" and refusal is None:
+            tenant = self._tenant(Headers(scope=scope))
+            scope.setdefault("state", {})["tenant"] = tenant
+            if len(tenant) > _LONGEST_TENANT:
+                refusal = bad_request(f"{self._tenant_header} is longer than {_LONGEST_TENANT} characters.").response()
         await (refusal or self._app)(scope, receive, send)
+
+    def _tenant(self, headers: Headers) -> str:
+        named = headers.get(self._tenant_header, "") if self._tenant_header else ""
+        key = _bearer(headers.get("authorization", ""))
+        # A key that nobody asked for proves nothing, and whoever likes to could have a new one for each request.
+        return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         path = scope["path"].rstrip("/")
@@ -67,6 +83,11 @@ class Auth:
                 return ApiError(403, "This route needs an admin key.").response()
             return _unauthorized()
         return None if not self._api or is_api or is_admin else _unauthorized()
+
+
+def key_name(key: str) -> str:
+    """Return a name for a key that does not tell the key: the same in every run, and another for every other key."""
+    return f"key-{_digest(key).hex()[:12]}"
 
 
 def _changes_adapters(method: str, path: str) -> bool:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from lorikeet.core.plan import Token
 from lorikeet.server.answers import respond
-from lorikeet.server.dependencies import JsonBody, Parts
+from lorikeet.server.dependencies import From, JsonBody, Parts
 from lorikeet.server.errors import bad_request
 from lorikeet.server.generation import Piece
 from lorikeet.server.logprobs import chat_logprobs
@@ -62,7 +62,7 @@ class ChatFormat:
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Parts) -> Response:
+async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Parts, sender: From) -> Response:
     """Answer a conversation."""
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
@@ -87,5 +87,5 @@ async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Pa
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    generation = await parts.start(body, target, job, http.state.request_id)
+    generation = await parts.start(body, target, job, sender)
     return await respond(http, body, generation, ChatFormat(parts.texts, logprobs=bool(body.logprobs)), target.name)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from lorikeet.core.plan import Token
 from lorikeet.server.answers import respond
-from lorikeet.server.dependencies import JsonBody, Parts
+from lorikeet.server.dependencies import From, JsonBody, Parts
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.generation import Piece
 from lorikeet.server.logprobs import completion_logprobs
@@ -86,7 +86,7 @@ def _choice(
 
 
 @router.post("/v1/completions")
-async def completions(http: Request, body: CompletionRequest, parts: Parts) -> Response:
+async def completions(http: Request, body: CompletionRequest, parts: Parts, sender: From) -> Response:
     """Continue one or several prompts."""
     refuse_unsupported(body)
     if body.echo and body.logprobs is not None:
@@ -106,7 +106,7 @@ async def completions(http: Request, body: CompletionRequest, parts: Parts) -> R
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )
-    generation = await parts.start(body, target, job, http.state.request_id)
+    generation = await parts.start(body, target, job, sender)
     try:
         echoes = await parts.texts.decode_all(prompts) if body.echo else []
     except BaseException:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from lorikeet.server.errors import ApiError, bad_request
-from lorikeet.server.service import Service
+from lorikeet.server.service import Sender, Service
 
 _MAYBE_SURROGATE = re.compile(
     rb"\x00"  # UTF-16 or UTF-32, which JSON allows
@@ -40,5 +40,10 @@ async def _is_json(request: Request) -> None:
                 raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
 
 
+async def _sender(request: Request) -> Sender:
+    return Sender(request.state.request_id, request.state.tenant)
+
+
 Parts = Annotated[Service, Depends(_parts)]
+From = Annotated[Sender, Depends(_sender)]
 JsonBody = Depends(_is_json)

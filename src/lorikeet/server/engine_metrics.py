@@ -77,7 +77,7 @@ class EngineCollector(Collector):
 
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
-        for_kv = stats.kv_blocks + stats.free_blocks + stats.cached_blocks
+        for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
         usage = stats.kv_blocks / for_kv if for_kv else 1.0
         yield make.gauge("vllm:kv_cache_usage_perc", "Share of the blocks open to KV that sequences hold.", usage)
         blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
@@ -132,7 +132,7 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
 
 
 class UsageCollector(Collector):
-    """Counts of the busiest adapters and of all others together, as ``lorikeet:adapter_…``."""
+    """Counts of the busiest adapters and of all others together; where it is about targets, of the base model too."""
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
@@ -144,3 +144,14 @@ class UsageCollector(Collector):
         for name, text, value in _PER_ADAPTER:
             values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
             yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
+        with_base = {"": self._usage.base, **by_adapter}
+        shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
+        yield self._make.counts("lorikeet:shed_requests", "Refused: too late for their TTFT.", ("adapter",), shed)
+        met = [
+            ((adapter, target, str(met).lower()), float(getattr(counts, f"{target}_{'met' if met else 'missed'}")))
+            for adapter, counts in with_base.items()
+            for target in ("ttft", "tpot")
+            for met in (True, False)
+        ]
+        labels = ("adapter", "target", "met")
+        yield self._make.counts("lorikeet:slo_requests", "Requests by whether they met a target.", labels, met)

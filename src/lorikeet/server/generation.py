@@ -118,8 +118,7 @@ class Choice:
 
     def _end(self, finished: Finished) -> str:
         if finished.reason is FinishReason.ERROR:
-            # Before the first token it is the request, or its adapter, that cannot be served as asked.
-            status = 500 if self.completion_tokens or self.handle.deaths else 400
+            status = 400 if finished.impossible else 500
             raise ApiError(status, f"The engine could not serve this request: {finished.error or 'no reason given'}")
         text = self._scan(self._stream.flush())
         if self.finish_reason is None:

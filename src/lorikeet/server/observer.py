@@ -2,10 +2,15 @@
 
 import time
 
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.slo import Slo
 from lorikeet.core.timings import RequestTimings
 from lorikeet.engine.client import RequestHandle
+from lorikeet.server.lengths import Lengths
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.request_log import RequestLog
+from lorikeet.server.shedding import TtftForecast
+from lorikeet.server.targets import attainment, missed
 from lorikeet.server.usage import AdapterUsage, Counts
 
 
@@ -16,16 +21,33 @@ class Observer:
         metrics: histograms and counters.
         usage: counts per adapter.
         request_log: None if there is none.
+        lengths: learns from answers.
+        forecast: learns how fast requests are admitted; None if nobody asks.
     """
 
-    def __init__(self, metrics: Metrics, usage: AdapterUsage, request_log: RequestLog | None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        usage: AdapterUsage,
+        request_log: RequestLog | None,
+        lengths: Lengths,
+        forecast: TtftForecast | None,
+    ) -> None:
         self.metrics = metrics
         self.usage = usage
         self.request_log = request_log
+        self.lengths = lengths
+        self.forecast = forecast
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
         """Begin with a request that was just submitted."""
         return RequestWatch(self, handle)
+
+    def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
+        """Take note of ``requests`` that were refused since too many are under way, or ``shed`` by the forecast."""
+        counts = missed(slo, requests)
+        counts.shed = requests if shed else 0
+        self.usage.of(None if adapter is None else adapter.name).add(counts)
 
 
 class RequestWatch:
@@ -35,6 +57,9 @@ class RequestWatch:
         self._observer = observer
         self._handle = handle
         self._last_output_s: float | None = None
+        self._forecast = observer.forecast
+        if self._forecast is not None:
+            self._forecast.begin(handle.request, handle.timings)
         adapter = handle.request.adapter
         self._usage = observer.usage.of(None if adapter is None else adapter.name)
         self._usage.running += 1
@@ -49,6 +74,8 @@ class RequestWatch:
             return
         self._observer.metrics.generated(tokens)
         now_s = time.monotonic()
+        if self._last_output_s is None and self._forecast is not None:
+            self._forecast.first_token(self._handle.timings)
         if self._last_output_s is not None:
             self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
         self._last_output_s = now_s
@@ -63,22 +90,25 @@ class RequestWatch:
         request, timings = self._handle.request, self._handle.timings
         ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
         ttft_s = first_token_latency_s(timings)
-        self._usage.add(
-            Counts(
-                requests=1,
-                aborted=reason == "abort",
-                failed=reason == "error",
-                prompt_tokens=len(request.prompt_token_ids),
-                cached_tokens=timings.cached_tokens,
-                completion_tokens=completion_tokens,
-                ttft_count=ttft_s is not None,
-                ttft_s=ttft_s or 0.0,
-                e2e_s=ended_s - timings.arrival_s,
-                adapter_wait_s=timings.adapter_wait_s,
-                kv_wait_s=timings.kv_wait_s,
-            )
+        counts = Counts(
+            requests=1,
+            aborted=reason == "abort",
+            failed=reason == "error",
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=timings.cached_tokens,
+            completion_tokens=completion_tokens,
+            ttft_count=ttft_s is not None,
+            ttft_s=ttft_s or 0.0,
+            e2e_s=ended_s - timings.arrival_s,
+            adapter_wait_s=timings.adapter_wait_s,
+            kv_wait_s=timings.kv_wait_s,
         )
+        counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
+        self._usage.add(counts)
         self._usage.running -= 1
+        if self._forecast is not None:
+            self._forecast.end(request)
+        self._observer.lengths.ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
             timings, len(request.prompt_token_ids), completion_tokens, reason, ended_s
         )

@@ -1,10 +1,10 @@
 """The request log: JSON Lines in the workload format, so that real traffic can be replayed.
 
-Each line has ``arrival_s, adapter, input_tokens, output_tokens`` and what became of the request. TTFT is the sum of
-``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec, R28). ``arrival_s``
-counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines are in the
-order in which requests ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in
-time, some are dropped and counted.
+Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and what became of the request.
+TTFT is the sum of ``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec,
+R28). ``arrival_s`` counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines
+are in the order in which requests ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take
+down in time, some are dropped and counted.
 """
 
 import os
@@ -68,6 +68,9 @@ class RequestLog:
             "adapter": None if request.adapter is None else request.adapter.name,
             "input_tokens": len(request.prompt_token_ids),
             "output_tokens": completion_tokens,
+            "tenant": request.tenant or None,
+            "priority": request.priority,
+            "slo": request.slo,
             "request_id": request.request_id,
             "adapter_digest": request.digest,
             "cached_tokens": timings.cached_tokens,

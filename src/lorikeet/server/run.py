@@ -26,6 +26,7 @@ from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_con
 from lorikeet.server.announce import Announcer, fail
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import TemplateError
+from lorikeet.server.lengths import open_lengths
 from lorikeet.server.logs import configure_logs, log
 from lorikeet.server.model_folder import ModelFolder, prepare_model
 from lorikeet.server.models import Models
@@ -76,11 +77,13 @@ async def _serve(settings: Settings) -> None:
         request_log = _open_request_log(settings)
         if request_log is not None:
             stack.callback(request_log.close)
+        lengths, lengths_note = open_lengths(settings.server, model.path / "tokenizer.json")
+        stack.push_async_callback(lengths.close)
         names = Models(model.names, model.aliases, str(model.path), catalog, hello.max_model_tokens)
         service = create_service(
-            settings, client, catalog, texts, names, _limits(model.path, config, hello), request_log
+            settings, client, catalog, texts, names, _limits(model.path, config, hello), request_log, lengths
         )
-        for note in (*hello.notes, *catalog.notes):
+        for note in (*hello.notes, *catalog.notes, lengths_note):
             log.info(note)
         url = _url(listener, settings.server.host)
         server = _Server(

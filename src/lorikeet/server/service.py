@@ -1,10 +1,12 @@
 """What the routes share: the parts of a running server, and how a body becomes requests to the engine."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 from anyio import CapacityLimiter
@@ -15,14 +17,17 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
+from lorikeet.core.slo import Slo
 from lorikeet.engine.client import EngineClient, EngineError
 from lorikeet.server.errors import ApiError, model_not_found
 from lorikeet.server.generation import Generation, TextOptions
+from lorikeet.server.lengths import Lengths
 from lorikeet.server.limits import Gate, Ticket
 from lorikeet.server.models import Models, Target
 from lorikeet.server.observer import Observer
 from lorikeet.server.protocol import Generation as GenerationBody
 from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, sampling_params
+from lorikeet.server.targets import Targets
 from lorikeet.server.texts import Texts
 
 _ADAPTER_THREADS = 4
@@ -52,6 +57,18 @@ class Job:
     logprobs: int | None
 
 
+class Sender(NamedTuple):
+    """Who sent a request.
+
+    Attributes:
+        request_id: the client's name for it, or one that was made.
+        tenant: whom it counts for; empty if nobody said.
+    """
+
+    request_id: str
+    tenant: str
+
+
 @dataclass
 class Service:
     """The parts of a running server. Owned by the application; routes read it."""
@@ -63,7 +80,9 @@ class Service:
     texts: Texts
     models: Models
     limits: ModelLimits
+    targets: Targets
     gate: Gate
+    lengths: Lengths
     observer: Observer
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests ran under, to name those in metrics that have no name any more."""
@@ -74,7 +93,7 @@ class Service:
     adapter_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_ADAPTER_THREADS))
     """Apart from the threads that tokenize: slow downloads delay no request."""
 
-    async def start(self, body: GenerationBody, target: Target, job: Job, request_id: str) -> Generation:
+    async def start(self, body: GenerationBody, target: Target, job: Job, sender: Sender) -> Generation:
         """Accept a request and hand its sequences, ``n`` for each prompt, to the engine.
 
         Raises:
@@ -83,11 +102,19 @@ class Service:
         arrival_s = time.monotonic()
         sequences = job.prompts * (body.n or 1)
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
-        ticket = self.gate.enter(sequences)
+        slo = self.targets.of(None if target.adapter is None else target.adapter.name)
+        try:
+            ticket = self.gate.enter(sequences)
+        except ApiError as error:
+            if error.status == 429:
+                self.observer.refused(target.adapter, slo, sequences, shed=False)
+            raise
         held: AdapterRef | None = None
         try:
             prompts = await job.encode()
-            requests = self._requests(body, target, job, prompts, request_id, arrival_s)
+            predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
+            requests = self._requests(body, target, job, prompts, predicted, slo, sender, arrival_s)
+            self._shed(requests)
             held = self._hold(target)
 
             generation = Generation(
@@ -135,11 +162,13 @@ class Service:
         target: Target,
         job: Job,
         prompts: list[list[int]],
-        request_id: str,
+        predicted: list[int | None],
+        slo: Slo | None,
+        sender: Sender,
         arrival_s: float,
     ) -> list[Request]:
         requests: list[Request] = []
-        for token_ids in prompts:
+        for token_ids, tokens in zip(prompts, predicted, strict=True):
             check_prompt(token_ids, self.limits, job.prompt_param)
             params = sampling_params(
                 body,
@@ -154,15 +183,37 @@ class Service:
                 requests.append(
                     Request(
                         # The client's id may be in use; the suffix makes it unique, the start tells whose it is.
-                        request_id=RequestId(f"{request_id}-{secrets.token_hex(4)}-{len(requests)}"),
+                        request_id=RequestId(f"{sender.request_id}-{secrets.token_hex(4)}-{len(requests)}"),
                         prompt_token_ids=token_ids,
                         sampling=for_choice(params, choice),
                         arrival_s=arrival_s,
                         adapter=target.adapter,
                         priority=body.priority or 0,
+                        tenant=sender.tenant,
+                        slo=slo,
+                        predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                     )
                 )
         return requests
+
+    def _shed(self, requests: list[Request]) -> None:
+        """Refuse requests that would get their first token too late, before they make others wait.
+
+        Raises:
+            ApiError: 429, with the time after which the queue may be short enough.
+        """
+        request, forecast = requests[0], self.observer.forecast
+        if forecast is None or request.slo is None or request.slo.ttft_s is None:
+            return
+        target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request)
+        if predicted_s > target_s:
+            self.observer.refused(request.adapter, request.slo, len(requests), shed=True)
+            raise ApiError(
+                429,
+                f"Too many requests are waiting: the first token is predicted after {predicted_s:.3g} s, and the TTFT "
+                f"target is {target_s:g} s; try again later.",
+                headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
+            )
 
     def _hold(self, target: Target) -> AdapterRef | None:
         """Keep the adapter's files until the request has ended."""

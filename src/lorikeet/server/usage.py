@@ -22,7 +22,10 @@ _HYSTERESIS = 1.5
 
 @dataclass
 class Counts:
-    """Sums over finished requests."""
+    """Sums over finished requests, and over those that were refused for lack of room or time.
+
+    Attributes of targets count requests that had one and met it, or did not.
+    """
 
     requests: int = 0
     aborted: int = 0
@@ -35,6 +38,11 @@ class Counts:
     e2e_s: float = 0.0
     adapter_wait_s: float = 0.0
     kv_wait_s: float = 0.0
+    shed: int = 0
+    ttft_met: int = 0
+    ttft_missed: int = 0
+    tpot_met: int = 0
+    tpot_missed: int = 0
 
     def plus(self, other: "Counts", sign: int = 1) -> "Counts":
         """Return the sum, or with ``sign`` -1 the difference."""
@@ -110,6 +118,11 @@ class AdapterUsage:
                 usage.baseline = Counts()
                 self._given += 1
         return usage
+
+    @property
+    def base(self) -> Counts:
+        """The base model's counts."""
+        return self._base.total
 
     def peek(self, adapter: str) -> Usage:
         """Return the usage of an adapter to look at; one without traffic gets neither a record nor a label."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lorikeet.bench.in_process import Run, run_workload
+from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
@@ -28,6 +29,7 @@ def simulate(
     adapters: Mapping[str, AdapterRef],
     prompts: Prompts,
     *,
+    predict: Predictor | None = None,
     on_finished: Callable[[int], None] = lambda finished: None,
 ) -> Simulated:
     """Run ``workload`` on one modelled replica (see ``modelled_replica``).
@@ -38,6 +40,7 @@ def simulate(
         workload: by arrival.
         adapters: by the names in the workload.
         prompts: makes the prompts.
+        predict: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.
 
     Raises:
@@ -46,5 +49,7 @@ def simulate(
         UnknownAdapter: the workload names an adapter that there is not.
     """
     (engine, _, notes), clock, coalesced = modelled_replica(settings, profile)
-    run = run_workload(engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished)
+    run = run_workload(
+        engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished, predict=predict
+    )
     return Simulated(run, engine.stats(), notes)

@@ -12,10 +12,11 @@ from lorikeet.bench.lengths import scaled_block_tokens
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, parse_ranks, spread, synthetic_adapters
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, Slo, read_any
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.slo import Slo
 
 _MADE_BLOCK_TOKENS = 32
 """Of prefix blocks that are not from a trace."""
@@ -42,6 +43,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_model_tokens: longest sequence; 0 for the profile's.
         engine: engine settings other than their defaults. ``max_repeat`` is 1 here if it is not given.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
+        predictor: of the lengths of answers, for policies that look at them: ``oracle:0.8`` is right four times in
+            five, ``history`` learns from the answers as they end, ``none`` leaves them the true lengths.
         seed: of all that is drawn.
     """
 
@@ -66,6 +69,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_tokens: int = 0
     engine: dict[str, Any] = {}
     slo: str = ""
+    predictor: str = "none"
     seed: int = 0
 
     def settings(self) -> Settings:

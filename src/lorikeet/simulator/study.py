@@ -7,6 +7,7 @@ import msgspec
 
 from lorikeet.bench.load_report import LoadFigures
 from lorikeet.bench.peak import Peak, find_peak
+from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
@@ -82,6 +83,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         workload,
         scenario.adapter_refs(profile.geometry),
         Prompts(scenario.seed, 0, DEFAULT_IDS, scenario.prefix_block_tokens()),
+        predict=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
     )
     return Outcome(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))

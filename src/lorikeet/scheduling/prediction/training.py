@@ -1,0 +1,152 @@
+"""Learns a head from requests that have ended."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from sklearn.decomposition import PCA
+from sklearn.ensemble import GradientBoostingRegressor
+
+from lorikeet.scheduling.prediction.history import History
+from lorikeet.scheduling.prediction.learned import About, Errors, Head, Trees, features_of
+
+LEAST_REQUESTS = 100
+"""To learn from; with fewer there is nothing to be learned beyond history."""
+
+_HELD_OUT = 0.2
+"""Share of the requests, the last ones."""
+
+_KNOWN = 20
+"""Answers of an adapter from which on a head knows it."""
+
+_AXES = 16
+_TREES = {
+    "n_estimators": 150,
+    "max_depth": 4,
+    "learning_rate": 0.06,
+    "subsample": 0.7,
+    "min_samples_leaf": 8,
+    "max_features": 0.4,
+}
+
+
+class TooFewRequests(ValueError):
+    """There is not enough to learn from."""
+
+
+class Samples(NamedTuple):
+    """Requests that have ended, in the order in which they did.
+
+    Attributes:
+        vectors: of the ends of their prompts, (requests, dimensions) float32.
+        prompt_tokens, output_tokens: lengths of prompt and answer.
+        adapters: names, None for the base model.
+    """
+
+    vectors: np.ndarray
+    prompt_tokens: Sequence[int]
+    output_tokens: Sequence[int]
+    adapters: Sequence[str | None]
+
+    def part(self, begin: int, end: int) -> "Samples":
+        """Return those from ``begin`` to before ``end``."""
+        return Samples(
+            self.vectors[begin:end],
+            self.prompt_tokens[begin:end],
+            self.output_tokens[begin:end],
+            self.adapters[begin:end],
+        )
+
+
+def train(samples: Samples, tokenizer_sha256: str) -> Head:
+    """Learn from the first four fifths, compare with history on the last fifth, and learn once more from all.
+
+    Args:
+        samples: at least ``LEAST_REQUESTS``.
+        tokenizer_sha256: of the tokenizer that counted the tokens.
+
+    Raises:
+        TooFewRequests: there are not so many.
+    """
+    count = len(samples.output_tokens)
+    if count < LEAST_REQUESTS:
+        raise TooFewRequests(f"{count} requests are too few to learn from; {LEAST_REQUESTS} are needed")
+    cut = round(count * (1 - _HELD_OUT))
+    first, last = samples.part(0, cut), samples.part(cut, count)
+    nothing = Errors(0, 0.0, 0.0, 0.0)
+    trial = _fit(first, About((), tokenizer_sha256, cut, nothing, nothing))
+    learned = trial.predict(last.vectors, last.prompt_tokens, last.adapters)
+    history = predict_by_history(samples, cut)
+    about = About(
+        (),
+        tokenizer_sha256,
+        count,
+        errors_of(learned, last.output_tokens, first.output_tokens),
+        errors_of(history, last.output_tokens, first.output_tokens),
+    )
+    return _fit(samples, about)
+
+
+def predict_by_history(samples: Samples, begin: int) -> list[int]:
+    """Return what history would have predicted for the requests from ``begin`` on, each told of all before it."""
+    history, predicted = History(), []
+    for index, (adapter, tokens) in enumerate(zip(samples.adapters, samples.output_tokens, strict=True)):
+        if index >= begin:
+            predicted.append(history.predict(adapter) or 1)
+        history.add(adapter, tokens)
+    return predicted
+
+
+def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> Errors:
+    """Return how far predictions were off; the quintiles are those of ``all_lengths``."""
+    off = np.abs(np.asarray(predicted, float) - np.asarray(true, float))
+    return Errors(
+        len(true),
+        float(off.mean()),
+        float(np.median(off / np.maximum(true, 1))),
+        float(in_true_quintile(predicted, true, all_lengths).mean()),
+    )
+
+
+def in_true_quintile(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> np.ndarray:
+    """Return for each prediction whether it lies in the quintile of ``all_lengths`` that the true length lies in."""
+    cuts = np.quantile(all_lengths, [0.2, 0.4, 0.6, 0.8])
+    same: np.ndarray = np.searchsorted(cuts, predicted, "right") == np.searchsorted(cuts, true, "right")
+    return same
+
+
+def _fit(samples: Samples, about: About) -> Head:
+    """Learn the log of lengths, by absolute error: a few very long answers must not decide."""
+    logs = np.log(np.maximum(np.asarray(samples.output_tokens, float), 1.0))
+    counts = Counter(samples.adapters)
+    known = tuple(sorted((a for a, count in counts.items() if count >= _KNOWN), key=lambda a: (a is not None, a or "")))
+    chosen = [np.array([adapter == each for each in samples.adapters]) for adapter in known]
+    typical = np.array(
+        [(np.median(logs[mask]), logs[mask].std()) for mask in [*chosen, np.ones(len(logs), bool)]], np.float32
+    )
+    rows = [known.index(adapter) if adapter in known else len(known) for adapter in samples.adapters]
+    axes = PCA(min(_AXES, samples.vectors.shape[1]), random_state=0).fit(samples.vectors)
+    centre, components = axes.mean_.astype(np.float32), axes.components_.astype(np.float32)
+    features = features_of(samples.vectors, centre, components, samples.prompt_tokens, typical[rows])
+    model = GradientBoostingRegressor(loss="absolute_error", random_state=0, **_TREES).fit(features, logs)
+    base = float(np.ravel(model.init_.constant_)[0])
+    about = About(known, about.tokenizer_sha256, about.requests, about.learned, about.history)
+    return Head(about, centre, components, typical, _trees(model), base)
+
+
+def _trees(model: GradientBoostingRegressor) -> Trees:
+    """Return the trees of a model as arrays, padded with leaves of 0."""
+    grown = [estimator.tree_ for estimator in model.estimators_[:, 0]]
+    shape = (len(grown), max(tree.node_count for tree in grown))
+    here = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+    trees = Trees(np.zeros(shape, np.int32), np.zeros(shape), here.copy(), here.copy(), np.zeros(shape))
+    for number, tree in enumerate(grown):
+        inner = np.flatnonzero(tree.children_left >= 0)
+        leaves = np.flatnonzero(tree.children_left < 0)
+        trees.feature[number, inner] = tree.feature[inner]
+        trees.threshold[number, inner] = tree.threshold[inner]
+        trees.left[number, inner] = tree.children_left[inner]
+        trees.right[number, inner] = tree.children_right[inner]
+        trees.value[number, leaves] = model.learning_rate * tree.value[leaves, 0, 0]
+    return trees

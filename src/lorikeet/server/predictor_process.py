@@ -1,0 +1,159 @@
+"""The predictor process, seen from the API process."""
+
+import asyncio
+import itertools
+import os
+import sys
+import time
+from contextlib import suppress
+
+from lorikeet.scheduling.prediction.messages import (
+    FROM_PROCESS,
+    TEXT_TOKENS,
+    Ask,
+    Ready,
+    Setup,
+    Told,
+    frame,
+    take_frames,
+)
+from lorikeet.server.logs import log
+
+MOST_WAITING = 32
+"""Questions that the process has not dealt with, beyond which it is busy and gets no more."""
+
+_FIRST_REST_S, _LAST_REST_S = 1.0, 60.0
+"""Before a process that has ended is started again; doubled each time until one has answered something."""
+
+_READ_BYTES = 2**16
+
+
+class PredictorProcess:
+    """Keeps a predictor process running and asks it.
+
+    Args:
+        setup: what it predicts with.
+        timeout_s: an answer that takes longer is not waited for.
+
+    Attributes:
+        restarts: how often another process was started after one had ended.
+        late: questions that were not answered in time.
+        refused: questions that were not asked, as the process was busy or not there.
+    """
+
+    def __init__(self, setup: Setup, timeout_s: float) -> None:
+        self.restarts = 0
+        self.late = 0
+        self.refused = 0
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[int | None]] = {}
+        self._waiting = 0
+        self._rest_s = _FIRST_REST_S
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = asyncio.Event()
+        self._cpu_s = self._ended_cpu_s = 0.0
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all processes so far, in seconds, as they said with their last answers."""
+        return self._ended_cpu_s + self._cpu_s
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the one that can be asked, None while there is none."""
+        return self._process.pid if self._process is not None and self._ready.is_set() else None
+
+    async def wait_until_ready(self) -> None:
+        """Wait until there is one that can be asked."""
+        await self._ready.wait()
+
+    async def predict(self, prompt: list[int], adapter: str | None) -> int | None:
+        """Return how many tokens the answer to ``prompt`` will have; None if nobody says so in time.
+
+        Args:
+            prompt: token ids.
+            adapter: name, None for the base model.
+        """
+        if not self._ready.is_set() or self._waiting >= MOST_WAITING:
+            self.refused += 1
+            return None
+        assert self._process is not None
+        assert self._process.stdin is not None
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        answer = self._asked[number] = loop.create_future()
+        self._waiting += 1
+        until_s = time.monotonic() + self._timeout_s
+        self._process.stdin.write(frame(Ask(number, prompt[-TEXT_TOKENS:], len(prompt), adapter, until_s)))
+        try:
+            return await asyncio.wait_for(answer, self._timeout_s)
+        except TimeoutError:
+            self.late += 1
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    async def close(self) -> None:
+        """End the process."""
+        self._supervisor.cancel()
+        await asyncio.wait({self._supervisor})
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _supervise(self) -> None:
+        """Run one process after the other."""
+        while True:
+            try:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "lorikeet.engine.length_process"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,  # a Ctrl-C at the terminal is for the API process
+                )
+                await self._listen(process)
+                log.error("the predictor process ended", code=await process.wait(), starts_again_in_s=self._rest_s)
+            except OSError as error:
+                log.error("the predictor process cannot be started", error=str(error), again_in_s=self._rest_s)
+            self._give_up()
+            await asyncio.sleep(self._rest_s)
+            self._rest_s = min(2 * self._rest_s, _LAST_REST_S)
+            self.restarts += 1
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Take what a process says until it ends."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(frame(self._setup))
+        received = bytearray()
+        while content := await process.stdout.read(_READ_BYTES):
+            received += content
+            for message in map(FROM_PROCESS.decode, take_frames(received)):
+                self._cpu_s = message.cpu_s
+                match message:
+                    case Ready():
+                        self._ready.set()
+                    case Told():
+                        self._take(message)
+
+    def _take(self, told: Told) -> None:
+        self._rest_s = _FIRST_REST_S
+        self._waiting -= told.taken
+        for number, tokens in told.predictions:
+            answer = self._asked.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(tokens)
+
+    def _give_up(self) -> None:
+        """Nobody will answer what was asked so far."""
+        self._ready.clear()
+        self._waiting = 0
+        self._ended_cpu_s += self._cpu_s
+        self._cpu_s = 0.0
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_result(None)

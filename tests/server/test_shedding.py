@@ -1,0 +1,155 @@
+"""When the first token of a new request would come, as predicted from the queue and its pace."""
+
+from itertools import count
+
+import pytest
+
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.core.slo import Slo
+from lorikeet.core.timings import RequestTimings
+from lorikeet.server.shedding import TtftForecast
+
+SERVICE_S = 0.1
+"""The engine of these tests admits one request after the other, each time after so long."""
+START_S = 0.25
+"""From admission to first token."""
+
+
+class Line:
+    """A forecast, and an engine that admits whom it is told to."""
+
+    def __init__(self, admission: str = "fifo") -> None:
+        self.now_s = 100.0
+        self.forecast = TtftForecast(admission, lambda: self.now_s)
+        self._names = count()
+
+    def request(self, **more: object) -> Request:
+        params = SamplingParams(max_tokens=int(str(more.pop("tokens", 8))))
+        return Request(RequestId(str(next(self._names))), [1], params, self.now_s, **more)  # type: ignore[arg-type]
+
+    def arrive(self, requests: int = 1, **more: object) -> list[tuple[Request, RequestTimings]]:
+        arrived = []
+        for _ in range(requests):
+            request = self.request(**more)
+            timings = RequestTimings(request.arrival_s)
+            self.forecast.begin(request, timings)
+            arrived.append((request, timings))
+        return arrived
+
+    def admit(self, requests: list[tuple[Request, RequestTimings]]) -> None:
+        for _, timings in requests:
+            self.now_s += SERVICE_S
+            timings.admitted_s, timings.first_token_s = self.now_s, self.now_s + START_S
+            self.forecast.first_token(timings)
+
+    def predict(self, **more: object) -> float:
+        return self.forecast.ttft_s(self.request(**more))
+
+
+def test_where_nobody_waits_nothing_is_predicted_however_slow_the_engine_was() -> None:
+    line = Line()
+    arrived = line.arrive(20)
+    line.now_s += 1000.0
+    line.admit(arrived)
+    assert line.predict() == 0.0
+
+
+def test_a_first_burst_is_not_held_against_anybody() -> None:
+    line = Line()
+    line.arrive(500)
+    assert line.predict() == 0.0
+    line.now_s += 0.001
+    line.arrive(500)
+    assert line.predict() < 1.1
+
+
+def test_the_prediction_is_the_queue_at_its_pace_and_the_usual_start() -> None:
+    line = Line()
+    line.admit(line.arrive(100)[:80])
+    assert line.predict() == pytest.approx(20 * SERVICE_S + START_S, rel=0.05)
+    line.arrive(20)
+    assert line.predict() == pytest.approx(40 * SERVICE_S + START_S, rel=0.05)
+
+
+def test_the_pace_of_short_queues_says_nothing_of_long_ones() -> None:
+    line = Line()
+    for _ in range(50):
+        line.admit(line.arrive(1))  # one at a time: ten a second, though a step may have room for many
+    line.arrive(100)
+    assert line.predict() < START_S + 0.01
+
+
+def test_while_nothing_moves_the_prediction_grows() -> None:
+    line = Line()
+    line.arrive(10)
+    line.now_s += 1.0
+    assert line.predict() == pytest.approx(10.0, rel=0.05)
+    line.now_s += 1.0
+    assert line.predict() == pytest.approx(20.0, rel=0.05)
+
+
+def test_old_times_are_forgotten() -> None:
+    line = Line()
+    line.admit(line.arrive(100)[:90])
+    slow = line.arrive(90)
+    line.forecast.look()
+    for _ in range(20):
+        line.now_s += 10.0  # a hundred times slower
+        line.admit([slow.pop()])
+    assert line.predict() == pytest.approx(len(slow) * 10.1, rel=0.35)
+
+
+def test_requests_that_leave_are_waited_for_no_longer() -> None:
+    line = Line()
+    arrived = line.arrive(10)
+    line.now_s += 1.0
+    for request, _ in arrived:
+        line.forecast.end(request)
+    assert line.predict() == 0.0
+
+
+def test_time_that_passed_since_the_arrival_counts() -> None:
+    line = Line()
+    line.admit(line.arrive(100)[:80])
+    request = line.request()
+    line.now_s += 3.0
+    assert line.forecast.ttft_s(request) - line.predict() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("admission", "waiting", "new", "ahead"),
+    [
+        ("fifo", {"priority": 9}, {"priority": 0}, 10),
+        ("chameleon:lazy", {"tokens": 9}, {"tokens": 8}, 10),
+        ("priority", {"priority": 1}, {"priority": 0}, 0),
+        ("priority", {"priority": 1}, {"priority": 1}, 10),
+        ("deadline", {"slo": Slo(ttft_s=9.0)}, {"slo": Slo(ttft_s=1.0)}, 0),
+        ("deadline", {"slo": Slo(ttft_s=9.0)}, {"slo": Slo(ttft_s=11.0)}, 10),
+        ("deadline", {}, {"slo": Slo(ttft_s=11.0)}, 0),
+        ("sjf", {"tokens": 9}, {"tokens": 8}, 0),
+        ("sjf", {"tokens": 9, "predicted_tokens": 5}, {"tokens": 8}, 10),
+        ("sjf:aging", {"tokens": 9}, {"tokens": 8}, 10),
+        ("sjf:aging", {"tokens": 100}, {"tokens": 8}, 0),
+        ("fair", {"tenant": "blue"}, {"tenant": "red"}, 1),
+        ("fair", {"tenant": "blue"}, {"tenant": "blue"}, 10),
+        ("fair:adapter", {"tenant": "blue"}, {"tenant": "red"}, 10),
+    ],
+)
+def test_only_those_that_the_policy_takes_first_are_ahead(
+    admission: str, waiting: dict[str, object], new: dict[str, object], ahead: int
+) -> None:
+    line = Line(admission)
+    line.arrive(10, **waiting)
+    line.now_s += 1.0
+    assert line.predict(**new) == pytest.approx(ahead * 1.0, rel=0.1)
+
+
+def test_owners_take_turns_under_fair_shares() -> None:
+    line = Line("fair")
+    line.arrive(10, tenant="blue")
+    line.arrive(2, tenant="green")
+    line.arrive(3, tenant="red")
+    line.now_s += 1.0
+    # Four turns, the new one's included: three more of its own, four of blue and all two of green.
+    assert line.predict(tenant="red") == pytest.approx(3 + 4 + 2, rel=0.1)
