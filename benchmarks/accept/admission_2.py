@@ -8,7 +8,6 @@ from benchmarks.accept.admission_common import (
     FIFO,
     HALF_HOUR_S,
     OURS,
-    PREDICTOR,
     WORDS_OF_KNEE,
     Case,
     Outcome,
@@ -44,8 +43,12 @@ def run(runs: StoredRuns) -> Result:
     """Run every setting and both FIFO rows on the same requests."""
     knee = modelled_knee()
     rate = OVERLOAD * knee["rate"]
+    requests = round(rate * HALF_HOUR_S)
     with two_processes() as pool:
-        made = {row: pool.submit(stored_run, row, rate) for row in (*SETTINGS, FIFO, NO_SCHEDULER)}
+        made = {
+            row: pool.submit(stored_run, Case(row=row, rate=rate, requests=requests))
+            for row in (*SETTINGS, FIFO, NO_SCHEDULER)
+        }
         found = {row: each.result() for row, each in made.items()}
     fifo_s = found[FIFO]["longest_large_wait_s"]
     failures = [failure for row in SETTINGS for failure in failures_of(row, found[row], fifo_s)]
@@ -61,18 +64,16 @@ def run(runs: StoredRuns) -> Result:
         cause="; ".join(failures),
         notes=f"{setting_words()}; {rate:.2f} requests/s; knee ({knee['rate']:.2f}/s): {WORDS_OF_KNEE}; gaps and runs "
         f"by class, the largest ratio; large: the last class of all requests of the run ({ours['large']} of "
-        f"{ours['requests']}, from {ours['large_from_tokens']:,.0f} tokens on average); a wait ends with the last "
+        f"{ours['requests']}, {ours['large_mean_tokens']:,.0f} tokens on average); a wait ends with the last "
         f"admission; FIFO is {FIFO}, with the cache ({NO_SCHEDULER}) its longest is "
-        f"{found[NO_SCHEDULER]['longest_large_wait_s']:.0f} s; predictor {PREDICTOR}",
+        f"{found[NO_SCHEDULER]['longest_large_wait_s']:.0f} s",
         details=found,
     )
 
 
-def stored_run(row: str, rate: float) -> dict[str, Any]:
-    """Run a row in a process of its own, and keep it even if another one fails."""
-    return StoredRuns("admission.2").get(
-        part_name(row), lambda: overload_figures(Case(row=row, rate=rate, requests=round(rate * HALF_HOUR_S)))
-    )
+def stored_run(case: Case) -> dict[str, Any]:
+    """Run a case in a process of its own, and keep it even if another one fails."""
+    return StoredRuns("admission.2").get(part_name(case.row), lambda: overload_figures(case))
 
 
 def overload_figures(case: Case) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def overload_figures(case: Case) -> dict[str, Any]:
     del figures["ttft_s"]
     return figures | {
         "large": int(large.sum()),
-        "large_from_tokens": _mean_tokens(outcome, large),
+        "large_mean_tokens": _mean_tokens(outcome, large),
         "longest_large_wait_s": float(np.asarray(outcome.waits_s)[large].max()),
         "squashed_share": 0.0 if outcome.queue is None else outcome.queue.squashed / case.requests,
     }

@@ -25,6 +25,7 @@ from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.peak import find_peak
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.scheduling.policies import ADMISSION
 
 NO_CACHE, NO_SCHEDULER = "chameleon:no-cache", "chameleon:no-scheduler"
 SYSTEMS = (FIFO, NO_CACHE, NO_SCHEDULER, OURS)
@@ -36,16 +37,13 @@ HIGH_S, HIGH_SEEDS = 58 * 60.0, (SEED, SEED + 1)
 CACHES = ("chameleon:lru", "chameleon:fairshare", "chameleon:lru-full", "chameleon:fairshare-full")
 PREFETCH = "chameleon:prefetch"
 SCHEDULERS = ("chameleon:sjf", "chameleon:sjf-aging")
-READINGS = (
-    "chameleon:literal",
-    "chameleon:lazy",
-    "chameleon,admission=chameleon:charge-if-absent",
-    "chameleon,admission=chameleon:charge-shared",
-    "chameleon,admission=chameleon:priority-shares",
-    "chameleon,admission=chameleon:p99",
+OUTPUT_ONLY = "chameleon:output-only"
+READINGS = tuple(
+    f"{OURS},admission={name}" for name in ADMISSION if name.startswith(f"{OURS}:") and name != OUTPUT_ONLY
 )
+"""Every reading of what the paper leaves open that has a name."""
 ACCURACY = 0.8
-PREDICTED = tuple(product((OURS, "chameleon:output-only"), (1.0, 0.8, 0.6)))
+PREDICTED = tuple(product((OURS, OUTPUT_ONLY), (1.0, 0.8, 0.6)))
 """Rows and accuracies."""
 SLO_TIMES, UNLOADED = 5, 0.1
 PCIE_LOAD, PCIE_ADAPTERS, PCIE_RANK = 5 / paper.KNEE_RPS, (1, 500), 32

@@ -257,7 +257,7 @@ def _readings(runs: Runs) -> str:
         counts = {key: sum(each["queue"][key] for each in made) for key in ("squashed", "bypassed")}
         rows.append(
             (
-                row,
+                row.rpartition("=")[2],
                 _seconds(cases.percentile(runs, name, 50)),
                 _seconds(cases.percentile(runs, name, 99)),
                 f"{cases.reduction(runs, row, 'high', 99):.0%}",
@@ -267,7 +267,7 @@ def _readings(runs: Runs) -> str:
                 str(sum(each["preempted"] for each in made) - counts["squashed"]),
             )
         )
-    headings = ("row", "P50 TTFT, s", "P99", "less", "classes at the end", "sent back", "bypassed", "preempted")
+    headings = ("admission", "P50 TTFT, s", "P99", "less", "classes at the end", "sent back", "bypassed", "preempted")
     return _table(headings, rows)
 
 

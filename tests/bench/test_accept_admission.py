@@ -213,7 +213,7 @@ def test_percentiles_are_of_all_seeds_of_a_part_and_of_no_other() -> None:
     runs = {
         f"{cases.part(OURS, 'high')}-7": figures([1.0, 2.0]),
         f"{cases.part(OURS, 'high')}-8": figures([3.0]),
-        f"{cases.part('chameleon:lazy', 'high')}-7": figures([99.0]),
+        f"{cases.part('chameleon,admission=chameleon:lazy', 'high')}-7": figures([99.0]),
         f"{cases.part(OURS, 'high', 1.0)}-7": figures([98.0]),
         f"{cases.part(FIFO, 'high')}-7": figures([8.0]),
     }
