@@ -280,6 +280,15 @@ def test_whoever_would_hold_more_than_its_share_leaves_as_much_for_others(
     assert admitted(queue) == names
 
 
+def test_whoever_holds_nothing_may_take_more_than_its_share() -> None:
+    """Else two owners of large requests would wait for each other for ever."""
+    view = View()
+    view.free = 1000
+    queue = FairShares(view)
+    filled(queue, [made(name, tenant=name, prompt_tokens=950) for name in "ab"])
+    assert admitted(queue)[:1] == ["a"]
+
+
 def test_shares_may_be_of_adapters() -> None:
     queue, _ = fair(by_adapter)
     one, other = adapter("one"), adapter("other")

@@ -92,7 +92,9 @@ class FairShares(AdmissionQueue):
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
             needed_tokens = self._needed_tokens(request)
-            if self._must_leave(needed_tokens, held_tokens[owner] + needed_tokens - share_tokens):
+            # Whoever holds nothing takes its turn, however much it needs: else it might never.
+            beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens
+            if self._must_leave(needed_tokens, beyond_tokens):
                 continue
             self._turn[request.request_id] = next(self._turns)
             match (yield request):
