@@ -3,7 +3,7 @@
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -159,7 +159,7 @@ class LiveRuns:
 
     def knee(self) -> dict[str, Any]:
         """Return FIFO's knee by the profile."""
-        return self._runs.get("knee", lambda: find_knee(FIFO, 1.0, cache(self._modelled_growth)))
+        return self._runs.get("knee", lambda: find_knee(FIFO, 1.0, self._modelled_growth))
 
     def _modelled_growth(self, rate: float) -> float:
         def each(cases: Iterable[Case]) -> list[float]:

@@ -329,7 +329,7 @@ def modelled_knee(row: str = FIFO) -> dict[str, Any]:
 
 def _search_knee(row: str) -> dict[str, Any]:
     with two_processes() as pool:
-        return find_knee(row, 1.6, lambda rate: mean_growth(row, rate, lambda cases: pool.map(relative_growth, cases)))
+        return find_knee(row, 1.2, lambda rate: mean_growth(row, rate, lambda cases: pool.map(relative_growth, cases)))
 
 
 def two_processes() -> ProcessPoolExecutor:
