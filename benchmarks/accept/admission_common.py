@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
 from functools import cache
 from multiprocessing import get_context
 from statistics import fmean
@@ -16,7 +15,7 @@ from benchmarks.accept.traces import AZURE_CONVERSATION, unpacked
 from lorikeet.bench.arrivals import at_rate
 from lorikeet.bench.in_process import Run, Watch, run_workload
 from lorikeet.bench.load_report import distribution
-from lorikeet.bench.memory_bench import MemorySetting, Rig, fill_host, modelled_rig
+from lorikeet.bench.memory_bench import MemorySetting, Rig, modelled_rig, warm_replica
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.predictors import make_predictor
@@ -204,10 +203,7 @@ def setting_of_profile(case: Case, work: MemoryWork) -> tuple[Rig, MemorySetting
 
 def run_on(rig: Rig, setting: MemorySetting, case: Case, work: MemoryWork) -> Outcome:
     """Run a case's requests on a fresh replica, all of whose adapters have been read into the host tier."""
-    (engine, _, _), clock, coalesced = rig.start(setting.settings(case.row))
-    with closing(engine):
-        run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
-        fill_host(engine, tuple(rig.adapters.values()))
+    with warm_replica(rig, setting.settings(case.row), work) as ((engine, _, _), clock, coalesced):
         began, watch = engine.memory_stats(), QueueWatch(engine, clock)
         run = run_workload(
             engine,

@@ -143,8 +143,8 @@ def test_preempted_kv_is_kept_or_computed_again(kept: PreemptedKv) -> None:
     assert preempted, "there is no room for both to end"
     again = [event for event in bench.events if isinstance(event, Admitted) and event.at_s >= preempted[0]]
     assert again
-    if kept is PreemptedKv.DROPPED:
-        assert again[0].cached_tokens == 0
+    # Before there has been any copy none is known to take time, so cheaper is to keep it.
+    assert bool(again[0].cached_tokens) is (kept is not PreemptedKv.DROPPED)
 
 
 def test_pace_finds_what_a_step_a_prompt_token_and_a_decode_take() -> None:

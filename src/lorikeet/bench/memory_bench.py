@@ -1,7 +1,7 @@
 """Rows of the memory on one workload: each on an engine of its own in this process, one after the other."""
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,10 +120,7 @@ def run_row(
         ConfigError: a setting does not fit the model, the profile or the machine.
         ExecutorError: a step failed.
     """
-    (engine, sizes, _), clock, coalesced = rig.start(settings)
-    with closing(engine):
-        run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
-        fill_host(engine, tuple(rig.adapters.values()))
+    with warm_replica(rig, settings, work) as ((engine, sizes, _), clock, coalesced):
         watch = MemoryWatch(engine, clock, sizes.block_tokens, _SAMPLE_S)
         run = run_workload(
             engine,
@@ -137,6 +134,22 @@ def run_row(
         )
         stats = engine.stats()
     return RowRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
+
+
+@contextmanager
+def warm_replica(rig: Rig, settings: Settings, work: MemoryWork) -> Iterator[Started]:
+    """Yield a fresh replica that has run the warm-up and read its adapters into the host tier; close it in the end.
+
+    Raises:
+        ConfigError: a setting does not fit the model, the profile or the machine.
+        ExecutorError: a step failed.
+    """
+    started = rig.start(settings)
+    (engine, _, _), clock, coalesced = started
+    with closing(engine):
+        run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
+        fill_host(engine, tuple(rig.adapters.values()))
+        yield started
 
 
 def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:

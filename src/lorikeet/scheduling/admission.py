@@ -119,5 +119,11 @@ class AdmissionQueue(ABC):
         return request.arrival_s
 
 
+def room_for(request: Request, view: EngineView) -> int:
+    """Return the tokens of room that a request needs to be admitted now."""
+    adapter = 0 if view.is_resident(request.adapter) else view.adapter_tokens(request.adapter)
+    return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter
+
+
 AdmissionPolicy = Callable[[EngineView], AdmissionQueue]
 """What a name in the table of policies stands for."""

@@ -4,14 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from lorikeet.core.ids import RequestId
-from lorikeet.core.request import Request
 from lorikeet.scheduling.admission import EngineView, Running
-
-
-def room_for(request: Request, view: EngineView) -> int:
-    """Return the tokens of room that a request needs to be admitted now."""
-    adapter = 0 if view.is_resident(request.adapter) else view.adapter_tokens(request.adapter)
-    return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter
 
 
 def wait_in_steps(

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView
-from lorikeet.scheduling.multilevel.bypass import room_for, wait_in_steps
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
+from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes, find_classes
 from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
 from lorikeet.scheduling.multilevel.ledger import Ledger

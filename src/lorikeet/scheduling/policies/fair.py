@@ -9,7 +9,7 @@ from itertools import count
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 """Of a token, as in the paper's evaluation; a token of the answer takes longer to make."""
@@ -91,7 +91,7 @@ class FairShares(AdmissionQueue):
         while heads:
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
-            needed_tokens = self._needed_tokens(request)
+            needed_tokens = room_for(request, self.view)
             # Whoever holds nothing takes its turn, however much it needs: else it might never.
             beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens
             if self._must_leave(needed_tokens, beyond_tokens):
@@ -120,10 +120,6 @@ class FairShares(AdmissionQueue):
         for request, output_tokens, _ in self.view.running():
             held_tokens[self._owner(request)] += len(request.prompt_token_ids) + output_tokens
         return held_tokens
-
-    def _needed_tokens(self, request: Request) -> int:
-        adapter_tokens = 0 if self.view.is_resident(request.adapter) else self.view.adapter_tokens(request.adapter)
-        return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter_tokens
 
     def _head(self, owner: str, place: int) -> tuple[int, float, str, int]:
         return self.served(owner), self._queues[owner][place].arrival_s, owner, place
