@@ -44,13 +44,20 @@ def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder:
         settings_for(model_folder), "tiny", TINY, lambda stage, done, total: stages.append(stage), lambda: LIMITS
     )
     assert decode_profile(encode_profile(profile), "here") == profile
-    assert list(dict.fromkeys(stages))[-5:] == ["transfers", "adapters", "steps", "loop", "fitting"]
+    assert list(dict.fromkeys(stages))[-6:] == ["transfers", "adapters", "merging", "steps", "loop", "fitting"]
     assert profile.lora.keys() == set(KernelForm)
     links = profile.transfers
     for link in (links.source_to_device, links.source_to_host, links.host_to_device, links.device_to_host):
         assert link is not None
         assert link.fit is not None
         assert link.seconds(2**20) > 0
+    switching = profile.switching
+    assert switching is not None
+    assert switching.merge.value + 4 * switching.merge_rank.value > 0
+    assert switching.restore.value > 0
+    assert switching.merge_fit is not None
+    assert switching.merge_fit.points == len(TINY.ranks)
+    assert profile.weight_bytes is not None
     assert profile.step.fit is not None
     assert profile.kernel_efficiency.keys() - {"lora"} == {"decode", "prefill"}  # one round may see no adapters at all
     for form in KernelForm:
@@ -74,7 +81,7 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     assert profile.name == "mine"
     assert profile.model == model_folder.name
     links = [f"transfers.{link}.bandwidth" for link in ("source_to_device", "source_to_host", "device_to_host")]
-    for name in ("step.decode_attention", "lora.unpadded.adapter_rank", *links):
+    for name in ("step.decode_attention", "lora.unpadded.adapter_rank", "switching.merge_rank", *links):
         assert name in result.stdout
     assert "lora.einsum.prefill_fit" in result.stdout
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native import NativeKernels
+from lorikeet.kernels.native import NativeKernels, PanelWeight
 from tests.kernels.exactness import check_error
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -82,3 +82,28 @@ def test_rows_may_be_part_of_wider_ones(instruction_set: str) -> None:
     assert torch.equal(
         native.linear(wide[:, 8:32], packed, None), native.linear(wide[:, 8:32].contiguous(), packed, None)
     )
+
+
+@instruction_sets
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_is_repacked_where_it_lies(instruction_set: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x, old, new = (torch.randn(rows, 31).to(dtype) for rows in (3, 100, 100))
+    native = kernels(instruction_set)
+    packed, other = native.pack(old), native.pack(new)
+    assert isinstance(packed, PanelWeight)
+    address, panels = packed.address, packed.panels.data_ptr()
+    native.repack(new, packed)
+    assert (packed.address, packed.panels.data_ptr()) == (address, panels)
+    assert torch.equal(native.linear(x, packed, None), native.linear(x, other, None))
+    native.repack(old.T.contiguous().T, packed)
+    assert torch.equal(native.linear(x, packed, None), native.linear(x, native.pack(old), None))
+
+
+@instruction_sets
+def test_a_weight_of_another_shape_or_dtype_cannot_take_its_place(instruction_set: str) -> None:
+    native = kernels(instruction_set)
+    packed = native.pack(torch.zeros(48, 8))
+    for wrong in (torch.zeros(8, 48), torch.zeros(48, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="in place of"):
+            native.repack(wrong, packed)

@@ -206,3 +206,14 @@ def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias() -> None:
     x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
     torch.testing.assert_close(KERNELS.linear(x, weight, bias), x @ weight.T + bias)
     torch.testing.assert_close(KERNELS.linear(x, weight, None), x @ weight.T)
+
+
+def test_a_weight_is_repacked_where_it_lies() -> None:
+    old, new = torch.randn(4, 3), torch.randn(4, 3)
+    kernels = ReferenceKernels()
+    packed = kernels.pack(old)
+    assert isinstance(packed, torch.Tensor)
+    address = packed.data_ptr()
+    kernels.repack(new, packed)
+    assert torch.equal(packed, new)
+    assert packed.data_ptr() == address

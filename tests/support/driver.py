@@ -131,7 +131,9 @@ class Driver:
         """Forget a sequence with the next step. Its blocks are not used again, so that nothing can hide in them."""
         self._drops.append(RequestId(name))
 
-    def step(self, work: dict[str, int], repeat: int = 1, max_duration_s: float = 60.0) -> StepResult:
+    def step(
+        self, work: dict[str, int], repeat: int = 1, max_duration_s: float = 60.0, merged: AdapterRef | None = None
+    ) -> StepResult:
         """Compute so many tokens of each sequence; a sequence that has caught up yields a token."""
         ordered = sorted(work.items(), key=lambda item: self._adapters[item[0]] or "")
         steps = []
@@ -148,6 +150,7 @@ class Driver:
             starts=tuple(self._starts),
             drops=tuple(self._drops),
             adapters=tuple(dict.fromkeys(d for name, _ in ordered if (d := self._adapters[name]) is not None)),
+            merged=None if merged is None else merged.digest,
             repeat=repeat,
             max_duration_s=max_duration_s,
         )

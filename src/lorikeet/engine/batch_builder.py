@@ -71,6 +71,7 @@ def build_batch(
     block_tokens: int,
     device: torch.device,
     form: KernelForm = KernelForm.UNPADDED,
+    merged: AdapterDigest | None = None,
 ) -> Batch:
     """Build the metadata of one step.
 
@@ -80,6 +81,7 @@ def build_batch(
         block_tokens: tokens of KV in a block.
         device: where the tensors go.
         form: how mixed ranks are computed.
+        merged: adapter that is in the base weights already: its rows need nothing more.
 
     Raises:
         ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
@@ -97,7 +99,8 @@ def build_batch(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     sampling = np.array([row.samples for row in rows], dtype=bool)
-    runs = adapter_rows([row.sequence.adapter for row in rows], counts.tolist())
+    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
+    runs = adapter_rows(added, counts.tolist())
     return Batch(
         token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
         positions=tensor(positions),

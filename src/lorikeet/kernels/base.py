@@ -147,6 +147,23 @@ class LoraDelta(NamedTuple):
     targets: LoraTargets
 
 
+class Assist(Protocol):
+    """What the executor does while q, k and v are computed, for adapters that are not all on the device."""
+
+    def begin(self, layer: int, x: Tensor) -> LoraBatch | None:
+        """Begin to compute what some adapters add, elsewhere; return the others, None if there are none.
+
+        Args:
+            layer: of the model; called for each in turn.
+            x: ``[T, hidden]``, what q, k and v are computed of.
+        """
+        ...
+
+    def finish(self, qkv: Tensor) -> None:
+        """Add what was computed elsewhere to ``qkv [T, (heads + 2 * kv_heads) * head_dim]``, changed in place."""
+        ...
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's metadata, built once per step.
@@ -162,6 +179,7 @@ class Batch:
         block_tables: int64 ``[n, N]``, padded with block 0.
         sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
         lora: the adapters, None if no row has one.
+        assist: for adapters of ``lora`` that change q, k and v alone and are not all on the device; None if all are.
     """
 
     token_ids: Tensor
@@ -173,6 +191,7 @@ class Batch:
     block_tables: Tensor
     sample_rows: Tensor
     lora: LoraBatch | None = None
+    assist: Assist | None = None
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:
@@ -204,6 +223,10 @@ class Kernels(Protocol):
 
     def pack(self, weight: Tensor) -> Weight:
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""
+        ...
+
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """Let ``packed`` hold ``weight``, of the shape and dtype that it was packed from, where it lies."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:

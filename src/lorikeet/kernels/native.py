@@ -20,18 +20,19 @@ _NO_LORA = (0, 0, 0)
 
 
 class PanelWeight:
-    """A weight packed in panels (``native/linear_tiles.h``), repacked by another ``pack`` when the weight changes.
+    """A weight packed in panels (``native/linear_tiles.h``), which stay where they are when the weight changes.
 
     Attributes:
         shape: ``[out, in]``.
         outputs: the first of them.
+        panels: their elements.
         address: of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
     """
 
     def __init__(self, panels: Tensor, shape: torch.Size) -> None:
         self.shape = shape
         self.outputs, inputs = shape
-        self._panels = panels
+        self.panels = panels
         numbers = [panels.data_ptr(), inputs, self.outputs, panels.element_size()]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self.address = self._numbers.data_ptr()
@@ -66,10 +67,19 @@ class NativeKernels:
         outputs, inputs = weight.shape
         item_bytes = weight.element_size()
         elements = self._library.lorikeet_packed_elements(outputs, inputs, item_bytes)
-        panels = self._slabs.allocate(elements, weight.dtype)
-        plain = weight.contiguous()
-        self._library.lorikeet_pack(plain.data_ptr(), panels.data_ptr(), outputs, inputs, item_bytes, self._threads)
-        return PanelWeight(panels, weight.shape)
+        packed = PanelWeight(self._slabs.allocate(elements, weight.dtype), weight.shape)
+        self.repack(weight, packed)
+        return packed
+
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """Write the panels anew."""
+        assert isinstance(packed, PanelWeight)
+        panels, plain = packed.panels, weight.contiguous()
+        if plain.shape != packed.shape or plain.dtype != panels.dtype:
+            raise ValueError(f"{list(plain.shape)} of {plain.dtype} in place of {list(packed.shape)} of {panels.dtype}")
+        self._library.lorikeet_pack(
+            plain.data_ptr(), panels.data_ptr(), *plain.shape, plain.element_size(), self._threads
+        )
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """One function for any number of rows, and for what adapters add, read in place; einsums are torch's."""

@@ -30,6 +30,10 @@ class RecordingKernels:
         """Not recorded: weights are packed once, before any batch."""
         return self._inner.pack(weight)
 
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """Not recorded: weights change between batches."""
+        self._inner.repack(weight, packed)
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Record shapes, and that of the bias; with adapters their row ranges and form, layer and targets."""
         call: Call = ("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias))

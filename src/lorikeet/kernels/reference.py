@@ -40,6 +40,11 @@ class ReferenceKernels:
         """Plain."""
         return weight
 
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """A copy."""
+        assert isinstance(packed, Tensor)
+        packed.copy_(weight)
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``, then what adapters add."""
         assert isinstance(weight, Tensor)

@@ -3,16 +3,16 @@
 It knows nothing of batching, scheduling or sampling; how attention finds its keys is the kernels' business.
 """
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTargets, Weight
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group
 from lorikeet.models.rotary import Rotary
-from lorikeet.models.weights import DecoderWeights, LayerWeights
+from lorikeet.models.weights import DecoderWeights, LayerWeights, lora_targets
 
 
 class Decoder:
@@ -32,12 +32,13 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        outputs = {module: shape.out_features for module, shape in geometry.modules.items()}
-        self._qkv = _side_by_side(("q", "k", "v"), outputs)
-        self._o = _side_by_side(("o",), outputs)
-        self._gate_up = _side_by_side(("gate", "up"), outputs)
-        self._down = _side_by_side(("down",), outputs)
+        self._qkv, self._o, self._gate_up, self._down = lora_targets(geometry).values()
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
+
+    def cut(self, layers: int) -> "Decoder":
+        """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured."""
+        weights = replace(self._weights, layers=self._weights.layers[:layers])
+        return Decoder(self._config, weights, self._kernels, self._group)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
@@ -73,7 +74,10 @@ class Decoder:
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         config, kernels = self._config, self._kernels
-        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, self._qkv)
+        lora = batch.lora if batch.assist is None else batch.assist.begin(index, x)
+        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, lora, index, self._qkv)
+        if batch.assist is not None:
+            batch.assist.finish(qkv)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
@@ -100,12 +104,3 @@ class Decoder:
         if lora is None or lora.modules.isdisjoint(targets.modules):
             return self._kernels.linear(x, weight, bias)
         return self._kernels.linear(x, weight, bias, LoraDelta(lora, index, targets))
-
-
-def _side_by_side(modules: Sequence[str], outputs: Mapping[str, int]) -> LoraTargets:
-    """Return the columns of modules whose outputs lie beside each other."""
-    targets: list[LoraTarget] = []
-    for module in modules:
-        column = sum(target.outputs for target in targets)
-        targets.append(LoraTarget(module, column, outputs[module]))
-    return LoraTargets(*targets)

@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lorikeet.kernels.base import Kernels, Weight
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.kernels.base import Kernels, LoraTarget, LoraTargets, Weight
+
+PRODUCTS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+"""The linear weights of a layer, by their names in :class:`LayerWeights`, and the modules of each, in row order."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +62,41 @@ class DecoderWeights:
     lm_head: Weight
 
 
-def pack_weights(weights: DecoderWeights, kernels: Kernels) -> DecoderWeights:
-    """Return ``weights`` in the kernels' layout. Plain copies are given up one by one, so that they never lie twice."""
+def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
+    """Return where the modules of each of ``PRODUCTS`` write, on a rank of this geometry."""
+    found = {}
+    for product, modules in PRODUCTS.items():
+        targets: list[LoraTarget] = []
+        for module in modules:
+            column = sum(target.outputs for target in targets)
+            targets.append(LoraTarget(module, column, geometry.modules[module].out_features))
+        found[product] = LoraTargets(*targets)
+    return found
+
+
+def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool = False) -> DecoderWeights:
+    """Return ``weights`` in the kernels' layout.
+
+    Plain copies are given up one by one, so that they never lie twice, unless they are to be kept. A backend whose
+    layout is plain packs nothing: the tensors are then the same.
+    """
     layers = tuple(
         replace(
             layer,
-            qkv=_pack(layer.qkv, kernels),
-            o=_pack(layer.o, kernels),
-            gate_up=_pack(layer.gate_up, kernels),
-            down=_pack(layer.down, kernels),
+            qkv=_pack(layer.qkv, kernels, keep=keep_plain),
+            o=_pack(layer.o, kernels, keep=keep_plain),
+            gate_up=_pack(layer.gate_up, kernels, keep=keep_plain),
+            down=_pack(layer.down, kernels, keep=keep_plain),
         )
         for layer in weights.layers
     )
     # A tied output layer is packed beside the embedding, whose rows are looked up.
     tied = weights.lm_head is weights.embedding
-    lm_head = _pack(weights.lm_head, kernels, keep=tied)
+    lm_head = _pack(weights.lm_head, kernels, keep=keep_plain or tied)
     return replace(weights, layers=layers, lm_head=lm_head)
 
 
-def _pack(weight: Weight, kernels: Kernels, *, keep: bool = False) -> Weight:
+def _pack(weight: Weight, kernels: Kernels, *, keep: bool) -> Weight:
     assert isinstance(weight, Tensor)
     packed = kernels.pack(weight)
     if packed is not weight and not keep:

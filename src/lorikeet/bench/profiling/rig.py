@@ -121,6 +121,15 @@ class Rig:
         result = self._executor.execute(plan)
         return Timing(result.duration_s / result.steps_run, result.steps_run)
 
+    def switch(self, steps: tuple[SequenceStep, ...], merged: AdapterDigest | None) -> float:
+        """Run a prepared step with an adapter merged, or none, and return the seconds that the change took.
+
+        Args:
+            steps: of that adapter alone; of any, if none is merged. Steps that are run otherwise merge none.
+            merged: a loaded adapter.
+        """
+        return self._executor.execute(StepPlan(0, sequences=steps, merged=merged)).switch_s
+
     def load(self, ref: AdapterRef) -> float:
         """Load an adapter into device blocks and return the seconds that took.
 
