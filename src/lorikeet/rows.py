@@ -25,10 +25,13 @@ class MemorySplit(StrEnum):
     """``adapter_share`` of it is for adapters, the rest for KV."""
 
 
-class BatchingMode(StrEnum):
-    """Whether an adapter is merged into the base weights."""
+class MergeBy(StrEnum):
+    """How another adapter comes to be merged into the base weights."""
 
-    UNMERGED = "unmerged"
+    DELTA = "delta"
+    """The weights that it touches are computed anew."""
+    MODEL = "model"
+    """A whole merged model takes the place of another."""
 
 
 class ColdStart(StrEnum):
@@ -38,6 +41,29 @@ class ColdStart(StrEnum):
     """Only requests of that adapter wait."""
     BLOCK = "block"
     """Everything waits until the transfer has ended."""
+    ASSIST = "assist"
+    """Host cores compute what the adapter adds to a prefill on layers that have not arrived; decodes wait. Where they
+    cannot, as ``wait``."""
+    AUTO = "auto"
+    """``assist`` where it brings the first token sooner, else ``wait``."""
+
+
+class LayerGroups(StrEnum):
+    """In how many parts an adapter whose prefill is assisted arrives."""
+
+    PLANNED = "planned"
+    """As many as bring the first token soonest."""
+    ONE = "one"
+    """All at once."""
+
+
+class HostLayers(StrEnum):
+    """On which layers of an assisted prefill the host computes."""
+
+    DYNAMIC = "dynamic"
+    """On each that has not arrived when its turn comes."""
+    STATIC = "static"
+    """On those of the first group; the others are waited for."""
 
 
 class PreemptedKv(StrEnum):
@@ -71,8 +97,11 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         admission: who of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
         preempted_kv: what becomes of the KV of a sequence that must wait again.
-        batching_mode: merged or not.
+        batching_mode: who of the admitted and the waiting requests runs, and whether their adapter is merged.
+        merge_by: how another adapter comes to be merged.
         cold_start: what happens while a request's adapter is transferred.
+        layer_groups, host_layers: of assisted prefills.
+        host_chunk: an assisted prefill uses a host core for so many times the tokens that were measured to suit one.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -91,8 +120,12 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: str = "fifo"
     max_step_adapters: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
-    batching_mode: BatchingMode = BatchingMode.UNMERGED
+    batching_mode: str = "unmerged"
+    merge_by: MergeBy = MergeBy.DELTA
     cold_start: ColdStart = ColdStart.WAIT
+    layer_groups: LayerGroups = LayerGroups.PLANNED
+    host_layers: HostLayers = HostLayers.DYNAMIC
+    host_chunk: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 _ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
@@ -101,6 +134,18 @@ _CHAMELEON = Row(
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
+    cold_start=ColdStart.BLOCK,
+)
+_DLORA = Row(
+    kernel_form=KernelForm.EINSUM,
+    kv_after_finish=KvAfterFinish.DROPPED,
+    batching_mode="dlora",
+    cold_start=ColdStart.BLOCK,
+)
+_ON_DEMAND = Row(
+    kernel_form=KernelForm.PADDED,
+    kv_after_finish=KvAfterFinish.DROPPED,
+    keep_adapters=False,
     cold_start=ColdStart.BLOCK,
 )
 _VLLM = Row(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
@@ -113,6 +158,7 @@ def _but(row: Row, **axes: Any) -> Row:
 _CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
+_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST)
 
 ROWS: dict[str, Row] = {
     "lorikeet:plain": Row(),
@@ -156,8 +202,31 @@ ROWS: dict[str, Row] = {
     "chameleon:s-lora": _S_LORA,
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
+    "dlora": _DLORA,
+    "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
+    "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
+    "dlora:backfill": _but(_DLORA, batching_mode="dlora:backfill"),
+    "merged-only": _but(_DLORA, batching_mode="merged-only"),
+    "unmerged-only": _but(_DLORA, batching_mode="unmerged"),
+    "dlora:peft": _but(_DLORA, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
+    "dlora:vllm-uniform": _but(_DLORA, batching_mode="whole-models", merge_by=MergeBy.MODEL),
+    "dlora:s-lora": _but(_DLORA, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
+    "toppings": _TOPPINGS,
+    "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
+    "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
+    "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
+    "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
+    "toppings:on-demand": _ON_DEMAND,
+    "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
+    "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
+    "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
 }
 """Every system by name. A new policy is one file and one row here."""
+
+MERGING_MODES = frozenset(
+    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:backfill", "merged-only", "whole-models"}
+)
+"""Batching modes that may merge an adapter into the base weights. For them alone ranks keep pristine copies."""
 
 AUTO_ROW = "lorikeet:plain"
 """What ``auto`` stands for today; the start-up log says it."""

@@ -1,10 +1,11 @@
-"""Prefetch by the queue and by histograms of the times between arrivals."""
+"""Prefetch by the queue, by histograms of the times between arrivals, and of everything."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.chameleon import PROTECTED, WANTED, Chameleon
 from lorikeet.memory.policies.histogram_prefetch import GapHistogram, HistogramPrefetch
 from lorikeet.memory.policies.lru import Lru
@@ -42,6 +43,20 @@ def test_where_the_eviction_policy_knows_no_tiers_nobody_leaves_for_the_queue() 
     tree = Tree()
     view = view_of(tree)
     assert QueuePrefetch(view, Lru(view)).evicts_below(add_adapter(tree, there=False)) == -np.inf
+
+
+# --- all ---------------------------------------------------------------------------------------------
+
+
+def test_every_known_adapter_is_named_but_those_that_are_there_or_move() -> None:
+    tree = Tree()
+    first, _, second, coming = (add_adapter(tree, there=there) for there in (False, True, False, False))
+    tree.moving[coming] = Moving.READ
+    view = view_of(tree)
+    prefetch = AllPrefetch(view, Lru(view))
+    assert list(prefetch.targets(0.0)) == [first, second]
+    assert prefetch.evicts_below(first) == -np.inf
+    assert not prefetch.fills  # it needs no ticks
 
 
 # --- histograms --------------------------------------------------------------------------------------

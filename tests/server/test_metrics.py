@@ -9,7 +9,7 @@ from prometheus_client.samples import Sample
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, RouteStats, TierBytes
+from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, ModeStats, RouteStats, TierBytes
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.usage import Counts
@@ -163,6 +163,18 @@ async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running)
     numbers = ("transfers", "transfer_bytes", "transfer_failures", "transfer_busy_seconds")
     assert [value(samples, f"lorikeet:memory_{name}_total", **moved) for name in numbers] == [6, 300, 1, 0.5]
     assert value(samples, "lorikeet:memory_transfers_total", source="host", target="device") == 9
+
+
+async def test_merging_and_cold_starts_are_told(server: Running) -> None:
+    modes = ModeStats(AdapterDigest("d" * 64), switches=4, switch_s=0.5, merged_steps=30, assisted_steps=2)
+    server.engine.stats = msgspec.structs.replace(STATS, modes=modes, ahead_of_adapter=3)
+    samples = await page(server)
+    assert value(samples, "lorikeet:merged_adapter", adapter="d" * 12) == 1
+    names = ("merge_switches", "merge_switch_seconds", "merged_steps", "assisted_steps")
+    assert [value(samples, f"lorikeet:{name}_total") for name in names] == [4, 0.5, 30, 2]
+    assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
+    server.engine.stats = STATS
+    assert "lorikeet:merged_adapter" not in await page(server)
 
 
 async def test_without_gauges_of_the_engine_the_page_has_none_of_the_memory(server: Running) -> None:

@@ -8,7 +8,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.plan import StepPlan, Transfer
+from lorikeet.core.plan import Groups, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
@@ -17,6 +17,8 @@ from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_see
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
 from lorikeet.rows import ColdStart, Row
+from lorikeet.scheduling.batching import BATCHING
+from lorikeet.scheduling.coldstart.costs import AssistCosts
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
@@ -49,6 +51,8 @@ class Bench:
     failing: frozenset[AdapterDigest] = frozenset()
     fails: Callable[[Transfer], bool] = lambda transfer: False
     sick: frozenset[RequestId] = frozenset()
+    switch_s: float = 0.0
+    assist: AssistCosts | None = None
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -61,10 +65,20 @@ class Bench:
             eviction=self.row.eviction,
             prefetch=self.row.prefetch,
             rules=memory_rules(self.row),
+            assist=self.groups,
         )
-        self.scheduler = Scheduler(self.memory, ADMISSION[self.row.admission], self.limits, self.row)
+        batching = BATCHING[self.row.batching_mode]
+        self.scheduler = Scheduler(
+            self.memory, ADMISSION[self.row.admission], self.limits, self.row, batching, self.assist
+        )
         self.executor = ScriptedExecutor(
-            self.clock, BLOCK_TOKENS, self.script, failing=self.failing, fails=self.fails, sick=self.sick
+            self.clock,
+            BLOCK_TOKENS,
+            self.script,
+            failing=self.failing,
+            fails=self.fails,
+            sick=self.sick,
+            switch_s=self.switch_s,
         )
         self.plans: list[StepPlan] = []
         self.engine = Engine(
@@ -73,6 +87,10 @@ class Bench:
         self.tokens: dict[RequestId, list[int]] = {}
         self.events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
+
+    def groups(self, ref: AdapterRef, tokens: int) -> Groups:
+        """In which order an adapter arrives whose prefill is assisted: its first block last."""
+        return ((1, ref.max_rank), (0, 1)) if self.assist is not None and ref.max_rank > 1 else ()
 
     def step(self) -> None:
         """One turn, with the accounts checked after it."""

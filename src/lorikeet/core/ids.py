@@ -13,3 +13,6 @@ AdapterDigest = NewType("AdapterDigest", str)
 
 BlockId = NewType("BlockId", int)
 """Index of a block in an arena; the same on every tensor-parallel rank."""
+
+ReplicaId = NewType("ReplicaId", str)
+"""One engine with all its tensor-parallel ranks, in a cluster."""

@@ -166,6 +166,23 @@ class MemoryStats(msgspec.Struct, frozen=True):
     metadata_bytes: int
 
 
+class ModeStats(msgspec.Struct, frozen=True):
+    """How batches ran. Counts are since the start.
+
+    Attributes:
+        merged: the adapter that the last step ran merged, None if none.
+        switches, switch_s: changes of it, and the time they took.
+        merged_steps: steps with one.
+        assisted_steps: steps with prefills that the host assisted.
+    """
+
+    merged: AdapterDigest | None = None
+    switches: int = 0
+    switch_s: float = 0.0
+    merged_steps: int = 0
+    assisted_steps: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, taken after a step.
 
@@ -176,6 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         waiting: all other requests.
         waiting_for_adapter, waiting_for_kv: those of them that hold blocks, and wait for the transfer of their
             adapter, or only for that of KV that was found on the host.
+        ahead_of_adapter: those that wait for their adapter though their prefill is done, assisted by the host.
         free_blocks, cached_blocks, kv_blocks, adapter_blocks, inflight_blocks: blocks by use; with
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
             blocks that running sequences hold and ``cached`` KV blocks that nobody holds.
@@ -187,6 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         preemptions: so far.
         step_tokens: tokens computed by the last step.
         memory: what the memory tells.
+        modes: how batches ran.
     """
 
     at_s: float
@@ -210,6 +229,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     preemptions: int
     step_tokens: int
     memory: MemoryStats
+    ahead_of_adapter: int = 0
+    modes: ModeStats = ModeStats()
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

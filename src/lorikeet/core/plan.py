@@ -67,6 +67,10 @@ class Tier(StrEnum):
     """An adapter's files."""
 
 
+Groups = tuple[tuple[int, int], ...]
+"""Runs of a transfer's blocks, each from an index to another (half-open)."""
+
+
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """Blocks on their way from one tier to another: the weights of an adapter, or KV.
 
@@ -80,6 +84,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
         device_blocks: in the device arena, in the order of ``host_blocks``.
         adapter: whose weights they are, in packing order; None for KV.
         demand: whether somebody waits for it. Such transfers go first.
+        groups: in the order in which they are to arrive; none: as the blocks lie.
     """
 
     transfer_id: int
@@ -89,6 +94,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     device_blocks: tuple[BlockId, ...] = ()
     adapter: AdapterRef | None = None
     demand: bool = True
+    groups: Groups = ()
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +127,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         merged: adapter whose weights are merged into the base, None while unmerged.
         repeat: number of identical decode steps; above 1 only if every sequence decodes.
         max_duration_s: the executor ends a repeat early after this time.
+        assisted: of ``adapters``, those that are still on their way from the host. Sequences under them prefill, and
+            on layers that have not arrived host workers compute what they add.
     """
 
     step: int
@@ -135,6 +143,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     merged: AdapterDigest | None = None
     repeat: int = 1
     max_duration_s: float = 0.05
+    assisted: tuple[AdapterDigest, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -165,6 +174,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         steps_run: how many of ``repeat`` steps ran.
         duration_s: time the executor took.
         failed: requests whose logits were not finite, so that no token could be chosen; the others are sound.
+        switch_s: the part of ``duration_s`` in which another adapter, or none, was merged into the base weights.
     """
 
     step: int
@@ -172,3 +182,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     steps_run: int
     duration_s: float
     failed: tuple[RequestId, ...] = ()
+    switch_s: float = 0.0

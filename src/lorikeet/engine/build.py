@@ -1,8 +1,8 @@
 """From settings to a replica that runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,9 +19,12 @@ from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.tree import Kind
 from lorikeet.rows import resolve_row
+from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 class Replica(NamedTuple):
@@ -55,7 +58,7 @@ def build_replica(
     clock = MonotonicClock()
     executor: Executor
     if settings.engine.executor is ExecutorKind.PACED:
-        executor, sizes = build_paced_executor(settings, row.kernel_form, clock, on_load_done)
+        executor, sizes = build_paced_executor(settings, row, clock, on_load_done)
     else:
         executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
     return assemble(settings, executor, sizes, clock)
@@ -86,9 +89,14 @@ def assemble(
         max_repeat=settings.engine.max_repeat,
         repeat_limit_s=settings.engine.repeat_limit_s,
     )
-    if row.admission not in ADMISSION:
-        raise ConfigError(f"row {name}: no admission is called {row.admission!r}; there are: {', '.join(ADMISSION)}")
-    scheduler = Scheduler(memory, ADMISSION[row.admission], limits, row)
+    for axis, policy, table in (
+        ("admission", row.admission, ADMISSION),
+        ("batching mode", row.batching_mode, BATCHING),
+    ):
+        if policy not in table:
+            raise ConfigError(f"row {name}: no {axis} is called {policy!r}; there are: {', '.join(table)}")
+    batching = BATCHING[row.batching_mode]
+    scheduler = Scheduler(memory, ADMISSION[row.admission], limits, row, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan, recorder)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
@@ -100,6 +108,12 @@ def assemble(
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
     return Replica(engine, sizes, tuple(notes))
+
+
+def _policy(row: str, axis: str, policy: str, table: Mapping[str, T]) -> T:
+    if policy not in table:
+        raise ConfigError(f"row {row}: no {axis} is called {policy!r}; there are: {', '.join(table)}")
+    return table[policy]
 
 
 def _recorder(settings: Settings, row: str, sizes: EngineSizes) -> FileRecorder | None:

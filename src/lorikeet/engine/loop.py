@@ -184,6 +184,8 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
             memory=self._memory.stats(),
+            ahead_of_adapter=self._scheduler.ahead_of_adapter,
+            modes=self._scheduler.selection.stats(),
         )
 
     def memory_stats(self) -> MemoryStats:

@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.plan import Groups
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.layer_groups import block_runs
+from lorikeet.memory.memory import Assist, Memory
 from lorikeet.memory.packing import pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
-from lorikeet.rows import KvAfterFinish, MemorySplit, Row
+from lorikeet.rows import ColdStart, KvAfterFinish, MemorySplit, Row
 
 
 def build_memory(row: Row, sizes: EngineSizes) -> Memory:
@@ -28,6 +30,7 @@ def build_memory(row: Row, sizes: EngineSizes) -> Memory:
         row.eviction,
         row.prefetch,
         memory_rules(row),
+        _assist(row, sizes),
     )
 
 
@@ -67,3 +70,23 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
         return known[ranks]
 
     return size
+
+
+def _assist(row: Row, sizes: EngineSizes) -> Assist:
+    """Return a function that tells in which order an adapter is to arrive whose prefill is assisted."""
+    costs, known = sizes.assist, dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Groups]()
+    if costs is None or row.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
+        return lambda ref, tokens: ()
+    geometry = sizes.local_geometry
+    block_elements = geometry.block_elements(sizes.block_tokens)
+    is_wanted = costs.pays if row.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
+
+    def groups(ref: AdapterRef, tokens: int) -> Groups:
+        if not is_wanted(ref, tokens):
+            return ()
+        key = tuple(ref.ranks.items()), (tokens - 1).bit_length()
+        if key not in known:
+            known[key] = block_runs(pack(ref.ranks, geometry, block_elements), costs.layer_groups(ref, tokens))
+        return known[key]
+
+    return groups

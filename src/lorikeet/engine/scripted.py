@@ -49,6 +49,7 @@ class ScriptedExecutor:
         step_s: time of a step, whatever it holds.
         load_s: time to read an adapter's files.
         copy_s: time to copy a block between the tiers.
+        switch_s: time to change the merged adapter.
         failing: versions that cannot be read.
         fails: tells of a transfer whether it fails for another reason.
         sick: requests whose output is not finite.
@@ -62,6 +63,7 @@ class ScriptedExecutor:
         step_s: float = 0.01,
         load_s: float = 0.05,
         copy_s: float = 0.001,
+        switch_s: float = 0.0,
         failing: Collection[AdapterDigest] = (),
         fails: Callable[[Transfer], bool] = lambda transfer: False,
         sick: Collection[RequestId] = (),
@@ -72,6 +74,8 @@ class ScriptedExecutor:
         self._step_s = step_s
         self._load_s = load_s
         self._copy_s = copy_s
+        self._switch_s = switch_s
+        self._merged: AdapterDigest | None = None
         self._failing = failing
         self._fails = fails
         self._sick = sick
@@ -97,12 +101,14 @@ class ScriptedExecutor:
         for transfer in plan.transfers:
             self._arenas.begin(transfer)
             self._link.begin(transfer, started_s)
+        self._check_assisted(plan)
+        switch_s = self._switch(plan)
         steps_run = self._steps_until_stop(plan)
-        tokens = tuple(self._run(step, steps_run) for step in plan.sequences)
+        tokens = tuple(self._run(step, steps_run, plan) for step in plan.sequences)
         if plan.sequences:
-            self._clock.advance(self._step_s * steps_run)
+            self._clock.advance(self._step_s * steps_run + switch_s)
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
-        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed)
+        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s)
 
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers whose time has come; what they bring is there now."""
@@ -152,15 +158,46 @@ class ScriptedExecutor:
                     return ran
         return plan.repeat
 
-    def _run(self, step: SequenceStep, steps_run: int) -> tuple[Token, ...]:
+    def _check_assisted(self, plan: StepPlan) -> None:
+        """See to it that whoever is assisted prefills, under an adapter that is on its way from the host."""
+        coming = {t.adapter.digest: t for t in self._arenas.transfers.values() if t.adapter and t.groups}
+        for digest in plan.assisted:
+            require(digest in coming, f"{digest} is assisted, but not on its way from the host")
+            for index, block in enumerate(coming[digest].host_blocks):
+                intact = self._arenas.holds(block, Tier.HOST) == ("weights", digest, index)
+                require(intact, f"host block {block} does not hold adapter {digest}, which is assisted")
+        for step in plan.sequences:
+            sequence = self._sequences[step.request_id]
+            prefills = step.start < len(sequence.start.token_ids)
+            require(prefills or sequence.start.adapter not in plan.assisted, f"{step.request_id} decodes, assisted")
+
+    def _switch(self, plan: StepPlan) -> float:
+        """Take the plan's merged adapter in; return how long that takes."""
+        if not plan.sequences:
+            require(plan.merged == self._merged, f"step {plan.step} runs nobody, and changes the merged adapter")
+            return 0.0
+        for step in plan.sequences:
+            own = plan.merged in (None, self._sequences[step.request_id].start.adapter)
+            require(own, f"{step.request_id} runs while adapter {plan.merged} is merged")
+        if plan.merged == self._merged:
+            return 0.0
+        self._merged = plan.merged
+        if plan.merged is not None:
+            self._check_weights(plan.merged, f"step {plan.step}")
+        return self._switch_s
+
+    def _check_weights(self, digest: AdapterDigest, reader: str) -> None:
+        require(digest in self._weights, f"{reader}: adapter {digest} is not loaded")
+        for index, block in enumerate(self._weights[digest]):
+            intact = self._arenas.holds(block) == ("weights", digest, index)
+            require(intact, f"{reader}: block {block} no longer holds adapter {digest}")
+
+    def _run(self, step: SequenceStep, steps_run: int, plan: StepPlan) -> tuple[Token, ...]:
         sequence = self._sequences[step.request_id]
         digest = sequence.start.adapter
         sequence.blocks += step.new_blocks
-        if digest is not None:
-            require(digest in self._weights, f"{step.request_id}: adapter {digest} is not loaded")
-            for index, block in enumerate(self._weights[digest]):
-                intact = self._arenas.holds(block) == ("weights", digest, index)
-                require(intact, f"{step.request_id}: block {block} no longer holds adapter {digest}")
+        if digest is not None and digest not in plan.assisted:
+            self._check_weights(digest, step.request_id)
         for position in range(step.start):
             block, offset = self._place(sequence, position)
             own = self._arenas.kv(block, offset) == sequence.key(position)

@@ -37,9 +37,9 @@ class ScriptedArenas:
         self._reads: Counter[Place] = Counter()
         self._last_id = -1
 
-    def holds(self, block: BlockId) -> object:
-        """Return what a device block holds."""
-        return self._contents.get((Tier.DEVICE, block))
+    def holds(self, block: BlockId, tier: Tier = Tier.DEVICE) -> object:
+        """Return what a block holds."""
+        return self._contents.get((tier, block))
 
     def kv(self, block: BlockId, offset: int) -> int | None:
         """Return the KV of a token in a device block, None if there is none."""

@@ -34,6 +34,7 @@ class SequenceLease:
         private: those of ``blocks`` that the tree does not know.
         adapter_transfers, kv_transfers: ids of those it waits for.
         cached_blocks: blocks found for it.
+        assisted: while its adapter is on its way, the host computes what that adds to a prefill.
     """
 
     adapter: int
@@ -44,11 +45,17 @@ class SequenceLease:
     adapter_transfers: set[int] = field(default_factory=set)
     kv_transfers: set[int] = field(default_factory=set)
     cached_blocks: int = 0
+    assisted: bool = False
 
     @property
     def is_ready(self) -> bool:
         """Whether all it waited for has arrived."""
         return not (self.adapter_transfers or self.kv_transfers)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether only its adapter has not arrived, and a prefill can do without."""
+        return self.assisted and bool(self.adapter_transfers) and not self.kv_transfers
 
 
 class TransferOutcome(NamedTuple):

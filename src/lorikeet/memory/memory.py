@@ -13,7 +13,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.messages import MemoryStats
-from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.core.plan import Groups, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
 from lorikeet.memory.integrity import check_accounts, check_tree
@@ -30,6 +30,9 @@ from lorikeet.memory.tree import BASE, Kind, Moving, Tree, block_keys
 
 _PLAIN = MemoryRules()
 
+Assist = Callable[[AdapterRef, int], Groups]
+"""In which order an adapter on the host is to arrive if the host assists a prefill of so many tokens; () if not."""
+
 
 class Memory:
     """See the module.
@@ -41,6 +44,7 @@ class Memory:
         adapter_size: what an adapter takes when packed.
         eviction, prefetch: names of policies.
         rules: of the row.
+        assist: whose prefill the host assists; nobody's by default.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Memory:
         eviction: str = "lru",
         prefetch: str = "none",
         rules: MemoryRules = _PLAIN,
+        assist: Assist = lambda ref, tokens: (),
     ) -> None:
+        self._assist = assist
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self._rules = rules
@@ -112,17 +118,9 @@ class Memory:
 
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
         """Return why a sequence of ``tokens`` tokens under an adapter could not run even alone, None if it could."""
-        kv, adapter = self.blocks_for(tokens), 0 if ref is None else self.adapters.device_blocks(ref)
-        limits = self.room.limit(Kind.KV), self.room.limit(Kind.ADAPTER)
-        if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= self.total_blocks:
-            return None
-        split = (
-            f", of which {limits[0]} for KV and {limits[1]} for adapters" if sum(limits) <= self.total_blocks else ""
-        )
-        return (
-            f"{tokens} tokens and {adapter} blocks of adapter need {kv + adapter} blocks of {self.block_bytes} bytes, "
-            f"there are {self.total_blocks}{split}"
-        )
+        adapter = 0 if ref is None else self.adapters.device_blocks(ref)
+        problem = self.room.why_impossible(self.blocks_for(tokens), adapter)
+        return problem and f"{tokens} tokens and {adapter} blocks of adapter {problem}"
 
     # --- adapters ------------------------------------------------------------------------------------
 
@@ -253,11 +251,14 @@ class Memory:
         lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
         self._leases.add(lease)
         if load:
-            self.swapper.load(adapter, now, demand=True)
+            to_prefill = tokens - len(path) * self.block_tokens
+            groups = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else ()
+            self.swapper.load(adapter, now, demand=True, groups=groups)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
         for flight in tiers.want([adapter]):
             lease.adapter_transfers.add(flight.transfer.transfer_id)
+            lease.assisted = bool(flight.transfer.groups)
         for flight in tiers.want(path):
             lease.kv_transfers.add(flight.transfer.transfer_id)
         for transfer_id in lease.adapter_transfers | lease.kv_transfers:

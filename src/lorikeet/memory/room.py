@@ -79,6 +79,14 @@ class Room:
         """Return the most device blocks that a kind may ever take."""
         return next(area.limit for area in self._areas if kind in area.kinds)
 
+    def why_impossible(self, kv: int, adapter: int) -> str | None:
+        """Return why so many blocks for KV and for an adapter could never be there at once, None if they could."""
+        limits, total = (self.limit(Kind.KV), self.limit(Kind.ADAPTER)), self._tiers.device.total
+        if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= total:
+            return None
+        split = f", of which {limits[0]} for KV and {limits[1]} for adapters" if sum(limits) <= total else ""
+        return f"need {kv + adapter} blocks of {self._block_bytes} bytes, there are {total}{split}"
+
     def unused(self) -> int:
         """Return the device blocks that are free, or will be without evicting anybody else."""
         return sum(self._unused(area) for area in self._areas)
@@ -250,7 +258,7 @@ class Room:
         have = self._unused(area)
         if blocks <= have:
             return True
-        if below == np.inf:
+        if below == np.inf or blocks > self.available(area.kinds[0]):
             return blocks <= self.available(area.kinds[0])
         nodes = np.concatenate([self._candidates(kind) for kind in area.kinds])
         scores = self._eviction.scores(nodes, now)

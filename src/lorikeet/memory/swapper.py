@@ -10,7 +10,7 @@ import time
 from collections import deque
 from itertools import islice
 
-from lorikeet.core.plan import Tier
+from lorikeet.core.plan import Groups, Tier
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
 from lorikeet.memory.room import Room
@@ -107,14 +107,14 @@ class Swapper:
         if not self._prefetch.fills:
             self._fill(0, now)
 
-    def load(self, node: int, now: float, *, demand: bool) -> Flight:
-        """Begin to bring an adapter to the device; its room has been made."""
+    def load(self, node: int, now: float, *, demand: bool, groups: Groups = ()) -> Flight:
+        """Begin to bring an adapter to the device, its blocks in the order of ``groups``; its room has been made."""
         tiers, entry = self._tiers, self._tree.adapters[node]
         host_blocks = []
         if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size, now):
             host_blocks = tiers.host.lease(entry.host_size)
         blocks = tiers.device.lease(int(self._tree.size[node]))
-        return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand)
+        return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, groups=groups)
 
     def note_known(self, node: int) -> None:
         """A new adapter is to be read into the host tier when there is room."""
@@ -141,6 +141,7 @@ class Swapper:
         """Bring nodes to the device as long as more than ``leave_free`` blocks stay unused."""
         tree = self._tree
         batch: list[int] = []
+        refused: dict[float, int] = {}  # by what may be evicted, the least room that could not be made so
         for node in islice(self._prefetch.targets(now), _PREFETCHES_A_TICK):
             if not is_prefetchable(tree, node) or self._retry_s.get(node, now) > now:
                 continue
@@ -152,10 +153,14 @@ class Swapper:
             if tree.kind[node] == Kind.KV:
                 batch.append(node)
                 continue
+            if size >= refused.get(below, math.inf):  # room only becomes less meanwhile
+                continue
             self._fetch(batch, now)  # first: room for an adapter may be made at the expense of KV on the host
             batch = []
             if self._room.make(0, size, now, below):
                 self._note(self.load(node, now, demand=False), now)
+            else:
+                refused[below] = size
         self._fetch(batch, now)
 
     def _fetch(self, batch: list[int], now: float) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.core.ids import BlockId
-from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.core.plan import Groups, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts, Landing, RouteTotals
 from lorikeet.memory.tree import NO_BLOCK, NO_NODE, Kind, Moving, Tree
@@ -137,7 +137,14 @@ class Tiers:
     # --- moves ---------------------------------------------------------------------------------------
 
     def fetch_adapter(
-        self, node: int, device_blocks: Sequence[BlockId], host_blocks: Sequence[BlockId], now: float, *, demand: bool
+        self,
+        node: int,
+        device_blocks: Sequence[BlockId],
+        host_blocks: Sequence[BlockId],
+        now: float,
+        *,
+        demand: bool,
+        groups: Groups = (),
     ) -> Flight:
         """Begin to bring an adapter to the device: from the host if it is there, else from its source.
 
@@ -147,6 +154,7 @@ class Tiers:
             host_blocks: leased for it, to read its source by way of; empty if it is on the host, or to read directly.
             now: the time.
             demand: whether somebody waits.
+            groups: runs of blocks in the order in which they are to arrive; none: as they lie.
         """
         tree, entry = self.tree, self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
@@ -166,6 +174,7 @@ class Tiers:
             entry.device_blocks[: entry.host_size],
             entry.ref,
             demand,
+            groups,
         )
         return self._begin(transfer, (node,), now)
 

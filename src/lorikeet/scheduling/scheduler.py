@@ -18,7 +18,6 @@ from lorikeet.core.events import (
     Admitted,
     Finished,
     FinishReason,
-    FirstToken,
     KvArrived,
     Preempted,
     Queued,
@@ -26,16 +25,21 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.rows import ColdStart, Row
 from lorikeet.scheduling.admission import AdmissionPolicy
-from lorikeet.scheduling.draft import Draft, is_one_too_many, sequence_parts
+from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
+from lorikeet.scheduling.coldstart.costs import AssistCosts
+from lorikeet.scheduling.draft import Draft, is_one_too_many, seal
 from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.outputs import Outputs
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.preemption import KEEPS_KV
+from lorikeet.scheduling.repeats import lease_ahead
+from lorikeet.scheduling.selection import Selection
 from lorikeet.scheduling.sequence import Sequence
 from lorikeet.scheduling.view import SchedulerView
 
@@ -51,9 +55,23 @@ class Scheduler:
         admission: makes the queue of the waiting requests.
         limits: bounds of a plan.
         row: the system it belongs to.
+        batching: makes the batching mode.
+        assist: what prefills cost that the host assists; None if it cannot.
+
+    Attributes:
+        queue: the waiting requests.
+        selection: who may run.
     """
 
-    def __init__(self, memory: Memory, admission: AdmissionPolicy, limits: Limits, row: Row) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        admission: AdmissionPolicy,
+        limits: Limits,
+        row: Row,
+        batching: BatchingPolicy = Unmerged,
+        assist: AssistCosts | None = None,
+    ) -> None:
         self._memory = memory
         self._limits = limits
         self._row = row
@@ -61,10 +79,10 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._pace = Pace()
         self.queue = admission(SchedulerView(memory, limits.max_model_tokens, self._running, self._pace))
+        self.selection = Selection(batching, limits, row.kernel_form, memory, self._sequences, self._pace, assist)
         self._drops: list[RequestId] = []
         self._steps = 0
-        self._tokens: list[TokenOutput] = []
-        self._events: list[RequestEvent] = []
+        self._outputs = Outputs()
         self.preemptions = 0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
@@ -74,12 +92,14 @@ class Scheduler:
     def submit(self, request: Request, now: float) -> None:
         """Queue a new or a resumed request; one that can never run ends at once with an error."""
         if request.request_id in self._sequences:
-            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
+            self._outputs.events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
             return
-        self._events.append(Queued(request.request_id, now))
+        self._outputs.events.append(Queued(request.request_id, now))
         problem = self._why_impossible(request)
         if problem is not None:
-            self._events.append(Finished(request.request_id, now, FinishReason.ERROR, error=problem, impossible=True))
+            self._outputs.events.append(
+                Finished(request.request_id, now, FinishReason.ERROR, error=problem, impossible=True)
+            )
             return
         sequence = self._enqueue(request, now)
         if not request.output_token_ids:  # others have arrived before
@@ -128,15 +148,18 @@ class Scheduler:
         return sum(bool(s.lease and s.lease.adapter_transfers) for s in self._running)
 
     @property
+    def ahead_of_adapter(self) -> int:
+        """Those of them whose prefill is done all the same."""
+        return sum(s.is_ahead for s in self._running)
+
+    @property
     def waiting_for_kv(self) -> int:
         """Sequences that hold blocks and wait for nothing but KV."""
         return sum(bool(s.lease and s.lease.kv_transfers and not s.lease.adapter_transfers) for s in self._running)
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return tokens and events since the last call."""
-        outputs = tuple(self._tokens), tuple(self._events)
-        self._tokens, self._events = [], []
-        return outputs
+        return self._outputs.take()
 
     def finish_transfer(self, done: TransferDone, now: float) -> None:
         """Take the end of a transfer in.
@@ -146,9 +169,9 @@ class Scheduler:
         """
         outcome = self._memory.finish_transfer(done, now)
         for sequence in self._owners(outcome.adapter):
-            self._events.append(AdapterArrived(sequence.request_id, now))
+            self._outputs.events.append(AdapterArrived(sequence.request_id, now))
         for sequence in self._owners(outcome.kv):
-            self._events.append(KvArrived(sequence.request_id, now))
+            self._outputs.events.append(KvArrived(sequence.request_id, now))
         for sequence in self._owners(outcome.without_adapter):
             if sequence.queued_s <= outcome.began_s:
                 self._finish(sequence, now, FinishReason.ERROR, error=outcome.error)
@@ -173,6 +196,7 @@ class Scheduler:
         draft = Draft(self._limits.max_step_tokens)
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
+        self.selection.choose()
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
@@ -182,17 +206,22 @@ class Scheduler:
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
+        self.selection.place_cold(draft)
         repeat = self._repeat(draft, now, coalesced=until_s is not None)
         limit_s = self._limits.repeat_limit_s
         if until_s is not None:
             limit_s = min(until_s, self._memory.swapper.due_s, self.queue.due_s if len(self.queue) else math.inf) - now
-        return self._seal(draft, repeat, limit_s)
+        drops, self._drops = tuple(self._drops), []
+        merged = self.selection.merged_for(draft)
+        plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s)
+        self._steps += not plan.is_empty
+        return plan
 
     def _continue_running(self, draft: Draft, now: float) -> None:
         for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
-            if not sequence.is_ready:  # waits for a transfer, or was preempted for one before it
+            if not sequence.can_run:  # waits for a transfer, or was preempted for one before it
                 continue
-            if draft.budget_tokens and self._make_room(sequence, draft, now):
+            if self.selection.allows(sequence) and draft.budget_tokens and self._make_room(sequence, draft, now):
                 draft.give(sequence)
 
     def _make_room(self, sequence: Sequence, draft: Draft, now: float) -> bool:
@@ -201,9 +230,10 @@ class Scheduler:
         while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
             if self._memory.room_is_coming or (len(self._running) == 1 and self._memory.transfers_under_way):
                 return False  # left out until a transfer has ended
-            # The last may be the sequence itself: alone, it can only lack room because it holds copies of
-            # blocks that the tree has too (two sequences computed them at once); readmitted, it shares them.
-            last = self._running[-1]
+            # Those who may not run now go first. The last may be the sequence itself: alone, it can only lack room
+            # because it holds copies of blocks that the tree has too (two sequences computed them at once);
+            # readmitted, it shares them.
+            last = self.selection.last_displaced(self._running) or self._running[-1]
             draft.take_back(last)
             draft.preempted = True
             self._suspend(last, now)
@@ -216,7 +246,7 @@ class Scheduler:
         assert sequence.lease is not None
         keys = sequence.lease.keys
         self.preemptions += 1
-        self._events.append(Preempted(sequence.request_id, now))
+        self._outputs.events.append(Preempted(sequence.request_id, now))
         self._enqueue(self.export_request(sequence.request_id, now), now, keys)
 
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
@@ -230,7 +260,7 @@ class Scheduler:
         """Try whom the policy names, until it names nobody or the step is full."""
         policy = self.queue.admit(now)
         request = next(policy, None)
-        while request is not None and len(self._running) < self._limits.max_running and draft.budget_tokens:
+        while request is not None and self._has_slot(now) and draft.budget_tokens:
             try:
                 request = policy.send(self._try_admit(self._sequences[request.request_id], draft, now))
             except StopIteration:
@@ -239,9 +269,17 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, draft: Draft, now: float) -> Wait | None:
         request = sequence.request
+        if not self.selection.allows(sequence):
+            return Wait.SLOT
         if is_one_too_many(request.digest, self._running, self._row.max_step_adapters):
             return Wait.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
+        while lease in (Wait.ROOM, Wait.ADAPTER_ROOM) and not self._memory.room_is_coming:
+            displaced = self.selection.last_displaced(self._running)
+            if displaced is None:
+                break
+            self._suspend(displaced, now)
+            lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         if isinstance(lease, Wait):
             return lease
         sequence.lease = lease
@@ -250,10 +288,20 @@ class Scheduler:
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
         waits = bool(lease.adapter_transfers), bool(lease.kv_transfers)
-        self._events.append(Admitted(request.request_id, now, cached, *waits))
-        if sequence.is_ready:
+        self._outputs.events.append(Admitted(request.request_id, now, cached, *waits))
+        if sequence.can_run:
             draft.give(sequence)
         return None
+
+    def _has_slot(self, now: float) -> bool:
+        """Whether another sequence may run, if need be in the place of one that may not run now."""
+        if len(self._running) < self._limits.max_running:
+            return True
+        displaced = self.selection.last_displaced(self._running)
+        if displaced is None:
+            return False
+        self._suspend(displaced, now)
+        return True
 
     def _wanted_adapters(self) -> Counter[AdapterDigest]:
         """Return the adapters of the waiting requests, in the queue's order."""
@@ -274,82 +322,36 @@ class Scheduler:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
         reviewed = min(self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
+        reviewed = min(reviewed, self.selection.steps_until_review)
         repeat = int(max(1, min(most, reviewed, *(self._tokens_left(s) for s in sequences))))
-        blocks = 0
-        for sequence in sequences:
-            assert sequence.lease is not None
-            needed = self._memory.blocks_for(len(sequence.token_ids) + repeat - 1)
-            blocks += max(0, needed - len(sequence.lease.blocks))
-        if not self._memory.room.make(blocks, 0, now):
-            return 1
-        for sequence in sequences:
-            assert sequence.lease is not None
-            self._memory.try_grow(sequence.lease, len(sequence.token_ids) + repeat - 1, now)
-        return repeat
-
-    def _seal(self, draft: Draft, repeat: int, limit_s: float) -> StepPlan:
-        """Turn the draft into a value, sequences of one adapter side by side."""
-        given = draft.by_adapter()
-        starts, steps = sequence_parts(given)
-        drops, self._drops = tuple(self._drops), []
-        transfers, urgent = self._memory.take_transfers()
-        plan = StepPlan(
-            step=self._steps,
-            sequences=steps,
-            starts=starts,
-            drops=drops,
-            adapters=tuple(dict.fromkeys(s.request.digest for s, _ in given if s.request.digest is not None)),
-            transfers=transfers,
-            urgent=urgent,
-            evictions=self._memory.take_evictions(),
-            kernel_form=self._row.kernel_form,
-            repeat=repeat,
-            max_duration_s=limit_s,
-        )
-        self._steps += not plan.is_empty
-        return plan
+        return repeat if lease_ahead(sequences, repeat, self._memory, now) else 1
 
     # --- commit --------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take the tokens of a step in."""
         if plan.sequences:
-            step_s = result.duration_s / result.steps_run
+            step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
-            self._pace.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
+            if not plan.assisted:
+                self._pace.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
+            self.selection.note(plan, result, step_s)
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
             if step.request_id in result.failed:  # nor is its KV worth keeping
                 self._finish(sequence, now, FinishReason.ERROR, error="the model's output is not finite")
                 continue
-            finish = self._accept(sequence, tokens, now)
+            finish = self._outputs.accept(sequence, tokens, self._tokens_left(sequence), now)
             computed = step.start + step.tokens + result.steps_run - 1
             # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
             sequence.computed_tokens = min(computed, len(sequence.token_ids))
-            self._memory.commit(sequence.lease, sequence.token_ids, sequence.computed_tokens, now)
+            if sequence.is_ready:  # KV is not found by others before its adapter is
+                self._memory.commit(sequence.lease, sequence.token_ids, sequence.computed_tokens, now)
             if finish is not None:
                 reason, stop_token_id = finish
                 self._finish(sequence, now, reason, stop_token_id)
-
-    def _accept(
-        self, sequence: Sequence, tokens: tuple[Token, ...], now: float
-    ) -> tuple[FinishReason, int | None] | None:
-        """Append sampled tokens until one ends the request; return how it ended, if it did."""
-        request, sampling = sequence.request, sequence.request.sampling
-        made, left = sequence.output_tokens, self._tokens_left(sequence)
-        if tokens and made == len(request.output_token_ids):
-            self._events.append(FirstToken(request.request_id, now))
-        for token in tokens:
-            self._tokens.append(TokenOutput(request.request_id, request.attempt, made, token))
-            sequence.token_ids.append(token.token_id)
-            made, left = made + 1, left - 1
-            if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
-                return FinishReason.STOP, token.token_id
-            if not left:
-                return FinishReason.LENGTH, None
-        return None
 
     def _tokens_left(self, sequence: Sequence) -> int:
         by_request = sequence.request.sampling.max_tokens - sequence.output_tokens
@@ -375,7 +377,7 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         self._leave(sequence, now)
-        self._events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
+        self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
     def _leave(self, sequence: Sequence, now: float, *, goes_on: bool = False) -> None:
         """Take a sequence out of everything."""

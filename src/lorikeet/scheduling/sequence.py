@@ -67,6 +67,21 @@ class Sequence:
         return self.lease is not None and self.lease.is_ready
 
     @property
+    def can_run(self) -> bool:
+        """Whether it may be part of a step."""
+        return self.is_ready or self.is_cold
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether it can prefill with the host's assistance, its adapter being on its way."""
+        return self.lease is not None and self.lease.is_cold and not self.is_decoding
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its prefill is done and its adapter is still on its way, so that its first decode must wait."""
+        return self.lease is not None and self.lease.is_cold and self.is_decoding
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next token computed brings one more; its first token is always a step of its own."""
         return self.remaining_tokens == 1 and self.output_tokens > 0

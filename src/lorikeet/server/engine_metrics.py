@@ -50,6 +50,7 @@ class EngineCollector(Collector):
         yield from self._requests(stats)
         yield from self._blocks(stats)
         yield from self._adapters(stats)
+        yield from self._modes(stats)
 
     def _requests(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
@@ -109,6 +110,21 @@ class EngineCollector(Collector):
         yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
         yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
         yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
+
+    def _modes(self, stats: EngineStats) -> Iterable[Metric]:
+        make, modes = self._make, stats.modes
+        merged = () if modes.merged is None else _names(self._adapters_by_digest({modes.merged}), modes.merged)
+        values = [((name,), 1.0) for name in merged]
+        yield make.gauges("lorikeet:merged_adapter", "The adapter merged into the base, if any.", ("adapter",), values)
+        yield make.count("lorikeet:merge_switches", "Changes of the merged adapter.", modes.switches)
+        yield make.count("lorikeet:merge_switch_seconds", "Time that they took.", modes.switch_s)
+        yield make.count("lorikeet:merged_steps", "Steps with a merged adapter.", modes.merged_steps)
+        yield make.count("lorikeet:assisted_steps", "Steps with prefills assisted by the host.", modes.assisted_steps)
+        yield make.gauge(
+            "lorikeet:num_requests_ahead_of_adapter",
+            "Sequences whose prefill is done, and whose adapter is still on its way.",
+            stats.ahead_of_adapter,
+        )
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:

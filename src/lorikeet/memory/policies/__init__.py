@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.base import Eviction, Prefetch, View
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.chameleon import Chameleon
@@ -37,6 +38,7 @@ EVICTION: dict[str, Callable[[View], Eviction]] = {
 
 PREFETCH: dict[str, Callable[[View, Eviction], Prefetch]] = {
     "none": Prefetch,
+    "all": AllPrefetch,
     "best-first": BestFirst,
     "best-first:flat": BestFirstFlat,
     "newest-first": NewestFirst,

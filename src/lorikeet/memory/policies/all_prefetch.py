@@ -1,0 +1,21 @@
+"""Prefetch of everything: the upper bound that TOPPINGS calls CACHED (section 7.1)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lorikeet.memory.policies.base import Prefetch, is_prefetchable
+from lorikeet.memory.tree import Kind
+
+
+class AllPrefetch(Prefetch):
+    """Names every adapter that anybody may ask for, in the order in which they became known; nobody leaves for it."""
+
+    fills = False
+
+    def targets(self, now: float) -> Iterator[int]:
+        """Yield the adapters that are off the device and at rest."""
+        tree = self.view.tree
+        for adapter in np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER).tolist():
+            if is_prefetchable(tree, adapter):
+                yield adapter

@@ -1,0 +1,19 @@
+"""Batching modes by name. A new one is one file and one line here."""
+
+from functools import partial
+
+from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
+from lorikeet.scheduling.batching.one_adapter import OneAdapter
+
+BATCHING: dict[str, BatchingPolicy] = {
+    "unmerged": Unmerged,
+    "dlora": DLora,
+    "dlora:no-credits": partial(DLora, credited=False),
+    "dlora:no-tuning": partial(DLora, tuned=False),
+    "dlora:backfill": partial(DLora, backfill=True),
+    "merged-only": partial(OneAdapter, merged=True),
+    "one-adapter": partial(OneAdapter, merged=False),
+    "whole-models": partial(OneAdapter, merged=True, even_shares=True),
+}
+"""What a row's ``batching_mode`` may name."""

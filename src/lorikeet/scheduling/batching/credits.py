@@ -1,0 +1,135 @@
+"""Who was passed over is owed: dLoRA's credits, which keep dynamic batching from starving anybody.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+Algorithm 3 (appendix A.1). It prints neither amounts nor values.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.scheduling.batching.mode import Live
+
+Type = AdapterDigest | None
+"""Of a request: its adapter, None for the base model, which has credit like any other."""
+
+
+class CreditParams(NamedTuple):
+    """In credits; one is a request that was passed over in one iteration.
+
+    Attributes:
+        initial: what a type begins with.
+        starves_above: with more than this a type starves, and goes first.
+        normal_below: with less than this it no longer does.
+    """
+
+    initial: int
+    starves_above: int
+    normal_below: int
+
+
+def usual_params(max_batch: int) -> CreditParams:
+    """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``."""
+    initial = 2 * max_batch
+    return CreditParams(initial, starves_above=initial + 64, normal_below=initial + 16)
+
+
+def transfers(chosen: Sequence[Live], oldest: Sequence[Live]) -> dict[Type, int]:
+    """Return what each type gains, or pays, if ``chosen`` run where the oldest should.
+
+    Each request passed over earns its type one credit. Those who run in its place pay, in proportion to how many they
+    are, rounded to whole credits; if all who run are among the oldest anyway, all of these pay.
+    """
+    running = {request.request_id for request in chosen}
+    entitled = {request.request_id for request in oldest}
+    gains = Counter(request.adapter for request in oldest if request.request_id not in running)
+    payers = Counter(request.adapter for request in chosen if request.request_id not in entitled)
+    payers = payers or Counter(request.adapter for request in chosen)
+    passed_over = gains.total()
+    gains.subtract(_apportion(passed_over, payers))
+    return {each: gain for each, gain in gains.items() if gain}
+
+
+def _apportion(total: int, weights: Mapping[Type, int]) -> dict[Type, int]:
+    """Split ``total`` in proportion, into whole parts; none is larger than its exact part rounded up."""
+    parts: dict[Type, int] = {}
+    weight_before, sum_of_weights = 0, sum(weights.values())
+    for each, weight in weights.items():
+        weight_after = weight_before + weight
+        parts[each] = total * weight_after // sum_of_weights - total * weight_before // sum_of_weights
+        weight_before = weight_after
+    return parts
+
+
+class Credits:
+    """Accounts of the types that have live requests, and of others that still owe.
+
+    All begin with the same. What one gains others pay, so the mean never changes. A type whose last request leaves
+    with more than it began with is owed nothing any longer: the rest goes back to those who owe, in proportion. One
+    that leaves owing still owes when it comes back.
+
+    Args:
+        params: values.
+    """
+
+    def __init__(self, params: CreditParams) -> None:
+        self._params = params
+        self._credits: dict[Type, int] = {}
+        self._starving: set[Type] = set()
+
+    def __getitem__(self, each: Type) -> int:
+        """Return a type's credit."""
+        return self._credits.get(each, self._params.initial)
+
+    def __len__(self) -> int:
+        """Return the number of accounts."""
+        return len(self._credits)
+
+    def total(self) -> int:
+        """Return the sum over all accounts: that of as many initial credits."""
+        return sum(self._credits.values())
+
+    def meet(self, types: Collection[Type]) -> None:
+        """Open accounts for live types that have none, and settle those of types that are gone."""
+        for gone in [each for each in self._credits if each not in types]:
+            self._starving.discard(gone)
+            surplus = self._credits[gone] - self._params.initial
+            if surplus >= 0:
+                del self._credits[gone]
+                self._give_back(surplus)
+        for each in types:
+            self._credits.setdefault(each, self._params.initial)
+
+    def _give_back(self, surplus: int) -> None:
+        """Hand a surplus to those who owe; together they owe at least as much, since the mean is the initial credit."""
+        debts = {each: self._params.initial - has for each, has in self._credits.items() if has < self._params.initial}
+        for each, part in _apportion(surplus, debts).items():
+            self._credits[each] += part
+
+    def starving(self) -> Collection[Type]:
+        """Mark who starves by now and who no longer does, and return those who do."""
+        for each, has in self._credits.items():
+            if each in self._starving and has < self._params.normal_below:
+                self._starving.discard(each)
+            elif has > self._params.starves_above:
+                self._starving.add(each)
+        return self._starving
+
+    def apply(self, gains: Mapping[Type, int], steps: int) -> None:
+        """Book the transfers of identical iterations."""
+        for each, gain in gains.items():
+            self._credits[each] += steps * gain
+
+    def steps_until_review(self, gains: Mapping[Type, int]) -> float:
+        """Return after how many such iterations somebody starves, no longer starves, or cannot pay for its merging."""
+        rules, steps = self._params, float("inf")
+        for each, gain in gains.items():
+            has, starves = self._credits[each], each in self._starving
+            if gain > 0 and not starves:
+                steps = min(steps, (rules.starves_above - has) // gain + 1)
+            elif gain < 0 and starves:
+                steps = min(steps, (has - rules.normal_below) // -gain + 1)
+            elif gain < 0:  # it is merged, and must have as much as an iteration costs before each
+                steps = min(steps, has // -gain)
+        return steps

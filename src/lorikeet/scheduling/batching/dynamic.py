@@ -1,0 +1,70 @@
+"""When to merge and when to stop: dLoRA's dynamic batching.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+Algorithm 1.
+"""
+
+from collections import Counter
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.scheduling.batching.mode import Live
+
+
+class Decision(NamedTuple):
+    """What one iteration comes to.
+
+    Attributes:
+        merged: adapter that is merged for it, None: none.
+        batch: who runs.
+        candidate: the adapter whose requests were weighed against the oldest of all; None: none could be merged.
+    """
+
+    merged: AdapterDigest | None
+    batch: Sequence[Live]
+    candidate: AdapterDigest | None
+
+
+def decide(
+    live: Sequence[Live],
+    merged: AdapterDigest | None,
+    legal: Container[AdapterDigest | None],
+    max_batch: int,
+    alpha: float,
+    beta: float,
+) -> Decision:
+    """Choose between the oldest requests of any adapter, unmerged, and the oldest of one adapter, merged.
+
+    The ratio of the two counts decides: all live requests of the adapter, however many, over the batch of the oldest.
+    There is no way from one merged adapter to another but over an iteration that is unmerged.
+
+    Args:
+        live: all requests in the order of arrival, at least one.
+        merged: adapter that is merged so far, None: none.
+        legal: adapters that may be merged.
+        max_batch: most requests in a batch.
+        alpha: beyond this ratio an adapter is merged.
+        beta: below this ratio it is no longer.
+    """
+    oldest = live[:max_batch]
+    counts = Counter(request.adapter for request in live)
+    if merged is not None:
+        if merged in legal and counts[merged] / len(oldest) >= beta:
+            return Decision(merged, requests_of(merged, live)[:max_batch], merged)
+        return Decision(None, oldest, _most_loaded(counts, legal))
+    candidate = _most_loaded(counts, legal)
+    if candidate is not None and counts[candidate] / len(oldest) > alpha:
+        return Decision(candidate, requests_of(candidate, live)[:max_batch], candidate)
+    return Decision(None, oldest, candidate)
+
+
+def requests_of(adapter: AdapterDigest | None, live: Sequence[Live]) -> list[Live]:
+    """Return those of one adapter, in their order."""
+    return [request for request in live if request.adapter == adapter]
+
+
+def _most_loaded(counts: Counter[AdapterDigest | None], legal: Container[AdapterDigest | None]) -> AdapterDigest | None:
+    """Return the legal adapter with the most requests; of several that whose oldest request came first."""
+    mergeable = [adapter for adapter in counts if adapter is not None and adapter in legal]
+    return max(mergeable, key=counts.__getitem__, default=None)

@@ -1,0 +1,59 @@
+"""One adapter at a time: merged, unmerged, or as whole models that take turns."""
+
+from collections.abc import Sequence
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.scheduling.batching.dynamic import requests_of
+from lorikeet.scheduling.batching.mode import BatchingMode, BatchingSetup, Choice, Live, allow
+
+
+class OneAdapter(BatchingMode):
+    """The adapter of the oldest request runs alone until none of its requests is left, later ones included.
+
+    The base model takes its turn like an adapter, with nothing merged. An adapter that is not on the device yet is
+    chosen all the same, or nobody would bring it there; it is merged once it is.
+
+    Args:
+        setup: of the replica.
+        merged: whether the adapter is merged into the base meanwhile. Unmerged it is how PEFT serves adapters.
+        even_shares: the requests that run hold, together, no more tokens than the pool has for each known adapter, as
+            if each were an engine of its own with that share of the memory. The oldest runs however long it is.
+    """
+
+    def __init__(self, setup: BatchingSetup, *, merged: bool, even_shares: bool = False) -> None:
+        self._setup = setup
+        self._merged, self._even_shares = merged, even_shares
+        self._type: AdapterDigest | None = None
+        self._has_turn = False
+        self._steps_left = float("inf")
+
+    def choose(self, live: Sequence[Live]) -> Choice:
+        """Return the oldest requests of the adapter whose turn it is."""
+        self._steps_left = float("inf")
+        batch = requests_of(self._type, live) if self._has_turn else []
+        self._has_turn = bool(live)
+        if not live:
+            return Choice(self._type if self._merged else None, frozenset())
+        if not batch:
+            self._type = live[0].adapter
+            batch = requests_of(self._type, live)
+        batch = batch[: self._setup.max_batch]
+        if self._even_shares:
+            batch = self._within_share(batch)
+        merged = self._type if self._merged and batch[0].is_legal else None
+        return allow(batch, live, merged)
+
+    def steps_until_review(self) -> float:
+        """Return the steps until the requests have grown beyond their share."""
+        return self._steps_left
+
+    def _within_share(self, batch: list[Live]) -> list[Live]:
+        share_tokens = self._setup.total_tokens // max(1, self._setup.known_adapters())
+        taken, held_tokens = 0, 0
+        for request in batch:
+            if taken and held_tokens + request.tokens > share_tokens:
+                break
+            taken, held_tokens = taken + 1, held_tokens + request.tokens
+        if taken > 1:
+            self._steps_left = (share_tokens - held_tokens) // taken + 1
+        return batch[:taken]

@@ -1,0 +1,130 @@
+"""How long steps take merged and unmerged, and switches between the two, learned from those that ran."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import KernelForm
+from lorikeet.scheduling.batching.mode import BatchWork
+from lorikeet.scheduling.online_fit import OnlineFit, faded
+
+_SCALE = np.array((1.0, 100.0, 10.0, 1.0, 1000.0))
+"""Units of step, prefilled tokens, decodes, LoRA at all, and its work, so that all parts are about as large."""
+_RIDGE = 1e-6
+_PLAIN, _LORA = 0, 1
+
+
+def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.float64]:
+    sample: NDArray[np.float64] = np.array((1.0, prefill_tokens, decodes, lora > 0, lora)) / _SCALE
+    return sample
+
+
+class Batch(NamedTuple):
+    """A batch that may or may not have run.
+
+    Attributes:
+        requests: how many.
+        lora: its LoRA work if every request had one row: rows times ranks, as the kernel form counts them; 0 if merged.
+    """
+
+    requests: int
+    lora: float = 0.0
+
+
+def lora_work(form: KernelForm, rows: Mapping[AdapterDigest, int], rank: Callable[[AdapterDigest], int]) -> float:
+    """Return the LoRA work of a step: rows times ranks.
+
+    Args:
+        form: ``unpadded`` counts each row's own rank, ``padded`` the largest of the step, ``einsum`` that for every
+            adapter of the step.
+        rows: tokens under each adapter.
+        rank: of an adapter.
+    """
+    if form is KernelForm.UNPADDED or not rows:
+        return float(sum(count * rank(adapter) for adapter, count in rows.items()))
+    padded = sum(rows.values()) * max(map(rank, rows))
+    return float(padded * (len(rows) if form is KernelForm.EINSUM else 1))
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self._total, self._count = 0.0, 0
+
+    def note(self, value: float) -> None:
+        self._total, self._count = self._total + value, self._count + 1
+
+    @property
+    def value(self) -> float | None:
+        return self._total / self._count if self._count else None
+
+
+class ModeTimes:
+    """One line through the durations of recent steps of both modes, and the mean cost of a switch each way.
+
+    The line has so much for a step, a token of prefill and a decode, which both modes share, and for LoRA at all and
+    its work, which merged steps and those of the base model alone are free of. Steps with LoRA and steps without fade
+    separately: while one mode runs for long, the other's times stay known.
+
+    Args:
+        form: how mixed ranks are computed.
+        rank: of an adapter.
+    """
+
+    def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
+        self._form, self._rank = form, rank
+        self._fit = OnlineFit(features=len(_SCALE), kinds=2, ridge=_RIDGE)
+        self._mix = np.zeros(3)  # sequences, prefilled tokens, decodes of recent steps
+        self._switches = {True: _Mean(), False: _Mean()}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been steps both with and without LoRA, so that the modes can be compared."""
+        return self._fit.is_known(_PLAIN) and self._fit.is_known(_LORA)
+
+    def note(self, steps: int, work: BatchWork, step_s: float) -> None:
+        """Take identical steps in.
+
+        Args:
+            steps: how many.
+            work: of each.
+            step_s: mean duration, without a switch.
+        """
+        lora = lora_work(self._form, work.rows, self._rank)
+        kind = _LORA if lora else _PLAIN
+        self._fit.note(_sample(work.prefill_tokens, work.decodes, lora), step_s, steps, kind)
+        mix = np.array((work.prefills + work.decodes, work.prefill_tokens, work.decodes), np.float64)
+        self._mix = faded(self._mix, mix, steps)
+
+    def note_switch(self, to_merged: bool, switch_s: float) -> None:
+        """Take a switch in, to some merged adapter or to none."""
+        self._switches[to_merged].note(switch_s)
+
+    def batch(self, adapters: Iterable[AdapterDigest | None]) -> Batch:
+        """Return the unmerged batch of requests of these adapters, None for the base model."""
+        requests = Counter(adapters)
+        total = requests.total()
+        return Batch(total, lora_work(self._form, {a: n for a, n in requests.items() if a is not None}, self._rank))
+
+    def batch_s(self, batch: Batch) -> float:
+        """Return about how long a step of a batch takes whose requests prefill and decode as those lately did."""
+        sequences, prefill_tokens, decodes = self._mix.tolist()
+        per_sequence = batch.requests / sequences if sequences else 0.0
+        prefill_tokens, decodes = prefill_tokens * per_sequence, decodes * per_sequence
+        rows = (prefill_tokens + decodes) / batch.requests if batch.requests else 0.0
+        return float(_sample(prefill_tokens, decodes, batch.lora * rows) @ self._fit.parts())
+
+    def step_s(self, work: BatchWork) -> float:
+        """Return about how long a step of that work takes."""
+        lora = lora_work(self._form, work.rows, self._rank)
+        return float(_sample(work.prefill_tokens, work.decodes, lora) @ self._fit.parts())
+
+    def switch_s(self, to_merged: bool) -> float:
+        """Return about how long a switch takes: as those seen, else as those the other way, 0 before any."""
+        known = self._switches[to_merged].value
+        if known is None:
+            known = self._switches[not to_merged].value
+        return known or 0.0

@@ -1,0 +1,166 @@
+"""Who may run in a step, beside what admission and memory allow: the batching mode's choice, and cold prefills."""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from functools import lru_cache
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import ModeStats
+from lorikeet.core.plan import KernelForm, StepPlan, StepResult
+from lorikeet.memory.memory import Memory
+from lorikeet.scheduling.batching.mode import EVERYBODY, BatchingPolicy, BatchingSetup, BatchWork, Live
+from lorikeet.scheduling.coldstart.costs import AssistCosts
+from lorikeet.scheduling.draft import Draft
+from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.sequence import Sequence
+
+_KNOWN_RANKS = 4096
+"""Ranks of so many adapters are remembered: to find one out is to look at all layers."""
+
+
+class Selection:
+    """See the module.
+
+    Args:
+        batching: makes the row's batching mode.
+        limits: of a plan.
+        kernel_form: how mixed ranks are computed.
+        memory: knows which adapters are on the device.
+        sequences: the scheduler's, by request.
+        pace: how long steps take.
+        assist: what assisted prefills cost; None if there are none.
+
+    Attributes:
+        merged: the adapter that the last plan with sequences ran merged, None if it ran unmerged.
+    """
+
+    def __init__(
+        self,
+        batching: BatchingPolicy,
+        limits: Limits,
+        kernel_form: KernelForm,
+        memory: Memory,
+        sequences: Mapping[RequestId, Sequence],
+        pace: Pace,
+        assist: AssistCosts | None = None,
+    ) -> None:
+        self._memory = memory
+        self._mode = batching(
+            BatchingSetup(
+                limits.max_running,
+                kernel_form,
+                lru_cache(_KNOWN_RANKS)(self._rank),
+                lambda: len(memory.tree.adapters),
+                memory.total_blocks * memory.block_tokens,
+            )
+        )
+        self._sequences = sequences
+        self._pace = pace
+        self._assist = assist
+        self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._choice = EVERYBODY
+        self._had_cold_step = False
+        self.merged: AdapterDigest | None = None
+        self._switches = self._merged_steps = self._assisted_steps = 0
+        self._switch_s = 0.0
+
+    def stats(self) -> ModeStats:
+        """Return what there is to tell."""
+        return ModeStats(self.merged, self._switches, self._switch_s, self._merged_steps, self._assisted_steps)
+
+    # --- batching mode -------------------------------------------------------------------------------
+
+    def choose(self) -> None:
+        """Let the batching mode look at all requests before a step."""
+        if not self._mode.follows_requests:
+            return
+        tree, legal = self._memory.tree, dict[AdapterDigest | None, bool]()
+        live = []
+        self._refs.clear()
+        for sequence in sorted(self._sequences.values(), key=lambda each: each.request.arrival_s):
+            digest = sequence.request.digest
+            if digest not in legal:
+                node = tree.adapter(digest)
+                legal[digest] = node is not None and bool(tree.on_device[node])
+                if sequence.request.adapter is not None:
+                    self._refs[sequence.request.adapter.digest] = sequence.request.adapter
+            live.append(Live(sequence.request_id, digest, legal[digest], len(sequence.token_ids)))
+        self._choice = self._mode.choose(live)
+
+    def allows(self, sequence: Sequence) -> bool:
+        """Whether the batching mode lets it run now."""
+        return self._choice.requests is None or sequence.request_id in self._choice.requests
+
+    def last_displaced(self, running: Many[Sequence]) -> Sequence | None:
+        """Return who of those that may not run now would be the first to give its blocks back."""
+        if self._choice.requests is None:
+            return None
+        return next((sequence for sequence in reversed(running) if not self.allows(sequence)), None)
+
+    @property
+    def steps_until_review(self) -> float:
+        """Identical steps after which the batching mode may choose otherwise."""
+        return self._mode.steps_until_review()
+
+    def merged_for(self, draft: Draft) -> AdapterDigest | None:
+        """Return which adapter a plan runs merged. One that runs nobody leaves it as it is."""
+        merged = self._choice.merged if draft.tokens else self.merged
+        self._switches += merged != self.merged
+        self.merged = merged
+        return merged
+
+    def note(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+        """Tell the batching mode how long a plan took, without its switch ``step_s`` for each of its steps."""
+        self._switch_s += result.switch_s
+        self._merged_steps += result.steps_run if plan.merged is not None else 0
+        self._assisted_steps += bool(plan.assisted)
+        if not self._mode.follows_requests:
+            return
+        rows, decodes, prefill_tokens = Counter[AdapterDigest](), 0, 0
+        for step in plan.sequences:
+            sequence = self._sequences[step.request_id]
+            is_decode = sequence.is_decoding
+            decodes += is_decode
+            prefill_tokens += 0 if is_decode else step.tokens
+            digest = sequence.request.digest
+            if digest is not None and plan.merged is None:
+                rows[digest] += step.tokens
+        work = BatchWork(len(plan.sequences) - decodes, prefill_tokens, decodes, rows)
+        self._mode.ran(result.steps_run, work, step_s, result.switch_s)
+
+    def _rank(self, digest: AdapterDigest) -> int:
+        return self._refs[digest].max_rank
+
+    # --- cold prefills -------------------------------------------------------------------------------
+
+    def place_cold(self, draft: Draft) -> None:
+        """Let assisted prefills join the step, or have one of their own.
+
+        They join unless they would delay its decodes by more than a decode step takes. Else they take turns with the
+        others, beginning with their own.
+        """
+        if not draft.cold:
+            self._had_cold_step = False
+            return
+        decodes = sum(sequence.is_decoding for sequence in draft.tokens)
+        if decodes and self._cold_delay_s(draft) > self._pace.step_s(0, decodes):
+            self._had_cold_step = not self._had_cold_step
+            if not self._had_cold_step:
+                draft.cold.clear()
+                return
+            draft.tokens.clear()
+        draft.tokens.update(draft.cold)
+
+    def _cold_delay_s(self, draft: Draft) -> float:
+        """Return by how much longer a step takes at most since host workers take part in it."""
+        assist, delay_s = self._assist, 0.0
+        assert assist is not None, "prefills are assisted at costs that nobody knows"
+        for sequence, tokens in draft.cold.items():
+            ref = sequence.request.adapter
+            assert ref is not None
+            device_s = assist.layers * assist.device_layer_s(tokens)
+            delay_s += assist.assisted(ref, tokens).first_token_s - device_s
+        return delay_s

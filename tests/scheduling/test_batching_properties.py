@@ -1,0 +1,128 @@
+"""What must hold of dLoRA's batching under any traffic."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.scheduling.batching.credits import CreditParams, usual_params
+from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.mode import Choice, Live
+from lorikeet.scheduling.batching.thresholds import ThresholdParams
+from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
+
+ROUND = st.tuples(st.text("AAABC-", max_size=5), st.sets(st.integers(0, 11), max_size=4))
+"""Who arrives, and at which places requests end."""
+TRAFFIC = st.lists(ROUND, min_size=1, max_size=25)
+UP_TO_6 = st.integers(0, 6)
+
+
+def mode_of(max_batch: int, spare: int, band: int, margin: int, backfill: bool, alpha: float) -> DLora:
+    initial = max_batch + spare
+    return DLora(
+        setup_of(max_batch),
+        backfill=backfill,
+        threshold_params=ThresholdParams(alpha=alpha, beta=alpha / 2, period_steps=5),
+        credit_params=CreditParams(initial, starves_above=initial + band + margin, normal_below=initial + band),
+    )
+
+
+MODES = st.builds(mode_of, st.integers(1, 6), UP_TO_6, UP_TO_6, UP_TO_6, st.booleans(), st.floats(0.2, 1.2))
+
+
+def lists_of(traffic: Sequence[tuple[str, set[int]]], illegal: str = "") -> Iterator[list[Live]]:
+    """Yield the live requests of each round."""
+    live: list[Live] = []
+    for number, (arrivals, ends) in enumerate(traffic):
+        live = [request for place, request in enumerate(live) if place not in ends]
+        for request in live_of(arrivals, illegal):
+            live.append(request._replace(request_id=RequestId(f"{number}:{request.request_id}")))
+        yield live
+
+
+def duration_s(choice: Choice, live: Sequence[Live]) -> float:
+    """Return a duration of the choice's steps: LoRA costs as much again."""
+    rows = len(batch_of(choice, live))
+    return 0.01 + 0.001 * rows + (0.0 if choice.merged else 0.0007 + 0.0011 * rows)
+
+
+def step(mode: DLora, live: Sequence[Live], steps: int = 1) -> Choice:
+    choice = mode.choose(live)
+    if live:
+        mode.ran(steps, work_of(choice, live), duration_s(choice, live), 0.0)
+    return choice
+
+
+@settings(max_examples=300)
+@given(MODES, TRAFFIC, st.sampled_from(("", "B", "AC")))
+def test_batches_credits_and_switches_keep_their_bounds(
+    mode: DLora, traffic: list[tuple[str, set[int]]], illegal: str
+) -> None:
+    merged: AdapterDigest | None = None
+    initial = mode.credits[AdapterDigest("nobody's")]
+    for live in lists_of(traffic, illegal):
+        choice = step(mode, live)
+        batch = batch_of(choice, live)
+        assert len(batch) <= mode.max_batch
+        assert bool(batch) == bool(live)
+        assert merged is None or choice.merged in (None, merged), "there is no way from one to another"
+        merged = choice.merged
+        if merged and batch:
+            assert merged not in illegal
+            assert {request.adapter for request in batch} == {merged}
+        assert mode.credits.total() == initial * len(mode.credits)
+        assert min(mode.credits[each] for each in (A, B, C, None)) >= 0
+        assert mode.thresholds.beta <= mode.thresholds.alpha - 0.05 + 1e-9
+
+
+@settings(max_examples=300)
+@given(MODES, TRAFFIC, st.integers(1, 12))
+def test_several_steps_at_once_are_the_same_steps_one_by_one(
+    mode: DLora, traffic: list[tuple[str, set[int]]], most: int
+) -> None:
+    for live in lists_of(traffic):
+        if not live:
+            mode.choose(live)
+            continue
+        single = copy.deepcopy(mode)
+        choice = mode.choose(live)
+        steps = int(min(most, mode.steps_until_review()))
+        assert steps >= 1
+        mode.ran(steps, work_of(choice, live), duration_s(choice, live), 0.0)
+        for _ in range(steps):
+            assert step(single, live) == choice
+        assert all(mode.credits[each] == single.credits[each] for each in (A, B, C, None))
+        assert mode.thresholds.alpha == pytest.approx(single.thresholds.alpha)
+        assert mode.thresholds.beta == pytest.approx(single.thresholds.beta)
+        assert mode.thresholds.steps_left == single.thresholds.steps_left
+
+
+@given(st.integers(2, 40), st.data())
+def test_a_lone_request_is_rescued_after_so_many_iterations(max_batch: int, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, max_batch - 1))
+    others = data.draw(st.integers(max(place, 1), 2 * max_batch))
+    live = live_of("A" * place + "B" + "A" * (others - place))
+    mode, rules = DLora(setup_of(max_batch)), usual_params(max_batch)
+    most = rules.starves_above - rules.initial + 1
+    assert most == 65
+    passed_over = 0
+    while live[place] not in batch_of(run(mode, live), live):
+        passed_over += 1
+        assert passed_over <= most
+
+
+def test_a_lone_request_beside_a_hot_adapter_is_rescued_after_just_so_many_iterations() -> None:
+    live = live_of("BAAAAAAAA")
+    mode = DLora(setup_of(max_batch=8), credit_params=CreditParams(200, starves_above=264, normal_below=216))
+    choices = [run(mode, live) for _ in range(66)]
+    assert [choice.merged for choice in choices] == [A] * 65 + [None]
+    assert [request.adapter for request in batch_of(choices[-1], live)] == [B]
+
+
+def test_without_credits_it_may_wait_for_ever() -> None:
+    live = live_of("BAAAAAAAA")
+    mode = DLora(setup_of(max_batch=8), credited=False)
+    assert {run(mode, live).merged for _ in range(500)} == {A}

@@ -1,0 +1,210 @@
+"""Batching modes and cold prefills inside the scheduler, on the scripted executor."""
+
+from collections import Counter
+
+import pytest
+
+from lorikeet.core.events import AdapterArrived, Finished, FinishReason, FirstToken, Preempted
+from lorikeet.core.plan import Tier
+from lorikeet.rows import ColdStart, KvAfterFinish, Row
+from lorikeet.scheduling.coldstart.costs import AssistCosts
+from lorikeet.scheduling.limits import Limits
+from tests.support.scripted import Bench, adapter, request
+
+WIDE = Limits(max_running=4, max_step_tokens=64, max_model_tokens=64)
+
+
+def merging(mode: str) -> Row:
+    return Row(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED)
+
+
+def answers(bench: Bench, requests: list[tuple[str, str]]) -> dict[str, list[int]]:
+    for index, (name, kind) in enumerate(requests):
+        ref = None if kind == "base" else adapter(kind)
+        prompt = list(range(index, index + 5))
+        bench.engine.submit(request(name, prompt, float(index), adapter=ref, max_tokens=9, seed=index))
+    bench.run()
+    assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
+    return {str(name): tokens for name, tokens in bench.tokens.items()}
+
+
+MIX = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("a3", "a"), ("x", "base"), ("a4", "a"), ("a5", "a"), ("b2", "b")]
+
+
+@pytest.mark.parametrize("mode", ["dlora", "dlora:backfill", "merged-only", "one-adapter", "whole-models"])
+def test_answers_are_the_same_under_every_batching_mode(mode: str) -> None:
+    assert answers(Bench(row=merging(mode), limits=WIDE, switch_s=0.02), MIX) == answers(Bench(limits=WIDE), MIX)
+
+
+def test_merged_only_runs_one_adapter_at_a_time_to_its_end() -> None:
+    bench = Bench(row=merging("merged-only"), limits=WIDE)
+    answers(bench, MIX)
+    merged = [plan.merged for plan in bench.plans if plan.sequences]
+    runs = [kind for kind, before in zip(merged, [object(), *merged], strict=False) if kind != before]
+    assert runs == ["digest-a", "digest-b", None], "oldest first, each until none is left"
+    stats = bench.engine.stats().modes
+    assert (stats.merged, stats.switches) == (None, 3)
+    assert stats.merged_steps == sum(plan.repeat for plan in bench.plans if plan.sequences and plan.merged)
+
+
+def test_one_adapter_at_a_time_without_merging() -> None:
+    bench = Bench(row=merging("one-adapter"), limits=WIDE)
+    answers(bench, MIX)
+    assert all(plan.merged is None and len(plan.adapters) <= 1 for plan in bench.plans)
+
+
+def test_dlora_merges_what_most_wait_for_and_serves_the_others_too() -> None:
+    bench = Bench(row=merging("dlora"), limits=WIDE)
+    answers(bench, [(f"a{i}", "a") for i in range(12)] + [("x", "base")])
+    modes = Counter(plan.merged for plan in bench.plans if plan.sequences)
+    assert modes["digest-a"] > modes[None] > 0
+    assert bench.finished().keys() == {*(f"a{i}" for i in range(12)), "x"}
+
+
+def test_a_sequence_that_may_not_run_now_makes_room_for_one_that_may() -> None:
+    bench = Bench(blocks=12, row=merging("dlora"), limits=WIDE)
+    bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=20))
+    for _ in range(4):
+        bench.step()
+    for index in range(6):
+        bench.engine.submit(request(f"a{index}", list(range(9)), 1.0 + index, adapter=adapter("a"), max_tokens=9))
+    bench.run()
+    assert "b" in {event.request_id for event in bench.events if isinstance(event, Preempted)}
+    assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
+    assert len(bench.tokens["b"]) == 20  # type: ignore[index]
+
+
+def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
+    limits = Limits(max_running=2, max_step_tokens=64, max_model_tokens=64)
+    bench = Bench(row=merging("dlora"), limits=limits)
+    for index, kind in enumerate("bcaaaaaa"):
+        bench.engine.submit(request(f"{index}", [1, 2, 3], float(index), adapter=adapter(kind), max_tokens=12))
+    bench.run()
+    assert all(len(plan.sequences) <= 2 for plan in bench.plans)
+    assert any(plan.merged == "digest-a" for plan in bench.plans)
+    assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
+
+
+# --- cold prefills ---------------------------------------------------------------------------------
+
+
+def costs(host_token_rank_s: float = 1e-6) -> AssistCosts:
+    """Costs by which assistance adds ``host_token_rank_s`` for a token and a rank on each of two layers."""
+    return AssistCosts(
+        layers=2,
+        row_bytes={"q": 64, "k": 64, "v": 64},
+        device_layer=((1, 1e-3),),
+        qkv_share=0.0,
+        host_fixed_s=0.0,
+        host_token_s=0.0,
+        host_token_rank_s=host_token_rank_s,
+        load_fixed_s=0.0,
+        load_bandwidth=1e4,
+        workers=1,
+        worker_tokens=16,
+    )
+
+
+def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
+    """A bench whose adapter ``a`` of 30 blocks lies on the host: its transfer takes three steps."""
+    row = Row(cold_start=ColdStart.ASSIST)
+    bench = Bench(row=row, host_blocks=64, limits=WIDE, assist=costs(host_token_rank_s), **given)  # type: ignore[arg-type]
+    bench.engine.know_adapters((adapter("a", 30),))
+    while bench.memory.tree.adapter("digest-a") is None or not on_host(bench):  # type: ignore[arg-type]
+        bench.step()
+    bench.plans.clear()
+    return bench
+
+
+def on_host(bench: Bench) -> bool:
+    node = bench.memory.tree.adapter("digest-a")  # type: ignore[arg-type]
+    assert node is not None
+    return bool(bench.memory.tree.on_host[node])
+
+
+def test_a_cold_request_has_its_first_token_before_its_adapter_is_there() -> None:
+    bench = cold_bench()
+    bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
+    bench.run()
+    kinds = [type(event) for event in bench.events if event.request_id == "cold"]
+    assert kinds.index(FirstToken) < kinds.index(AdapterArrived) < kinds.index(Finished)
+    first = bench.plans[0]
+    assert first.assisted == ("digest-a",)
+    [transfer] = first.transfers
+    assert (transfer.source, transfer.target, transfer.groups) == (Tier.HOST, Tier.DEVICE, ((1, 30), (0, 1)))
+    assert all(not plan.assisted for plan in bench.plans[1:])
+    warm = Bench(row=Row(), host_blocks=64, limits=WIDE)
+    warm.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
+    warm.run()
+    assert bench.tokens == warm.tokens
+
+
+def test_decodes_go_on_while_a_sequence_is_ahead_of_its_adapter() -> None:
+    bench = cold_bench()
+    bench.engine.submit(request("warm", [1, 2], max_tokens=12))
+    bench.step()
+    bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter=adapter("a", 30), max_tokens=8))
+    bench.step()
+    bench.step()
+    assert (bench.engine.stats().ahead_of_adapter, bench.engine.stats().modes.assisted_steps) == (1, 1)
+    assert [step.request_id for step in bench.plans[-1].sequences] == ["warm"]
+    bench.run()
+    assert {str(name): len(tokens) for name, tokens in bench.tokens.items()} == {"warm": 12, "cold": 8}
+
+
+def test_a_cold_prefill_that_is_cheap_joins_the_decodes() -> None:
+    bench = cold_bench(1e-9)
+    bench.engine.submit(request("warm", [1, 2], max_tokens=12))
+    bench.step()
+    bench.step()
+    bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter=adapter("a", 30)))
+    bench.step()
+    assert {step.request_id for step in bench.plans[-1].sequences} == {"warm", "cold"}
+    assert bench.plans[-1].assisted == ("digest-a",)
+
+
+def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_with_theirs() -> None:
+    limits = Limits(max_running=4, max_step_tokens=5, max_model_tokens=64)
+    bench = cold_bench(1e-3)
+    bench.scheduler._limits = limits
+    bench.engine.submit(request("warm", [1, 2], max_tokens=12))
+    bench.step()
+    bench.step()
+    bench.engine.submit(request("cold", list(range(12)), 1.0, adapter=adapter("a", 30)))
+    for _ in range(4):
+        bench.step()
+    who = [{str(step.request_id) for step in plan.sequences} for plan in bench.plans[-4:]]
+    assert who == [{"cold"}, {"warm"}, {"cold"}, {"warm"}]
+    bench.run()
+    assert len(bench.finished()) == 2
+
+
+def test_kv_of_a_cold_prefill_is_found_by_others_once_the_adapter_is_there() -> None:
+    bench = cold_bench()
+    prompt = list(range(9))
+    bench.engine.submit(request("cold", prompt, adapter=adapter("a", 30)))
+    bench.step()
+    bench.engine.submit(request("twin", prompt, 1.0, adapter=adapter("a", 30)))
+    bench.run()
+    bench.engine.submit(request("later", prompt, 2.0, adapter=adapter("a", 30)))
+    bench.run()
+    assert bench.tokens["cold"] == bench.tokens["twin"] == bench.tokens["later"]  # type: ignore[index]
+    assert bench.scheduler.prefix_hits_tokens == 8
+
+
+def test_a_transfer_that_fails_after_an_assisted_prefill_ends_the_request_with_its_error() -> None:
+    bench = cold_bench(fails=lambda transfer: bool(transfer.groups))
+    bench.engine.submit(request("cold", list(range(9)), adapter=adapter("a", 30)))
+    bench.run()
+    ended = bench.finished()["cold"]  # type: ignore[index]
+    assert ended.reason is FinishReason.ERROR
+    assert ended.error == "scripted failure"
+    assert len(bench.tokens["cold"]) == 1  # type: ignore[index]
+
+
+def test_an_adapter_that_is_not_on_the_host_is_waited_for() -> None:
+    bench = Bench(row=Row(cold_start=ColdStart.ASSIST), limits=WIDE, assist=costs())
+    bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
+    bench.run()
+    assert not any(plan.assisted for plan in bench.plans)
+    assert bench.finished()["cold"].reason is FinishReason.LENGTH  # type: ignore[index]

@@ -1,0 +1,61 @@
+"""A gate before copies to the device: tests say what arrives, and when."""
+
+import threading
+from typing import Any
+
+from lorikeet.core.plan import Tier
+from lorikeet.engine.copies import Group
+from lorikeet.engine.transfers import Transfers
+from lorikeet.engine.underway import Underway
+
+
+class Gate:
+    """Lets groups of blocks pass one by one, and none unless told to.
+
+    Args:
+        transfers: whose copies to the device wait here from now on.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._copier: Any = transfers._copiers[Tier.DEVICE]
+        self._next = self._copier._take
+        self._changed = threading.Condition()
+        self._passes = 0
+        self._underway: Group[Underway] | None = None
+        self.failing = False
+        self._copier._take = self._take
+        done = self._copier._on_done
+
+        def on_done(group: Group[Underway], error: str | None) -> None:
+            done(group, "the gate says so" if self.failing else error)
+            with self._changed:
+                self._underway = None
+                self._changed.notify_all()
+
+        self._copier._on_done = on_done
+
+    def open(self, groups: int) -> None:
+        """Let so many more pass."""
+        with self._changed:
+            self._passes += groups
+        self._copier.wake()
+
+    def shut(self) -> None:
+        """Let no more pass."""
+        with self._changed:
+            self._passes = 0
+
+    def wait_until_shut(self) -> None:
+        """Block until as many have passed, and have been copied, as were let."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._passes == 0 and self._underway is None, 60.0)
+
+    def _take(self) -> Group[Underway] | None:
+        with self._changed:
+            if self._passes == 0:
+                return None
+            group: Group[Underway] | None = self._next()
+            if group is not None:
+                self._passes -= 1
+                self._underway = group
+            return group
