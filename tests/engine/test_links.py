@@ -27,6 +27,10 @@ class Line:
         self._courses[number] = Course(tuple(Leg(*leg) for leg in legs), parts)
         self.link.begin(Transfer(number, Tier.HOST, Tier.DEVICE, demand=demand), at)
 
+    def begin_groups(self, number: int, *seconds: float, at: float = 0.0, demand: bool = True) -> None:
+        self._courses[number] = Course((Leg(IN, sum(seconds)),), groups_s=seconds)
+        self.link.begin(Transfer(number, Tier.HOST, Tier.DEVICE, demand=demand), at)
+
     def prefetch(self, number: int, *legs: tuple[Way, float], at: float = 0.0) -> None:
         self.begin(number, *legs, at=at, demand=False)
 
@@ -290,3 +294,39 @@ def test_somebody_is_called_whenever_a_transfer_has_ended() -> None:
         assert called.acquire(timeout=60.0)
         ended += [done.transfer_id for done in link.take_done(clock.now())]
     assert ended == [1, 2, 3]
+
+
+# --- groups -------------------------------------------------------------------------------------------
+
+
+def test_groups_of_a_copy_end_one_after_the_other() -> None:
+    line = Line()
+    line.begin_groups(1, 3.0, 1.0, 2.0)
+    assert line.link.group_ends_s(1, 0.0) == (3.0, 4.0, 6.0)
+    assert line.ends() == {1: 6.0}
+
+
+def test_groups_wait_for_what_is_before_them_and_not_for_other_directions() -> None:
+    line = Line()
+    line.begin(1, (IN, 2.0))
+    line.begin(2, (OUT, 50.0))
+    line.begin_groups(3, 3.0, 1.0)
+    assert line.link.group_ends_s(3, 0.0) == (5.0, 6.0)
+
+
+def test_what_has_ended_stays_as_it_was_and_the_rest_is_put_off() -> None:
+    line = Line()
+    line.begin_groups(1, 3.0, 4.0, 2.0, demand=False)
+    line.begin(2, (IN, 10.0), at=5.0)
+    # The second group has gone for two seconds of four.
+    assert line.link.group_ends_s(1, 5.0) == (3.0, 17.0, 19.0)
+    assert line.ends() == {2: 15.0, 1: 19.0}
+
+
+def test_looking_ahead_changes_nothing_and_an_end_that_nobody_took_is_known() -> None:
+    line = Line()
+    line.begin_groups(1, 1.0, 1.0)
+    line.begin_groups(2, 5.0, 5.0)
+    assert line.link.group_ends_s(2, 0.0) == (7.0, 12.0)
+    assert line.link.group_ends_s(1, 3.0) == (1.0, 2.0)
+    assert line.ends() == {1: 2.0, 2: 12.0}

@@ -12,7 +12,6 @@ from lorikeet.core.events import Finished, FirstToken, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId, RequestId
 from lorikeet.core.messages import StepOutputs, TokenOutput
 from lorikeet.core.plan import (
-    KernelForm,
     SequenceStart,
     SequenceStep,
     StepPlan,
@@ -27,6 +26,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import InOrder, drive
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.rows import Row
 from lorikeet.scheduling.scheduler import COALESCED_STEPS
 from tests.support.profiles import round_profile
 
@@ -71,7 +71,7 @@ def run(
     )
     clock, said = VirtualClock(), Said()
     profile = profile or round_profile()
-    executor, sizes = build_modelled_executor(settings, profile, KernelForm.UNPADDED, clock, coalesced=coalesced)
+    executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, said.plans.append)
     drive(replica.engine, clock, InOrder(requests), said.take, coalesced=coalesced)
     return said
@@ -154,7 +154,7 @@ class Hand:
         settings = Settings(ModelSettings(max_model_tokens=500), EngineSettings(**engine))  # type: ignore[arg-type]
         self.clock = VirtualClock()
         self.executor, self.sizes = build_modelled_executor(
-            settings, round_profile(), KernelForm.UNPADDED, self.clock, coalesced=coalesced
+            settings, round_profile(), Row(), self.clock, coalesced=coalesced
         )
 
     def move(self, *transfers: Transfer, urgent: tuple[int, ...] = ()) -> None:

@@ -17,7 +17,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import Abort, Submit
-from lorikeet.core.plan import KernelForm, StepPlan, Token
+from lorikeet.core.plan import StepPlan, Token
 from lorikeet.costs.profile import encode_profile
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import InOrder, drive
@@ -27,7 +27,7 @@ from lorikeet.engine.recorded_times import Kind, compare_times
 from lorikeet.engine.recording import FileRecorder, Recording
 from lorikeet.engine.records import Planned, Ran, Received, Record, Transferred
 from lorikeet.engine.replay import Replay, replay, turns
-from lorikeet.rows import ROWS
+from lorikeet.rows import ROWS, Row
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -240,7 +240,7 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
     )
     settings = Settings(ModelSettings(max_model_tokens=200), given)
     clock, profile = VirtualClock(), round_profile()
-    executor, sizes = build_modelled_executor(settings, profile, KernelForm.UNPADDED, clock, coalesced=coalesced)
+    executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
     engine = assemble(settings, executor, sizes, clock).engine
     requests = [
         request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
@@ -250,7 +250,7 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
     engine.close()
     recording = Recording(tmp_path / "run")
     assert replay(recording).difference is None
-    pairs = compare_times(turns(recording), profile, KernelForm.UNPADDED, transfer_model(given, profile))
+    pairs = compare_times(turns(recording), Row(), transfer_model(given, profile))
     assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(Kind, True)
     assert all(modelled == pytest.approx(recorded) for times in pairs.values() for recorded, modelled in times)
 

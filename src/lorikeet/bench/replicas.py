@@ -39,5 +39,5 @@ def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
     clock = VirtualClock()
     coalesced = settings.engine.max_repeat == 1
     _, row = resolve_row(settings.engine.row)
-    executor, sizes = build_modelled_executor(settings, profile, row.kernel_form, clock, coalesced=coalesced)
+    executor, sizes = build_modelled_executor(settings, profile, row, clock, coalesced=coalesced)
     return Started(assemble(settings, executor, sizes, clock), clock, coalesced)

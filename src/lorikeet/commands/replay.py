@@ -93,7 +93,7 @@ def _compare(recording: "Recording", name: str) -> None:
     right = [Column(text, justify="right") for text in ("count", "recorded ms", "modelled ms", "error", "P95")]
     table = Table("kind", *right, caption=f"medians; errors relative to the recorded time; profile {profile.name}")
     transfers = transfer_model(recording.header.engine, profile)
-    for kind, pairs in compare_times(turns(recording), profile, row.kernel_form, transfers).items():
+    for kind, pairs in compare_times(turns(recording), row, transfers).items():
         if not pairs:
             continue
         errors = [abs(modelled - recorded) / recorded for recorded, modelled in pairs]

@@ -12,7 +12,8 @@ from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
 from lorikeet.costs.collectives import all_reduce
 from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, Device, Model
-from lorikeet.costs.profile import CostProfile, Curve, Figure, Link, ProfileError, StepCosts, Transfers
+from lorikeet.costs.profile import CostProfile, Curve, Figure, Link, ProfileError, StepCosts, Switching, Transfers
+from lorikeet.costs.published_host import host_lora
 from lorikeet.costs.published_lora import MODULES, LoraPaper, Setting, lora_costs
 from lorikeet.costs.rooflines import Shares, gemm_s, gemms, measured_shares, operator_ratio
 from lorikeet.costs.tables import EMBEDDING, OPERATORS_OF_A_LAYER, SOURCE, operator_medians
@@ -68,6 +69,9 @@ def compose_profile(
         step=step,
         lora=lora_costs(setting, lora_paper),
         transfers=_transfers(device, tensor_parallel),
+        switching=_switching(device, model, tensor_parallel, shares),
+        host_lora=host_lora(device, model),
+        weight_bytes=model.weight_bytes,
         kernel_efficiency=_kernel_efficiency(device, shares),
     )
 
@@ -152,6 +156,24 @@ def _transfers(device: Device, tensor_parallel: int) -> Transfers:
     )
     source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
     return Transfers(source_to_device=source, source_to_host=source, host_to_device=host, device_to_host=host)
+
+
+def _switching(device: Device, model: Model, tensor_parallel: int, shares: Shares) -> Switching:
+    """A merge reads the pristine weights and writes new ones, and multiplies A and B; a restore only copies.
+
+    dLoRA says what a switch does (section 2), and prints no time of it.
+    """
+    shapes = [model.geometry.modules[module] for module in MODULES]
+    weights = model.geometry.layers * sum(shape.in_features * shape.out_features for shape in shapes) / tensor_parallel
+    moved_s = 2 * weights * model.geometry.dtype_bytes / (device.bandwidth_bytes_per_s * shares.bandwidth)
+    source = "weights read and written, over the bandwidth that products reach"
+    return Switching(
+        merge=Figure(moved_s, "s", source=source),
+        merge_rank=Figure(
+            2 * weights / (device.flops * shares.flops), "s/rank", source="operations of A·B over the reached peak"
+        ),
+        restore=Figure(moved_s, "s", source=source),
+    )
 
 
 def _link(bytes_per_s: float, source: str) -> Link:

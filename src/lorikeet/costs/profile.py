@@ -156,19 +156,46 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True):
     device_to_host: Link | None = None
 
 
-class Switching(msgspec.Struct, frozen=True):
-    """Changing the merged adapter, in seconds per rank: merge into the base, take out again, and both in one."""
+class Switching(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Changing the adapter that is merged into the base weights.
+
+    A merge writes every weight that the new adapter touches anew, from its pristine copy and the product of A and B;
+    what only the old one touched is restored from its pristine copy, in the same pass. Both are in proportion to the
+    weights that are touched; the times here are for all of the profile's ``lora_modules`` on every layer.
+
+    Attributes:
+        merge: of an adapter of those modules, whatever its rank.
+        merge_rank: the same, per rank in the profile's unit.
+        restore: of those modules' pristine weights.
+        merge_fit: of merges over ranks; None if composed.
+    """
 
     merge: Figure
-    unmerge: Figure
-    switch: Figure
+    merge_rank: Figure
+    restore: Figure
+    merge_fit: Fit | None = None
 
 
-class HostLora(msgspec.Struct, frozen=True):
-    """LoRA computed by host cores: per step and layer, and per rank of a token."""
+class HostLora(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What host cores add to a layer of a prefill on which they compute x·A·B for q, k and v instead of the device.
+
+    The rows of a layer are cut into slices, one for each core, and the layer goes on when the last one has ended.
+
+    Attributes:
+        fixed: handing over to the host and back, per layer.
+        token: the same, per row handed over.
+        token_rank: of the longest slice, per rank (over q, k and v) of a row.
+        cores: that take slices.
+        core_tokens: rows that suit one core; a longer prompt than all cores so take is cut evenly.
+        fit: None if published.
+    """
 
     fixed: Figure
+    token: Figure
     token_rank: Figure
+    cores: int
+    core_tokens: int
+    fit: Fit | None = None
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -189,7 +216,8 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         step: the base model's steps.
         lora: by kernel form.
         transfers: links between tiers.
-        switching, merged_token, host_lora: of mechanisms that not every profile knows.
+        switching, host_lora: of mechanisms that not every profile knows.
+        weight_bytes: of the base model over all ranks; None where nobody needs it.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
         format: of the file.
     """
@@ -209,8 +237,8 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     lora: dict[KernelForm, LoraCosts] = {}
     transfers: Transfers = Transfers()
     switching: Switching | None = None
-    merged_step: Curve | None = None
     host_lora: HostLora | None = None
+    weight_bytes: int | None = None
     kernel_efficiency: dict[str, Figure] = {}
     format: int = FORMAT
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.costs.model import adapter_elements
-from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.profile import CostProfile, Figure, Link
 
 
 class Way(StrEnum):
@@ -33,14 +33,19 @@ class Course(NamedTuple):
     Attributes:
         legs: where each of its parts goes, one leg after the other.
         parts: how many follow one another, all alike: one goes its second leg while the next goes its first.
+        groups_s: instead of ``parts``, the seconds of each group of blocks of a copy, in the order in which they go;
+            its one leg says where.
     """
 
     legs: tuple[Leg, ...]
     parts: int = 1
+    groups_s: tuple[float, ...] = ()
 
     @property
     def alone_s(self) -> float:
         """Seconds from begin to end if nothing else moves."""
+        if self.groups_s:
+            return sum(self.groups_s)
         seconds = [leg.seconds for leg in self.legs]
         return sum(seconds) + (self.parts - 1) * max(seconds)
 
@@ -56,15 +61,20 @@ class TransferModel:
         block_bytes: of a block of the whole model.
         link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``), which then stands for both directions of
             each rank, without a fixed part; 0 for the profile's.
+
+    Attributes:
+        profile, block_bytes: as given.
     """
 
     def __init__(self, profile: CostProfile, block_bytes: int, link_bytes_per_s: float = 0.0) -> None:
-        self._profile = profile
-        self._block_bytes = block_bytes
+        self.profile = profile
+        self.block_bytes = block_bytes
         self._declared_bytes_per_s = link_bytes_per_s * profile.tensor_parallel
 
     def course(self, transfer: Transfer) -> Course:
         """Return how a transfer goes.
+
+        A copy in groups pays a link's fixed part for each.
 
         Weights that go to the device by way of the host are read block by block, and each block is copied on while the
         next is read. So are those that take none of the host's blocks if a link is declared, as nothing reaches the
@@ -73,6 +83,10 @@ class TransferModel:
         Raises:
             ProfileError: the profile does not know a link.
         """
+        if transfer.groups:
+            assert transfer.source is Tier.HOST, "only what lies on the host arrives in groups"
+            groups_s = tuple(self.copy_s(Way.IN, stop - first) for first, stop in transfer.groups)
+            return Course((Leg(Way.IN, sum(groups_s)),), groups_s=groups_s)
         if transfer.source is not Tier.SOURCE:
             way = Way.IN if transfer.target is Tier.DEVICE else Way.OUT
             return Course((Leg(way, self.copy_s(way, len(transfer.device_blocks))),))
@@ -91,13 +105,13 @@ class TransferModel:
         Raises:
             ProfileError: the profile does not know it.
         """
-        known, need = self._profile.transfers, self._profile.need
+        known, need = self.profile.transfers, self.profile.need
         link = (
             need(known.source_to_host, "transfers.source_to_host")
             if target is Tier.HOST
             else need(known.source_to_device, "transfers.source_to_device")
         )
-        geometry = self._profile.geometry
+        geometry = self.profile.geometry
         return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
 
     def copy_s(self, way: Way, blocks: int) -> float:
@@ -106,13 +120,25 @@ class TransferModel:
         Raises:
             ProfileError: the profile does not know it, and no link is declared.
         """
-        copied_bytes = blocks * self._block_bytes
+        return self.link(way).seconds(blocks * self.block_bytes)
+
+    def model_s(self) -> float:
+        """Return the time to bring a whole base model from the host to the device.
+
+        Raises:
+            ProfileError: the profile does not know its size, or the link, and none is declared.
+        """
+        return self.link(Way.IN).seconds(self.profile.need(self.profile.weight_bytes, "weight_bytes"))
+
+    def link(self, way: Way) -> Link:
+        """Return the link between the tiers in one direction.
+
+        Raises:
+            ProfileError: the profile does not know it, and none is declared.
+        """
         if self._declared_bytes_per_s:
-            return copied_bytes / self._declared_bytes_per_s
-        known, need = self._profile.transfers, self._profile.need
-        link = (
-            need(known.host_to_device, "transfers.host_to_device")
-            if way is Way.IN
-            else need(known.device_to_host, "transfers.device_to_host")
-        )
-        return link.seconds(copied_bytes)
+            return Link(Figure(0.0, "s"), Figure(self._declared_bytes_per_s, "bytes/s"))
+        known, need = self.profile.transfers, self.profile.need
+        if way is Way.IN:
+            return need(known.host_to_device, "transfers.host_to_device")
+        return need(known.device_to_host, "transfers.device_to_host")

@@ -9,7 +9,7 @@ direction waits for another.
 import threading
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from lorikeet.core.plan import Transfer, TransferDone
@@ -33,6 +33,13 @@ class Link(Protocol):
 
     def take_done(self, now: float) -> list[TransferDone]:
         """Return the transfers that have ended since the last call, in the order of their ends."""
+        ...
+
+    def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
+        """Return when each group of a transfer's blocks has ended or will end, as things stand.
+
+        The transfer has begun, and nobody has taken its end.
+        """
         ...
 
 
@@ -82,8 +89,14 @@ class ModelledLink:
         done = []
         while self._ended and self._ended[0][0] <= now:
             done.append(self._ended.popleft()[1])
+            self._lanes.forget(done[-1].transfer_id)
         self._set_alarm(now)
         return done
+
+    def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
+        """See ``Link``."""
+        self._settle(now)
+        return self._lanes.group_ends_s(transfer_id)
 
     def _settle(self, now: float) -> None:
         """Let everything end that has ended by ``now``."""
@@ -174,18 +187,23 @@ class _Lane:
 
 
 class _Lanes:
-    """All directions, and how many parts of each transfer have not ended."""
+    """All directions, how many parts of each transfer have not ended, and when those ended that are groups."""
 
     def __init__(self) -> None:
         self._lanes = {way: _Lane() for way in Way}
         self._parts: dict[int, int] = {}
+        self._group_ends_s: dict[int, tuple[float, ...]] = {}
 
     def begin(self, transfer: Transfer, course: Course, now: float) -> None:
         """Let the parts of a transfer go their first leg."""
-        self._parts[transfer.transfer_id] = course.parts
-        for part in range(course.parts):
-            job = _Job(not transfer.demand, transfer.transfer_id, part, course.legs, course.alone_s)
-            self._lanes[course.legs[0].way].add(job, now)
+        way, number = course.legs[0].way, transfer.transfer_id
+        parts: list[tuple[Leg, ...]] = [(Leg(way, seconds),) for seconds in course.groups_s]
+        parts = parts or [course.legs] * course.parts
+        self._parts[number] = len(parts)
+        if course.groups_s:
+            self._group_ends_s[number] = ()
+        for part, legs in enumerate(parts):
+            self._lanes[way].add(_Job(not transfer.demand, number, part, legs, course.alone_s), now)
 
     def promote(self, transfer_ids: frozenset[int], now: float) -> None:
         """Treat transfers as demanded, wherever their parts are."""
@@ -205,6 +223,8 @@ class _Lanes:
         if len(job.legs) > 1:
             self._lanes[job.legs[1].way].add(job._replace(legs=job.legs[1:]), end_s)
             return None
+        if job.transfer_id in self._group_ends_s:
+            self._group_ends_s[job.transfer_id] += (end_s,)
         self._parts[job.transfer_id] -= 1
         if self._parts[job.transfer_id]:
             return None
@@ -219,6 +239,17 @@ class _Lanes:
                 return end_s
         return None
 
+    def group_ends_s(self, transfer_id: int) -> tuple[float, ...]:
+        """Return when each group of a transfer has ended, or ends if nothing else begins."""
+        ahead = self._copy()
+        while transfer_id in ahead._parts:
+            ahead.end_next()
+        return ahead._group_ends_s[transfer_id]
+
+    def forget(self, transfer_id: int) -> None:
+        """A transfer's end has been taken."""
+        self._group_ends_s.pop(transfer_id, None)
+
     def _next(self) -> _Lane | None:
         """Return the lane whose leg ends first; of several a copy's, which a read that ends now must not interrupt."""
         busy = [lane for lane in self._lanes.values() if lane.carried is not None]
@@ -228,6 +259,7 @@ class _Lanes:
         copied = _Lanes()
         copied._lanes = {way: lane.copy() for way, lane in self._lanes.items()}
         copied._parts = self._parts.copy()
+        copied._group_ends_s = self._group_ends_s.copy()
         return copied
 
 

@@ -4,27 +4,41 @@ On a virtual clock it is the simulator's; on the real one it sleeps, and a repli
 runs in a fraction of a core (design, idea 2).
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from lorikeet.core.clock import WaitableClock
-from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Tier, Token, TransferDone
-from lorikeet.costs.model import CostModel, SequenceWork, step_work
-from lorikeet.costs.profile import CostProfile
+from lorikeet.core.ids import RequestId
+from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.links import Link
+
+GroupEnds = Callable[[int], Sequence[float]]
+"""When each group of a transfer under way ends, by its id, in seconds from the plan's begin."""
+
+
+class Times(NamedTuple):
+    """How long a plan takes.
+
+    Attributes:
+        steps: that run; 0 of a plan without sequences, else at least one.
+        seconds: of the steps, and of the switch before them.
+        loop_s: that the engine's loop takes after them.
+        switch_s: of ``seconds``, until another adapter was merged.
+    """
+
+    steps: int
+    seconds: float
+    loop_s: float
+    switch_s: float = 0.0
 
 
 class PlanTimes(Protocol):
     """How long plans take."""
 
-    def steps_s(self, plan: StepPlan, limit_s: float) -> tuple[int, float, float]:
-        """Return how many of a plan's identical steps run until ``limit_s`` is over, and the seconds they take.
-
-        Returns:
-            Steps run, at least one; seconds of them; seconds that the loop takes after them.
-        """
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
+        """Return how many of a plan's identical steps run until ``limit_s`` is over, and the seconds they take."""
         ...
 
 
@@ -62,55 +76,6 @@ class SeededTokens:
         while self._tokens[index % len(self._tokens)].token_id in stops:
             index += 1
         return self._tokens[index % len(self._tokens)]
-
-
-class ModelledTimes:
-    """Times by a cost model.
-
-    Args:
-        profile: the constants.
-        form: kernel form of the adapters.
-        loop_each_step: whether a repeat stands for as many turns of the engine's loop, or is one turn of it.
-    """
-
-    def __init__(self, profile: CostProfile, form: KernelForm, *, loop_each_step: bool) -> None:
-        self._model = CostModel(profile, form)
-        self._loop_each_step = loop_each_step
-        self._ranks: dict[AdapterDigest, float] = {}
-        self._adapters: dict[RequestId, AdapterDigest | None] = {}
-
-    def steps_s(self, plan: StepPlan, limit_s: float) -> tuple[int, float, float]:
-        """See ``PlanTimes``."""
-        self._remember(plan)
-        if not plan.sequences:
-            return 0, 0.0, 0.0
-        work = step_work(self._work(plan), plan.kernel_form)
-        step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
-        loop_s = self._model.loop_s(len(plan.sequences))
-        between_s = loop_s if self._loop_each_step else 0.0
-        ran, seconds = 1, step_s
-        while ran < plan.repeat and seconds + ran * between_s < limit_s:
-            step_s += growth_s
-            seconds += step_s
-            ran += 1
-        return ran, seconds, loop_s + (ran - 1) * between_s
-
-    def _remember(self, plan: StepPlan) -> None:
-        for digest in plan.evictions:
-            self._ranks.pop(digest, None)
-        for transfer in plan.transfers:
-            if transfer.adapter is not None and transfer.target is Tier.DEVICE:
-                self._ranks[transfer.adapter.digest] = self._model.adapter_rank(transfer.adapter)
-        for request_id in plan.drops:
-            del self._adapters[request_id]
-        for start in plan.starts:
-            self._adapters[start.request_id] = start.adapter
-
-    def _work(self, plan: StepPlan) -> Iterator[SequenceWork]:
-        for step in plan.sequences:
-            adapter = self._adapters[step.request_id]
-            rank = 0.0 if adapter is None else self._ranks[adapter]
-            yield SequenceWork(step.start, step.tokens, step.samples, adapter, rank)
 
 
 class ModelledExecutor:
@@ -159,17 +124,20 @@ class ModelledExecutor:
         limit_s = plan.max_duration_s
         if self._coalesced and (next_end_s := self._link.next_s()) is not None:
             limit_s = min(limit_s, next_end_s - now)
-        ran, steps_s, loop_s = self._times.steps_s(plan, limit_s)
+        times = self._times.steps_s(plan, limit_s, partial(self._group_ends_s, now))
         if plan.sequences:
             began_s = self._ended_s if now - self._ended_s < self._catch_up_s else now
-            self._ended_s = began_s + steps_s + loop_s
+            self._ended_s = began_s + times.seconds + times.loop_s
             self._clock.wait_until(self._ended_s)
         chosen = [
-            self._choice.tokens(self._starts[step.request_id], step.start + step.tokens, ran) if step.samples else ()
+            self._choice.tokens(self._starts[step.request_id], step.start + step.tokens, times.steps)
+            if step.samples
+            else ()
             for step in plan.sequences
         ]
         failed = tuple(step.request_id for step, tokens in zip(plan.sequences, chosen, strict=True) if tokens is None)
-        return StepResult(plan.step, tuple(tokens or () for tokens in chosen), ran, steps_s, failed)
+        given = tuple(tokens or () for tokens in chosen)
+        return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s)
 
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers whose time has come."""
@@ -191,3 +159,6 @@ class ModelledExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _group_ends_s(self, now: float, transfer_id: int) -> list[float]:
+        return [end_s - now for end_s in self._link.group_ends_s(transfer_id, now)]

@@ -5,14 +5,16 @@ from pathlib import Path
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock
-from lorikeet.core.plan import KernelForm
+from lorikeet.costs.assisted import assist_costs
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.links import ModelledLink
-from lorikeet.engine.modelled import ModelledExecutor, ModelledTimes, SeededTokens
+from lorikeet.engine.modelled import ModelledExecutor, SeededTokens
+from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.models.config import read_model_config
+from lorikeet.rows import Row
 
 CATCH_UP_S = 0.01
 """A step that begins so soon after the last one's end counts as beginning right then: the loop's own time between two
@@ -23,7 +25,7 @@ _ORDINARY_TOKENS = (300, 10_000)
 
 
 def build_modelled_executor(
-    settings: Settings, profile: CostProfile, form: KernelForm, clock: VirtualClock, *, coalesced: bool
+    settings: Settings, profile: CostProfile, row: Row, clock: VirtualClock, *, coalesced: bool
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a simulation.
 
@@ -31,28 +33,29 @@ def build_modelled_executor(
         settings: of the engine; ``settings.model.max_model_tokens`` may exceed the profile's, since no time depends
             on it.
         profile: what things cost.
-        form: kernel form of the row.
+        row: of the replica.
         clock: is moved by it.
         coalesced: whether a repeat stands for as many turns of the engine's loop (see ``Engine.step``).
 
     Raises:
         ConfigError: a setting does not fit the profile.
     """
-    times = ModelledTimes(profile, form, loop_each_step=coalesced)
-    link = ModelledLink(transfer_model(settings.engine, profile).course)
+    transfers = transfer_model(settings.engine, profile)
+    times = ModelledTimes(transfers, row, loop_each_step=coalesced)
+    link = ModelledLink(transfers.course)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
-    return executor, sizes_of(settings, profile, "modelled")
+    return executor, sizes_of(settings, profile, "modelled")._replace(assist=assist_costs(transfers, row))
 
 
 def build_paced_executor(
-    settings: Settings, form: KernelForm, clock: MonotonicClock, on_transfer_done: Callable[[], None]
+    settings: Settings, row: Row, clock: MonotonicClock, on_transfer_done: Callable[[], None]
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a replica without arithmetic.
 
     Args:
         settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
             ``config.json`` and tokenizer, whose weights nobody reads.
-        form: kernel form of the row.
+        row: of the replica.
         clock: the real one.
         on_transfer_done: called, on another thread, when a transfer has ended.
 
@@ -72,10 +75,11 @@ def build_paced_executor(
             f"max_model_tokens: {settings.model.max_model_tokens} is more than the {profile.max_model_tokens} of "
             f"profile {profile.name}"
         )
-    times = ModelledTimes(profile, form, loop_each_step=False)
-    link = ModelledLink(transfer_model(settings.engine, profile).course, on_transfer_done)
+    transfers = transfer_model(settings.engine, profile)
+    times = ModelledTimes(transfers, row, loop_each_step=False)
+    link = ModelledLink(transfers.course, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
-    return executor, sizes_of(settings, profile, "paced")
+    return executor, sizes_of(settings, profile, "paced")._replace(assist=assist_costs(transfers, row))
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:

@@ -6,11 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
-from lorikeet.core.plan import KernelForm, StepPlan, Tier, Transfer
-from lorikeet.costs.profile import CostProfile
+from lorikeet.core.plan import StepPlan, Tier, Transfer
 from lorikeet.costs.transfers import TransferModel
-from lorikeet.engine.modelled import ModelledTimes
+from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.engine.replay import Turn
+from lorikeet.rows import Row
 
 
 class Kind(StrEnum):
@@ -29,21 +29,21 @@ class Kind(StrEnum):
     """Copying from the device to the host."""
 
 
-def compare_times(
-    turns: Iterable[Turn], profile: CostProfile, form: KernelForm, transfers: TransferModel
-) -> dict[Kind, list[tuple[float, float]]]:
+def compare_times(turns: Iterable[Turn], row: Row, transfers: TransferModel) -> dict[Kind, list[tuple[float, float]]]:
     """Return pairs of recorded and modelled seconds, of each plan's mean step and of each transfer.
+
+    Prefills that the host assists are left out: how their layers arrived is not recorded.
 
     Args:
         turns: of a recording from its begin.
-        profile: of the recorded machine and model.
-        form: kernel form of the recorded row.
-        transfers: what they cost an engine with the recorded settings.
+        row: the recorded one.
+        transfers: what they cost an engine with the recorded settings, by the profile of the recorded machine and
+            model.
 
     Raises:
         ProfileError: the profile lacks something that the recording needs.
     """
-    times = ModelledTimes(profile, form, loop_each_step=False)
+    times = ModelledTimes(transfers, row, loop_each_step=False)
     under_way: dict[int, Transfer] = {}
     pairs: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in Kind}
     for turn in turns:
@@ -53,13 +53,14 @@ def compare_times(
                 pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.course(transfer).alone_s))
         plan = turn.planned.plan
         under_way |= {transfer.transfer_id: transfer for transfer in plan.transfers}
-        if turn.ran is None:
+        if turn.ran is None or plan.assisted:
+            times.note(plan)
             continue
         result = turn.ran.result
         whole = msgspec.structs.replace(plan, repeat=result.steps_run)
-        ran, modelled_s, _ = times.steps_s(whole, math.inf)
-        if ran:
-            pairs[_kind(plan)].append((result.duration_s / ran, modelled_s / ran))
+        modelled = times.steps_s(whole, math.inf, lambda _: ())
+        if modelled.steps:
+            pairs[_kind(plan)].append((result.duration_s / modelled.steps, modelled.seconds / modelled.steps))
     return pairs
 
 

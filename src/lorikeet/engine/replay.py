@@ -5,7 +5,7 @@ What is left has to decide the same.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from lorikeet.core.plan import SequenceStart, StepPlan, Token, Transfer, Transfe
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
-from lorikeet.engine.modelled import ModelledExecutor
+from lorikeet.engine.modelled import GroupEnds, ModelledExecutor, Times
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.records import Exported, Planned, Ran, Received, Record, Transferred
 from lorikeet.memory.blocks import BlockError
@@ -182,7 +182,7 @@ class Playback:
 
     # --- PlanTimes -----------------------------------------------------------------------------------
 
-    def steps_s(self, plan: StepPlan, limit_s: float) -> tuple[int, float, float]:
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
         """See ``PlanTimes``: the recorded steps and seconds, if it is the recorded plan."""
         self._plan = plan
         if plan != self._turn.planned.plan:
@@ -196,7 +196,7 @@ class Playback:
         }
         # In this order of additions the clock comes to exactly the recorded time.
         after_s = self._turn.ran.at_s - (self._turn.planned.at_s + result.duration_s)
-        return result.steps_run, result.duration_s, after_s
+        return Times(result.steps_run, result.duration_s, after_s, result.switch_s)
 
     # --- Link ----------------------------------------------------------------------------------------
 
@@ -209,6 +209,10 @@ class Playback:
     def next_s(self) -> float | None:
         """See ``Link``."""
         return self._transferred[0].at_s if self._transferred else None
+
+    def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
+        """See ``Link``: nobody asks, as recorded steps have their times."""
+        return ()
 
     def take_done(self, now: float) -> list[TransferDone]:
         """See ``Link``."""
