@@ -1,0 +1,1 @@
+"""Many replicas: which adapter lives where, which replica a request goes to, and when both move."""

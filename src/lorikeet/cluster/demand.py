@@ -1,0 +1,150 @@
+"""How many tokens per second are asked of every adapter: counted at arrival, looked at one period ahead.
+
+Offered load, not served load: under overload completions stay at what the cluster can do and hide what is asked of it.
+
+Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolation nor what a token of demand is; both
+are ours (docs/decisions/loraserve-placement.md).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from lorikeet.core.ids import AdapterDigest
+
+WINDOW = 5
+"""So many periods the extrapolation looks back."""
+COLD_TOKENS_PER_S = 1.0
+"""Demand of every adapter before the first period has ended; any number, as long as it is the same."""
+OUTPUT_ALPHA = 0.2
+"""Weight of the newest answer in the mean length of an adapter's answers."""
+OUTPUTS_KNOWN = 5
+"""After so many answers an adapter has a mean of its own; before, it has the cluster's."""
+
+
+class AdapterDemand(NamedTuple):
+    """What a placement needs to know of an adapter.
+
+    Attributes:
+        adapter: its version.
+        rank: its largest.
+        size_bytes: of its weights, what a copy moves.
+        tokens_per_s: expected in the next period, prompts and answers.
+    """
+
+    adapter: AdapterDigest
+    rank: int
+    size_bytes: int
+    tokens_per_s: float
+
+
+def extrapolate(history: Sequence[float]) -> float:
+    """Return the next value: least squares through the last ``WINDOW``, at least 0.
+
+    It is at most twice their largest, which is where a line through two points may lead; one through more stays below.
+
+    Raises:
+        ValueError: no history.
+    """
+    window = history[-WINDOW:]
+    ahead = sum(weight * value for weight, value in zip(_weights(len(window)), window, strict=True))
+    return max(ahead, 0.0)
+
+
+@cache
+def _weights(points: int) -> tuple[float, ...]:
+    """Return what each of so many points, one period apart, contributes to the line's value one period later."""
+    if not points:
+        raise ValueError("Nothing to extrapolate from")
+    middle = (points - 1) / 2
+    spread = sum((x - middle) ** 2 for x in range(points)) or 1.0  # one point: a level line
+    return tuple(1 / points + (points - middle) * (x - middle) / spread for x in range(points))
+
+
+class _Adapter:
+    """What is remembered of one adapter."""
+
+    def __init__(self, rank: int, size_bytes: int) -> None:
+        self.rank = rank
+        self.size_bytes = size_bytes
+        self.history: deque[float] = deque(maxlen=WINDOW)
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.outputs = 0
+        self.mean_output_tokens = 0.0
+
+
+class DemandEstimator:
+    """Counts arrivals per adapter and period, and says what the next period will ask.
+
+    An answer's length is not known when its request arrives: it is taken to be the adapter's mean (an exponential one,
+    the newest weighs ``OUTPUT_ALPHA``), or that of the whole cluster until ``OUTPUTS_KNOWN`` answers are complete.
+
+    Args:
+        now: start of the first period, seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._started_s = now
+        self._adapters: dict[AdapterDigest, _Adapter] = {}
+        self._outputs = 0
+        self._output_tokens = 0
+
+    def know(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
+        """Count from now on for an adapter, which may be known already."""
+        self._adapters.setdefault(adapter, _Adapter(rank, size_bytes))
+
+    def drop(self, adapter: AdapterDigest) -> None:
+        """Forget an adapter.
+
+        Raises:
+            KeyError: it is not known.
+        """
+        del self._adapters[adapter]
+
+    def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
+        """Count a request that has come, wherever it is sent."""
+        known = self._adapters[adapter]
+        known.requests += 1
+        known.prompt_tokens += prompt_tokens
+
+    def finished(self, adapter: AdapterDigest, output_tokens: int) -> None:
+        """Learn the length of a complete answer; the adapter may have been dropped since its request came."""
+        self._outputs += 1
+        self._output_tokens += output_tokens
+        if (known := self._adapters.get(adapter)) is not None:
+            weight = OUTPUT_ALPHA if known.outputs else 1.0
+            known.mean_output_tokens += weight * (output_tokens - known.mean_output_tokens)
+            known.outputs += 1
+
+    def close(self, now: float) -> None:
+        """End the period and begin the next.
+
+        Raises:
+            ValueError: no time has passed since the last one.
+        """
+        length_s = now - self._started_s
+        if length_s <= 0:
+            raise ValueError(f"A period of {length_s} s")
+        self._started_s = now
+        cluster_mean = self._output_tokens / self._outputs if self._outputs else 0.0
+        for known in self._adapters.values():
+            mean = known.mean_output_tokens if known.outputs >= OUTPUTS_KNOWN else cluster_mean
+            known.history.append((known.prompt_tokens + known.requests * mean) / length_s)
+            known.requests = known.prompt_tokens = 0
+
+    def demands(self) -> tuple[AdapterDemand, ...]:
+        """Return what the next period asks of every known adapter, in the order in which they became known.
+
+        Before any period has ended all are alike. Later an adapter without a history has no demand yet.
+        """
+        cold = not any(known.history for known in self._adapters.values())
+        return tuple(
+            AdapterDemand(adapter, known.rank, known.size_bytes, COLD_TOKENS_PER_S if cold else _next(known))
+            for adapter, known in self._adapters.items()
+        )
+
+
+def _next(known: _Adapter) -> float:
+    return extrapolate(tuple(known.history)) if known.history else 0.0

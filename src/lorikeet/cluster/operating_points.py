@@ -1,0 +1,46 @@
+"""How many tokens per second a replica sustains with adapters of one rank, and still keeps its promise on latency."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+
+class OperatingPoints:
+    """The largest load under the SLO by rank, between and beyond the ranks that were measured.
+
+    A larger rank is never faster: where a measurement says so, it is noise, and the least-squares fit that does not
+    rise takes its place. Between two ranks the time per token (one over the load) lies on a line; below the smallest
+    rank it stays, above the largest the last line goes on.
+
+    Source: LoRAServe, section IV-A, for the idea; how it goes on between ranks is ours.
+
+    Args:
+        tokens_per_s: by rank, prompts and answers, as demand counts them.
+
+    Raises:
+        ValueError: no rank, or a load that is not positive.
+    """
+
+    def __init__(self, tokens_per_s: Mapping[int, float]) -> None:
+        if not tokens_per_s or min(tokens_per_s.values()) <= 0:
+            raise ValueError(f"Operating points: {dict(tokens_per_s)}")
+        self._ranks = np.array(sorted(tokens_per_s), dtype=float)
+        loads = np.array([tokens_per_s[rank] for rank in sorted(tokens_per_s)], dtype=float)
+        self._token_s = 1 / isotonic_regression(loads, increasing=False).x
+        self._known: dict[int, float] = {}
+
+    def __getitem__(self, rank: int) -> float:
+        """Return the load in tokens per second at a rank."""
+        if rank not in self._known:
+            beyond = max(0.0, rank - self._ranks[-1])
+            self._known[rank] = 1 / float(np.interp(rank, self._ranks, self._token_s) + beyond * self._last_slope)
+        return self._known[rank]
+
+    @cached_property
+    def _last_slope(self) -> float:
+        """Seconds per token and rank between the two largest ranks."""
+        if len(self._ranks) == 1:
+            return 0.0
+        return float(np.diff(self._token_s[-2:])[0] / np.diff(self._ranks[-2:])[0])

@@ -1,0 +1,213 @@
+"""dLoRA's proactive placement: each copy goes to the adapter that a burst would hit hardest.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+section 5.1, and section 5.2 for the reserved memory. What they leave open: docs/decisions/comigration.md.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.cluster.demand import AdapterDemand
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.ids import ReplicaId
+
+RESERVED_SHARE = 0.05
+"""Of a replica's memory for adapters and KV, set aside for further copies; ours, the paper prints no size."""
+
+
+class Preloads(NamedTuple):
+    """Which adapters are to be on which replicas.
+
+    Attributes:
+        main: ``[adapters, replicas]``, copies in the memory that KV shares.
+        reserved: likewise, further copies in the reserved memory.
+        free_bytes: ``[replicas]``, what ``main`` leaves to KV.
+    """
+
+    main: NDArray[np.bool_]
+    reserved: NDArray[np.bool_]
+    free_bytes: NDArray[np.int64]
+
+    @property
+    def copies(self) -> NDArray[np.bool_]:
+        """``[adapters, replicas]``: all of them."""
+        return self.main | self.reserved
+
+    def tolerances(self, loads: Sequence[float], request_bytes: float) -> NDArray[np.float64]:
+        """Return ``[adapters]``: burst tolerance, requests that fit beside an adapter's copies over its load.
+
+        The free memory of a replica counts fully for every adapter there.
+        """
+        requests = self.copies @ self.free_bytes / request_bytes
+        tolerances = np.full(len(loads), np.inf)
+        np.divide(requests, loads, out=tolerances, where=np.asarray(loads) > 0)
+        return tolerances
+
+
+def preload(
+    sizes_bytes: Sequence[int],
+    loads: Sequence[float],
+    memory_bytes: Sequence[int],
+    request_bytes: float,
+    reserved_bytes: int = 0,
+) -> Preloads:
+    """Place copies one by one, each of the adapter with the lowest burst tolerance (of several the busiest).
+
+    It goes to the replica without it that has the most free memory, of several the first, if the adapter and one
+    request beside it fit there. In the main memory a copy takes room from the KV of all adapters there; the greedy
+    stops when that would lower the lowest tolerance, or when the adapter with the lowest can get no copy. In the
+    reserved memory a copy takes nothing from anybody, so there it goes on with the next lowest until no adapter can get
+    one. An adapter without load gets no copy.
+
+    Args:
+        sizes_bytes: of the adapters.
+        loads: of the adapters, mean over the past. Their unit does not matter: only ratios do.
+        memory_bytes: of the replicas, what the base weights leave.
+        request_bytes: KV of a mean request.
+        reserved_bytes: part of each replica's memory that is set aside.
+    """
+    all_loads = np.array(loads, np.float64)
+    # The busiest first, since argmin takes the first of equals. Whoever has no load tolerates any burst.
+    order = np.argsort(-all_loads, kind="stable")[: int((all_loads > 0).sum())]
+    room_bytes = np.array(memory_bytes, np.int64) - reserved_bytes
+    greedy = _Greedy(
+        np.array(sizes_bytes, np.int64)[order], all_loads[order], room_bytes, request_bytes, reserved_bytes
+    )
+    while greedy.add_main():
+        pass
+    while greedy.add_reserved():
+        pass
+    main = np.zeros((len(sizes_bytes), len(memory_bytes)), np.bool_)
+    reserved = np.zeros_like(main)
+    main[order], reserved[order] = greedy.main, greedy.reserved
+    return Preloads(main, reserved, greedy.free_bytes)
+
+
+class _Greedy:
+    """Copies so far, of adapters that all have load, the busiest first.
+
+    Args:
+        sizes_bytes, loads: of the adapters.
+        room_bytes: of the replicas, without what is reserved.
+        request_bytes, reserved_bytes: see :func:`preload`.
+    """
+
+    def __init__(
+        self,
+        sizes_bytes: NDArray[np.int64],
+        loads: NDArray[np.float64],
+        room_bytes: NDArray[np.int64],
+        request_bytes: float,
+        reserved_bytes: int,
+    ) -> None:
+        self._sizes, self._loads, self._request_bytes = sizes_bytes, loads, request_bytes
+        self.free_bytes = room_bytes.copy()
+        self._reserve_bytes = np.full_like(room_bytes, reserved_bytes)
+        # Column by column: all adapters of one replica are looked at with every copy.
+        self.main = np.zeros((len(loads), len(room_bytes)), np.bool_, order="F")
+        self.reserved = np.zeros_like(self.main)
+        self._capacity_bytes = np.zeros(len(loads), np.int64)  # free memory of all replicas that have an adapter
+        self._full = np.zeros(len(loads), np.bool_)  # can get no copy in reserved memory
+
+    def add_main(self) -> bool:
+        """Place one copy where it shares memory with KV; return False if nothing is gained by any."""
+        if not len(self._loads):
+            return False
+        tolerances = self._capacity_bytes / self._loads
+        k = int(tolerances.argmin())
+        size = self._sizes[k]
+        fits = ~self.main[k] & (self.free_bytes >= size + self._request_bytes)
+        if not fits.any():
+            return False
+        j = self._roomiest(fits)
+        capacity_bytes = self._capacity_bytes - size * self.main[:, j]
+        capacity_bytes[k] += self.free_bytes[j] - size
+        if (capacity_bytes / self._loads).min() < tolerances[k]:
+            return False
+        self._capacity_bytes = capacity_bytes
+        self.free_bytes[j] -= size
+        self.main[k, j] = True
+        return True
+
+    def add_reserved(self) -> bool:
+        """Place one copy in reserved memory, or find that an adapter can get none; return False if none can."""
+        if self._full.all():
+            return False
+        k = int(np.where(self._full, np.inf, self._capacity_bytes / self._loads).argmin())
+        fits = ~self.main[k] & ~self.reserved[k] & (self._reserve_bytes >= self._sizes[k])
+        if fits.any():
+            j = self._roomiest(fits)
+            self._capacity_bytes[k] += self.free_bytes[j]
+            self._reserve_bytes[j] -= self._sizes[k]
+            self.reserved[k, j] = True
+        else:
+            self._full[k] = True
+        return True
+
+    def _roomiest(self, fits: NDArray[np.bool_]) -> int:
+        return int(np.where(fits, self.free_bytes, -1).argmax())
+
+
+class BurstTolerance(Placement):
+    """Preloads by burst tolerance. An adapter's requests are shared evenly by the replicas that have it.
+
+    An adapter that got no copy is served all the same, loaded when it is asked for: its home is the replica with the
+    least load.
+
+    Args:
+        replicas: see the contract.
+        memory_bytes: of each replica, for adapters and KV.
+        request_bytes: KV of a mean request.
+        reserved_share: of the memory, for copies that take nothing from KV.
+
+    Raises:
+        ValueError: no replica.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[ReplicaId],
+        memory_bytes: int,
+        request_bytes: float,
+        reserved_share: float = RESERVED_SHARE,
+    ) -> None:
+        super().__init__(replicas)
+        self._memory_bytes = memory_bytes
+        self._request_bytes = request_bytes
+        self._reserved_bytes = int(reserved_share * memory_bytes)
+        self._table: RoutingTable | None = None
+
+    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+        """See the contract. Tokens per second stand for requests per second: only ratios count."""
+        loads = [demand.tokens_per_s for demand in demands]
+        memory_bytes = [self._memory_bytes] * len(self.replicas)
+        sizes_bytes = [demand.size_bytes for demand in demands]
+        placed = preload(sizes_bytes, loads, memory_bytes, self._request_bytes, self._reserved_bytes)
+        copies = placed.copies
+        _give_homes(copies, np.array(loads, np.float64))
+        shares = {
+            demand.adapter: tuple(Share(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
+            for demand, has in zip(demands, copies, strict=True)
+        }
+        if self._table is None or shares != self._table.shares:
+            self._table = RoutingTable(0 if self._table is None else self._table.epoch + 1, shares)
+        return self._table
+
+
+def _give_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
+    """Give every adapter without a copy a replica: the busiest first, each to the replica with the least load so far.
+
+    Of equally loaded replicas the one with the fewest adapters takes it, then the first.
+    """
+    holders = copies.sum(axis=1)
+    load = (loads / np.maximum(holders, 1)) @ copies
+    counts = copies.sum(axis=0)
+    for k in np.argsort(np.where(holders == 0, -loads, np.inf), kind="stable")[: int((holders == 0).sum())]:
+        j = np.lexsort((counts, load))[0]
+        copies[k, j] = True
+        load[j] += loads[k]
+        counts[j] += 1

@@ -1,0 +1,120 @@
+"""Placements that are made once: what LoRAServe is compared with, and full replication."""
+
+import random
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from lorikeet.cluster.demand import AdapterDemand
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+
+class OneHome(Placement):
+    """Every adapter has one replica, and stays there as long as both exist.
+
+    Who comes later gets a home without moving the others; so does an adapter whose replica has left. A replica that
+    joins gets what comes later only.
+
+    Args:
+        replicas: that there are.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaId]) -> None:
+        super().__init__(replicas)
+        self._homes: dict[AdapterDigest, ReplicaId] = {}
+        self._table = RoutingTable(0, {})
+
+    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+        """Return the homes; demand has no part in it."""
+        known = {demand.adapter: demand for demand in demands}
+        stay = {adapter: home for adapter, home in self._homes.items() if adapter in known and home in self.replicas}
+        homeless = [demand for adapter, demand in known.items() if adapter not in stay]
+        if homeless or len(stay) < len(self._homes):
+            self._homes = stay
+            self._homes |= self._settle(homeless, {adapter: known[adapter] for adapter in stay})
+            alone = {replica: (Share(replica, 1.0),) for replica in self.replicas}
+            shares = {adapter: alone[home] for adapter, home in self._homes.items()}
+            self._table = RoutingTable(self._table.epoch + 1, shares)
+        return self._table
+
+    @abstractmethod
+    def _settle(
+        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    ) -> dict[AdapterDigest, ReplicaId]:
+        """Return homes for those without; the others, in ``settled``, have theirs in ``_homes``."""
+
+
+class Random(OneHome):
+    """Homes by chance.
+
+    Source: LoRAServe, section V-D (S-LoRA Random); whether counts are equal is not said there.
+
+    Args:
+        replicas: that there are.
+        seed: of the choice.
+        balanced: shuffle the adapters and deal them in turn, so that counts are equal; else each for itself.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaId], seed: int, balanced: bool = True) -> None:
+        super().__init__(replicas)
+        self._random = random.Random(seed)
+        self._balanced = balanced
+        self._dealt = 0
+
+    def _settle(
+        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    ) -> dict[AdapterDigest, ReplicaId]:
+        adapters = sorted(demand.adapter for demand in homeless)  # the seed decides, not the order of the demands
+        if not self._balanced:
+            return {adapter: self._random.choice(self.replicas) for adapter in adapters}
+        self._random.shuffle(adapters)
+        first = self._dealt
+        self._dealt += len(adapters)
+        return {adapter: self.replicas[turn % len(self.replicas)] for turn, adapter in enumerate(adapters, start=first)}
+
+
+class Contiguous(OneHome):
+    """Adapters sorted by rank, cut into groups of equal count, one for each replica.
+
+    The first groups have one more where it does not come out even. A later adapter goes to the replica of the one next
+    below it in rank.
+
+    Source: LoRAServe, section V-D (S-LoRA Contiguous).
+    """
+
+    def _settle(
+        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    ) -> dict[AdapterDigest, ReplicaId]:
+        coming = sorted((demand.rank, demand.adapter) for demand in homeless)
+        if settled:
+            present = sorted((demand.rank, adapter) for adapter, demand in settled.items())
+            below = [present[max(0, bisect_right(present, each) - 1)] for each in coming]
+            return {adapter: self._homes[of] for (_, adapter), (_, of) in zip(coming, below, strict=True)}
+        size, larger = divmod(len(coming), len(self.replicas))
+        sizes = [size + (number < larger) for number in range(len(self.replicas))]
+        homes = [replica for replica, count in zip(self.replicas, sizes, strict=True) for _ in range(count)]
+        return {adapter: home for (_, adapter), home in zip(coming, homes, strict=True)}
+
+
+class FullReplication(Placement):
+    """Every adapter on every replica, with equal shares; a router that sees the replicas may choose otherwise.
+
+    Source: what LoRAServe, section II-B2, says of TOPPINGS.
+
+    Args:
+        replicas: that there are.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaId]) -> None:
+        super().__init__(replicas)
+        self._table = RoutingTable(0, {})
+
+    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+        """Return everything everywhere."""
+        everywhere = tuple(Share(replica, 1 / len(self.replicas)) for replica in self.replicas)
+        shares = {demand.adapter: everywhere for demand in demands}
+        if shares != self._table.shares:
+            self._table = RoutingTable(self._table.epoch + 1, shares)
+        return self._table

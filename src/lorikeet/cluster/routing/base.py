@@ -1,0 +1,112 @@
+"""The contract of a routing policy, and what policies share."""
+
+from abc import ABC, abstractmethod
+from math import inf
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.loads import Indices
+from lorikeet.cluster.routing.performance import PerformanceModel
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.ids import ReplicaId
+
+
+class RoutingOptions(msgspec.Struct, frozen=True):
+    """What policies are made with.
+
+    Attributes:
+        seed: of whatever is drawn.
+        prefill, decode: performance models of a step, by requests and ranks; ``toppings`` needs both.
+        slo_s: most time of a decode step; infinity for no limit.
+        load_s, load_bytes_per_s: an adapter of b bytes comes to a device in ``load_s + b / load_bytes_per_s``.
+    """
+
+    seed: int = 0
+    prefill: PerformanceModel | None = None
+    decode: PerformanceModel | None = None
+    slo_s: float = inf
+    load_s: float = 0.0
+    load_bytes_per_s: float = 25e9
+
+
+class Router(ABC):
+    """Chooses the replica of each request.
+
+    Whoever asks then sends the request there and says so to the fleet (``Fleet.dispatched``): the next choice counts
+    it. A router may remember its own choices, and takes it that they are followed.
+
+    Attributes:
+        table: the placement to keep to; the owner assigns every new one. None if any replica may serve any adapter.
+        wants_keys: ``Asked.keys`` must be filled.
+    """
+
+    table: RoutingTable | None = None
+    wants_keys: bool = False
+
+    @abstractmethod
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Return where a request should go.
+
+        Args:
+            asked: the request.
+            fleet: what is known of all replicas.
+            now: seconds on the owner's clock.
+
+        Returns:
+            A replica that is open; None if it should wait until something ends or somebody joins, and be asked for
+            again then.
+        """
+
+    def candidates(self, asked: Asked, fleet: Fleet) -> Indices:
+        """Return the open replicas that may serve a request, ascending.
+
+        Those that the table names for its adapter; all, if it names none that is open, and for the base model.
+        """
+        if self.table is None or asked.adapter is None:
+            return fleet.open
+        index = fleet.open_index
+        homes = [index[share.replica] for share in self.table.shares.get(asked.adapter, ()) if share.replica in index]
+        return np.array(sorted(homes), np.intp) if homes else fleet.open
+
+
+def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
+    """Return the candidate with the least first key, of these with the least second and so on; the first of equals.
+
+    Args:
+        candidates: indices, at least one, ascending.
+        keys: arrays by replica.
+    """
+    for key in keys:
+        values = key[candidates]
+        candidates = candidates[values == values[values.argmin()]]
+        if len(candidates) == 1:
+            break
+    return int(candidates[0])
+
+
+def least_loaded(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -> int:
+    """Return the candidate with the fewest requests, of these with the fewest tokens to compute; ``before`` goes first.
+
+    Args:
+        candidates: indices, at least one, ascending.
+        fleet: what is known of all replicas.
+        before: keys by replica.
+    """
+    return least(candidates, *before, fleet.loads.requests, fleet.loads.pending_tokens)
+
+
+def with_room(asked: Asked, fleet: Fleet, candidates: Indices) -> Indices:
+    """Return the candidates that have room for a request behind those that they have.
+
+    A request that none of them could hold if it were empty is no reason to wait: then all are returned, and whichever
+    gets it will refuse it, and say why.
+    """
+    loads, needed_tokens = fleet.loads, fleet.needed_tokens(asked, fleet.is_warm(asked.adapter))
+    fitting = candidates[(needed_tokens <= loads.free_tokens)[candidates]]
+    if len(fitting) or (needed_tokens <= loads.total_tokens)[candidates].any():
+        return fitting
+    return candidates

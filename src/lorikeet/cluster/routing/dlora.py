@@ -1,0 +1,40 @@
+"""Dispatch by pending time (dLoRA, section 5.1)."""
+
+import numpy as np
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.loads import Flags, Numbers
+from lorikeet.cluster.routing.base import Router, least
+from lorikeet.core.ids import ReplicaId
+
+
+class PendingTime(Router):
+    """The least time until a request can run; of equals, those that have the adapter, then the first.
+
+    It waits for its adapter to be loaded, if it is not there; for the queue, whose requests run ``max_batch`` at a time
+    and each for the mean time of its adapter; and for bytes that must be moved out where memory is short.
+
+    Args:
+        load_s, load_bytes_per_s: an adapter of b bytes is loaded in ``load_s + b / load_bytes_per_s``.
+    """
+
+    def __init__(self, load_s: float = 0.0, load_bytes_per_s: float = 25e9) -> None:
+        self._load_s = load_s
+        self._load_bytes_per_s = load_bytes_per_s
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least."""
+        candidates = self.candidates(asked, fleet)
+        if not len(candidates):
+            return None
+        is_warm = fleet.is_warm(asked.adapter)
+        return fleet.info(least(candidates, self.pending_s(asked, fleet, is_warm), ~is_warm)).replica
+
+    def pending_s(self, asked: Asked, fleet: Fleet, is_warm: Flags) -> Numbers:
+        """Return by replica how long a request would wait; ``is_warm`` tells where its adapter is."""
+        loads = fleet.loads
+        load_s = ~is_warm * (self._load_s + asked.adapter_bytes / self._load_bytes_per_s)
+        short_tokens = np.maximum(fleet.needed_tokens(asked, is_warm) - loads.free_tokens, 0.0)
+        swap_s = short_tokens * loads.kv_token_bytes / self._load_bytes_per_s
+        return load_s + loads.queued_s / loads.max_batch + swap_s

@@ -1,0 +1,62 @@
+"""Policies that look at no adapters: random, round robin, least loaded, first fit."""
+
+from random import Random
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.routing.base import Router, least_loaded, with_room
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+
+class RandomChoice(Router):
+    """Any of them, each with the same probability."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = Random(seed)
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Draw."""
+        candidates = self.candidates(asked, fleet)
+        if not len(candidates):
+            return None
+        return fleet.info(int(self._random.choice(candidates))).replica
+
+
+class RoundRobin(Router):
+    """One after the other; by a table, every adapter goes round its own replicas (the baseline RR of dLoRA)."""
+
+    def __init__(self) -> None:
+        self._turns: dict[AdapterDigest | None, int] = {}
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the next."""
+        candidates = self.candidates(asked, fleet)
+        if not len(candidates):
+            return None
+        owner = None if self.table is None else asked.adapter
+        turn = self._turns.get(owner, 0)
+        self._turns[owner] = turn + 1
+        return fleet.info(int(candidates[turn % len(candidates)])).replica
+
+
+class LeastLoaded(Router):
+    """The fewest requests, running and queued; of these the fewest tokens to compute."""
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least."""
+        candidates = self.candidates(asked, fleet)
+        return fleet.info(least_loaded(candidates, fleet)).replica if len(candidates) else None
+
+
+class FirstFit(Router):
+    """The first with a place in its batch and room for the request's KV and adapter; nobody has: it waits.
+
+    Source: the baseline of TOPPINGS (section 7.5), as Punica schedules.
+    """
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the first that fits."""
+        candidates = self.candidates(asked, fleet)
+        has_place = fleet.loads.requests < fleet.loads.max_batch
+        fitting = with_room(asked, fleet, candidates[has_place[candidates]])
+        return fleet.info(int(fitting[0])).replica if len(fitting) else None

@@ -1,0 +1,309 @@
+"""LoRAServe's Algorithm 1: the worked examples of its spec, and what must hold of any placement."""
+
+import random
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorikeet.cluster.demand import AdapterDemand
+from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams, floored, utilisations
+from lorikeet.cluster.placement.packing import Packing, PackingParams, budgets
+from lorikeet.cluster.placement.permutation import least_movement
+from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from tests.support.placement import (
+    DEMANDS_A,
+    DEMANDS_B,
+    DEMANDS_C,
+    LEVEL,
+    POINTS_A,
+    POINTS_B,
+    demand_of,
+    demands_of,
+    digest,
+    packing_of,
+    replicas_of,
+)
+
+NO_HYSTERESIS = LoRAServeParams(hysteresis=None)
+
+
+def bins_of(packing: Packing) -> list[dict[str, float]]:
+    return [{str(adapter): round(part, 4) for adapter, part in content.items()} for content in packing.bins]
+
+
+def test_example_a_splits_an_adapter_and_merges_a_leftover_with_its_other_part() -> None:
+    packing = packing_of(DEMANDS_A, 4, POINTS_A)
+    assert packing.target == pytest.approx(0.75)
+    assert packing.budgets == {8: 2, 32: 1, 128: 1}
+    assert bins_of(packing) == [
+        {"c1": 1.0, "c2": 1.0, "c3": 1.0},
+        {"b1": 1.0, "b2": 1.0},
+        {"a1": 0.8333},
+        {"a1": 0.1667, "a2": 1.0},
+    ]
+    assert packing.utilisations == pytest.approx([1.0, 0.60, 0.75, 0.65])
+    assert bins_of(packing_of(DEMANDS_A, 4, POINTS_A, literal=True)) == bins_of(packing)
+
+
+def test_example_b_trims_the_rank_that_gained_most_from_rounding() -> None:
+    packing = packing_of(DEMANDS_B, 4, POINTS_B)
+    assert packing.target == pytest.approx(0.91206, abs=1e-5)
+    assert packing.budgets == {8: 0, 16: 1, 32: 1, 64: 1, 128: 1}
+    assert packing.utilisations == pytest.approx([1.0, 0.9, 0.9333, 0.8842], abs=1e-4)
+    homes = {str(adapter): number for number, content in enumerate(packing.bins) for adapter in content}
+    assert [homes[f"8.{number}"] for number in range(5)] == [1, 2, 2, 3, 3]
+    assert packing.bins[0][digest("128.4")] == pytest.approx(1)
+
+
+def test_example_b_literal_sends_all_of_rank_8_to_the_largest_rank() -> None:
+    packing = packing_of(DEMANDS_B, 4, POINTS_B, literal=True)
+    assert {f"8.{number}" for number in range(5)} < packing.bins[0].keys()
+    assert packing.utilisations[0] == pytest.approx(2.0)
+
+
+def test_example_c_fills_spare_replicas_with_leftovers() -> None:
+    packing = packing_of(DEMANDS_C, 4, LEVEL)
+    assert packing.target == pytest.approx(1.0)
+    assert packing.budgets == {128: 1, 64: 1, 32: 0, 16: 0, 8: 0}
+    assert bins_of(packing) == [
+        {"p": 1.0, "q": 0.4286},
+        {"s": 0.7143},
+        {"q": 0.5714, "s": 0.2857, "z": 1.0},
+        {"x": 1.0, "y": 1.0},
+    ]
+    assert packing.utilisations == pytest.approx([1.0, 1.0, 1.2, 0.8])
+
+
+def test_example_c_literal_leaves_replicas_idle() -> None:
+    assert packing_of(DEMANDS_C, 4, LEVEL, literal=True).utilisations == pytest.approx([3.0, 1.0, 0.0, 0.0])
+
+
+def test_example_d_moves_two_of_five_adapters() -> None:
+    replicas = replicas_of(3)
+    names = [("A", "B"), ("C",), ("D", "E")]
+    before = RoutingTable(
+        1,
+        {digest(name): (Share(replica, 1.0),) for replica, held in zip(replicas, names, strict=True) for name in held},
+    )
+    bins = [{digest(name): 1.0 for name in held} for held in (("C", "D"), ("A",), ("E", "B"))]
+    sizes_bytes = dict.fromkeys(before.shares, 1 << 24)
+    places = least_movement(bins, replicas, before.replicas, before.shares, sizes_bytes)
+    assert places == [replicas[1], replicas[0], replicas[2]]
+    assert moved(bins, places, before) == 2
+    assert moved(bins, replicas, before) == 4
+
+
+def moved(bins: list[dict[AdapterDigest, float]], places: list[ReplicaId], before: RoutingTable) -> int:
+    """Return how many adapters come to replicas to which they were not routed."""
+    return sum(
+        replica not in before.replicas(adapter)
+        for content, replica in zip(bins, places, strict=True)
+        for adapter in content
+    )
+
+
+def test_bins_of_equal_bytes_go_where_more_requests_went() -> None:
+    replicas = replicas_of(2)
+    before = {digest("A"): (Share(replicas[0], 0.3), Share(replicas[1], 0.7))}
+    bins = [{digest("A"): 0.7}, {digest("A"): 0.3}]
+    places = least_movement(bins, replicas, lambda _: replicas, before, {digest("A"): 5})
+    assert places == [replicas[1], replicas[0]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "bins", "expected"),
+    [
+        ({8: 0.5, 16: 1.5}, 2, {8: 0, 16: 2}),  # half up gives 3; both gained as much, so the smaller rank gives
+        ({8: 2.5, 16: 0.5}, 3, {8: 2, 16: 1}),
+        ({8: 0.4, 16: 0.4, 32: 0.2}, 1, {8: 0, 16: 0, 32: 0}),
+        ({8: 0.6, 16: 0.6, 32: 0.8}, 2, {8: 0, 16: 1, 32: 1}),
+    ],
+)
+def test_shares_are_rounded_half_up_and_trimmed(shares: dict[int, float], bins: int, expected: dict[int, int]) -> None:
+    assert budgets(shares, bins) == expected
+
+
+def test_slivers_are_not_cut_off() -> None:
+    # 1.005 bins of one adapter, then one that fits: a copy for half a percent is not worth it.
+    packing = packing_of(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL)
+    assert bins_of(packing) == [{"hot": 1.0}, {"rest": 1.0}]
+    exact = Packing(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0))
+    assert bins_of(exact) == [{"hot": 0.995}, {"hot": 0.005, "rest": 1.0}]
+
+
+def test_an_adapter_that_needs_hundreds_of_replicas_gets_them() -> None:
+    packing = packing_of(demands_of({8: {"hot": 1000.0}}), 300, LEVEL)
+    assert packing.utilisations == pytest.approx([packing.target] * 300)
+
+
+def test_silent_adapters_count_for_a_part_of_the_mean() -> None:
+    demands = demands_of({8: {"a": 100, "b": 0, "c": 2}})
+    assert [each.tokens_per_s for each in floored(demands, 0.05)] == pytest.approx([100, 1.7, 2])
+
+
+@pytest.mark.parametrize("params", [LoRAServeParams(), LITERAL])
+def test_without_any_demand_the_placement_stays(params: LoRAServeParams) -> None:
+    placement = LoRAServe(replicas_of(4), POINTS_A, params)
+    silent = [demand._replace(tokens_per_s=0.0) for demand in DEMANDS_A]
+    first = placement.place(silent, 0.0)  # nothing to keep: as if all asked for the same
+    assert first.shares == LoRAServe(replicas_of(4), POINTS_A, params).place(equal(DEMANDS_A), 0.0).shares
+    second = placement.place(DEMANDS_A, 1.0)
+    assert second.epoch == first.epoch + 1
+    assert placement.place(silent, 2.0) is second
+
+
+def equal(demands: list[AdapterDemand]) -> list[AdapterDemand]:
+    return [demand._replace(tokens_per_s=8.0) for demand in demands]
+
+
+def test_literal_places_adapters_that_nobody_asks_for() -> None:
+    demands = demands_of({8: {"a": 100, "silent": 0}, 16: {"never": 0}})
+    table = LoRAServe(replicas_of(2), LEVEL, LITERAL).place(demands, 0.0)
+    assert table.shares.keys() == {"a", "silent", "never"}
+
+
+def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
+    placement = LoRAServe(replicas_of(4), POINTS_A, LoRAServeParams(hysteresis=0.1))
+    first = placement.place(DEMANDS_A, 0.0)
+    drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
+    assert placement.place(drifted, 1.0) is first
+    surged = [DEMANDS_A[0]._replace(tokens_per_s=3000.0), *DEMANDS_A[1:]]
+    assert placement.place(surged, 2.0) is not first
+
+
+def test_without_hysteresis_every_drift_is_followed() -> None:
+    placement = LoRAServe(replicas_of(4), POINTS_A, NO_HYSTERESIS)
+    first = placement.place(DEMANDS_A, 0.0)
+    assert placement.place(DEMANDS_A, 1.0) is first
+    drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
+    assert placement.place(drifted, 2.0).epoch == first.epoch + 1
+
+
+def test_replicas_and_adapters_come_and_go() -> None:
+    placement = LoRAServe(replicas_of(4), POINTS_A)
+    placement.place(DEMANDS_A, 0.0)
+    placement.replicas = replicas_of(3)
+    smaller = placement.place(DEMANDS_A, 1.0)
+    assert {replica for _, replica in smaller.pairs()} == {*replicas_of(3)}
+    placement.replicas = replicas_of(6)
+    larger = placement.place([*DEMANDS_A, demand_of("new", 32, 100)], 2.0)
+    assert {replica for _, replica in larger.pairs()} == {*replicas_of(6)}
+    assert "new" in larger.shares
+    assert placement.place([], 3.0).shares == {}
+
+
+def test_movement_may_be_counted_from_the_actual_holders() -> None:
+    replicas = replicas_of(2)
+    demands = demands_of({8: {"a": 500}, 128: {"b": 500}})
+    held = AdapterTable()
+    routed, actual = (LoRAServe(replicas, LEVEL, NO_HYSTERESIS, each) for each in (None, held))
+    assert routed.place(demands, 0.0).shares == actual.place(demands, 0.0).shares
+    # Nobody asked yet: each is still at the replica that the other was given.
+    held.add(digest("b"), replicas[1])
+    held.add(digest("a"), replicas[0])
+    demands = demands_of({8: {"a": 499}, 128: {"b": 501}})
+    assert routed.place(demands, 1.0).replicas(digest("b")) == {replicas[0]}
+    assert actual.place(demands, 1.0).replicas(digest("b")) == {replicas[1]}
+
+
+RANKS = st.sampled_from([8, 16, 32, 64, 128])
+LOADS = st.one_of(st.just(0.0), st.floats(0.01, 5000))
+ADAPTERS = st.lists(st.tuples(RANKS, LOADS), min_size=1, max_size=30)
+PARAMS = st.sampled_from([LoRAServeParams(), NO_HYSTERESIS, LITERAL])
+
+
+def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
+    return [demand_of(f"a{number:03}", *each) for number, each in enumerate(adapters)]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(ADAPTERS, min_size=1, max_size=2), st.integers(1, 9), st.integers(1, 9), PARAMS)
+def test_shares_add_up_to_one_and_every_adapter_has_a_home(
+    periods: list[list[tuple[int, float]]], before: int, after: int, params: LoRAServeParams
+) -> None:
+    placement = LoRAServe(replicas_of(before), POINTS_B, params)
+    for adapters, count in zip(periods, (before, after), strict=False):
+        placement.replicas = replicas_of(count)
+        demands = numbered(adapters)
+        table = placement.place(demands, 0.0)  # the table itself refuses shares that are not positive or add up wrongly
+        assert table.shares.keys() == {demand.adapter for demand in demands}
+        assert {replica for _, replica in table.pairs()} <= {*placement.replicas}
+        for its_shares in table.shares.values():
+            assert sum(share for _, share in its_shares) == pytest.approx(1, abs=1e-9)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(RANKS, st.floats(1, 100)), min_size=1, max_size=40), st.integers(1, 9))
+def test_no_replica_has_more_than_twice_the_mean_if_all_ranks_cost_the_same(
+    adapters: list[tuple[int, float]], bins: int
+) -> None:
+    packing = packing_of(numbered(adapters), bins, LEVEL)
+    largest = max(load for _, load in adapters) / 1000
+    if largest <= packing.target:  # then no leftover is larger either
+        assert max(packing.utilisations) <= 2 * packing.target * (1 + 1e-9)
+    assert sum(packing.utilisations) == pytest.approx(bins * packing.target)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 5))
+def test_no_permutation_moves_fewer_bytes(seed: int, count: int) -> None:
+    chance = random.Random(seed)
+    adapters = {digest(f"a{number}"): chance.choice([1, 2, 3, 16]) << 20 for number in range(12)}
+    replicas = replicas_of(count)
+    before = {adapter: chance.sample(replicas, chance.randint(1, 2)) for adapter in adapters}
+    bins: list[dict[AdapterDigest, float]] = [{} for _ in replicas]
+    for adapter in adapters:
+        chance.choice(bins)[adapter] = 1.0
+    routed = {adapter: tuple(Share(each, 1 / len(held)) for each in held) for adapter, held in before.items()}
+
+    def bytes_moved(places: tuple[ReplicaId, ...]) -> int:
+        return sum(
+            size
+            for content, replica in zip(bins, places, strict=True)
+            for adapter, size in adapters.items()
+            if adapter in content and replica not in before[adapter]
+        )
+
+    places = least_movement(bins, replicas, before.__getitem__, routed, adapters)
+    assert sorted(places) == replicas
+    assert bytes_moved(tuple(places)) == min(map(bytes_moved, permutations(replicas)))
+
+
+@given(st.lists(st.floats(0.1, 2000), min_size=8, max_size=8), st.lists(st.floats(0.1, 2000), min_size=8, max_size=8))
+def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float], second: list[float]) -> None:
+    placement = LoRAServe(replicas_of(3), LEVEL, LoRAServeParams(hysteresis=0.2))
+    old = placement.place([demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(first)], 0.0)
+    demands = [demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(second)]
+    new = placement.place(demands, 1.0)
+    assert placement.packing is not None
+    best = max(placement.packing.utilisations)
+    kept = max(utilisations(old, floored(demands, 0.05), LEVEL).values()) <= 1.2 * best
+    assert (new is old) == (kept or new.shares == old.shares)
+
+
+def test_the_same_demands_in_another_order_make_the_same_placement() -> None:
+    tables = [LoRAServe(replicas_of(4), POINTS_B).place(demands, 0.0) for demands in (DEMANDS_B, DEMANDS_B[::-1])]
+    assert tables[0].shares == tables[1].shares
+
+
+def test_a_thousand_adapters_on_a_hundred_replicas_move_little_when_demand_drifts() -> None:
+    chance = random.Random(5)
+    points = OperatingPoints({8: 1000.0, 128: 500.0})
+    adapters = [(chance.choice([8, 16, 32, 64, 128]), chance.uniform(10, 100)) for _ in range(1000)]
+    placement = LoRAServe(replicas_of(100), points, NO_HYSTERESIS)
+    first = placement.place(numbered(adapters), 0.0)
+    drifted = [(rank, load * chance.uniform(0.98, 1.02)) for rank, load in adapters]
+    second = placement.place(numbered(drifted), 1.0)
+    assert placement.packing is not None
+    sizes_bytes = {demand.adapter: demand.size_bytes for demand in numbered(adapters)}
+    unmoved = zip(placement.packing.bins, replicas_of(100), strict=True)
+    by_identity = [
+        adapter for content, replica in unmoved for adapter in content if replica not in first.replicas(adapter)
+    ]
+    by_placement = [adapter for adapter, _ in second.added_since(first)]
+    assert sum(map(sizes_bytes.__getitem__, by_placement)) <= sum(map(sizes_bytes.__getitem__, by_identity))
+    assert len(by_placement) < 500

@@ -1,0 +1,365 @@
+"""All other routing policies, on fleets made by hand."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
+from lorikeet.cluster.routing.base import Router, RoutingOptions
+from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.dlora import PendingTime
+from lorikeet.cluster.routing.loraserve import FewestTokens, LeastAddedLatency
+from lorikeet.cluster.routing.performance import PerformanceModel
+from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RandomChoice, RoundRobin
+from lorikeet.cluster.routing.prefixes import Depths, Prefixes
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.plan import KernelForm
+from lorikeet.memory.tree import block_keys
+from tests.support.fleets import ask, fleet_of, run, send, several
+
+MODEL = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
+OPTIONS = RoutingOptions(prefill=MODEL, decode=MODEL)
+
+
+def table(**shares: dict[str, float]) -> RoutingTable:
+    """Shares by adapter and replica."""
+    return RoutingTable(
+        1,
+        {
+            AdapterDigest(adapter): tuple(Share(ReplicaId(r), share) for r, share in its.items())
+            for adapter, its in shares.items()
+        },
+    )
+
+
+def routed(router: Router, fleet: Fleet, count: int, adapter: str | None = None) -> list[str | None]:
+    """Where so many requests go, none of which is then sent."""
+    return [router.route(ask(str(number), 8 if adapter else 0, adapter), fleet, 0.0) for number in range(count)]
+
+
+# --- all of them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_every_policy_keeps_to_open_replicas_and_knows_when_there_is_none(name: str) -> None:
+    router, fleet = ROUTING[name](OPTIONS), fleet_of("a", "b", "c")
+    router.table = table(x={"a": 0.5, "b": 0.5})
+    fleet.drain(ReplicaId("a"))
+    assert set(routed(router, fleet, 40, "x")) == {"b"}
+    assert set(routed(router, fleet, 40)) <= {"b", "c"}
+    fleet.leave(ReplicaId("b"))
+    assert set(routed(router, fleet, 40, "x")) == {"c"}
+    fleet.leave(ReplicaId("c"))
+    assert routed(router, fleet, 1, "x") == [None]
+
+
+@pytest.mark.parametrize("name", ROUTING)
+def test_every_policy_repeats_itself(name: str) -> None:
+    def choices() -> list[str | None]:
+        router, fleet, draws = ROUTING[name](OPTIONS), fleet_of("a", "b", "c", "d"), random.Random(5)
+        router.table = table(x={"a": 0.5, "b": 0.25, "c": 0.25}, y={"d": 1.0})
+        chosen = []
+        for number in range(60):
+            asked = ask(str(number), draws.choice([8, 64]), draws.choice("xyz"), keys=(bytes([number % 7]),))
+            chosen.append(replica := router.route(asked, fleet, float(number)))
+            assert replica is not None
+            fleet.dispatched(asked, replica)
+            fleet.admitted(replica, asked.request_id, float(number))
+        return chosen
+
+    assert choices() == choices()
+
+
+# --- plain -------------------------------------------------------------------------------------------
+
+
+def test_random_is_uniform_and_set_by_its_seed() -> None:
+    fleet = fleet_of("a", "b", "c", "d")
+    chosen = routed(RandomChoice(3), fleet, 8000)
+    assert all(count == pytest.approx(2000, abs=200) for count in Counter(chosen).values())
+    assert chosen[:50] == routed(RandomChoice(3), fleet, 50) != routed(RandomChoice(4), fleet, 50)
+
+
+def test_round_robin_takes_turns() -> None:
+    fleet = fleet_of("a", "b", "c")
+    assert routed(RoundRobin(), fleet, 7) == ["a", "b", "c", "a", "b", "c", "a"]
+
+
+def test_round_robin_by_a_table_goes_round_the_replicas_of_each_adapter() -> None:
+    router, fleet = RoundRobin(), fleet_of("a", "b", "c")
+    router.table = table(x={"c": 0.5, "a": 0.5}, y={"b": 1.0})
+    assert routed(router, fleet, 3, "x") == ["a", "c", "a"]
+    assert routed(router, fleet, 2, "y") == ["b", "b"]
+    assert routed(router, fleet, 2, "x") == ["c", "a"]
+
+
+def test_least_loaded_counts_running_queued_and_others_requests() -> None:
+    fleet = fleet_of("a", "b", "c", "d")
+    run(fleet, "a", ask("1"), ask("2"))
+    send(fleet, "b", ask("3"))
+    fleet.gauges(Gauges(ReplicaId("c"), 0, 1, requests=3))
+    run(fleet, "d", ask("4", known_tokens=10))
+    assert LeastLoaded().route(ask("new"), fleet, 0.0) == "d", "as many as b, but fewer tokens"
+    send(fleet, "d", ask("5"))
+    assert LeastLoaded().route(ask("new"), fleet, 0.0) == "b"
+
+
+def test_first_fit_fills_batches_in_order_and_then_waits() -> None:
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=2) for name in "ab"))
+    router, chosen = FirstFit(), []
+    for number in range(5):
+        chosen.append(replica := router.route(ask(str(number)), fleet, 0.0))
+        if replica is not None:
+            fleet.dispatched(ask(str(number)), replica)
+    assert chosen == ["a", "a", "b", "b", None]
+    fleet.ended(ReplicaId("b"), ask("2").request_id, 1.0)
+    assert router.route(ask("4"), fleet, 1.0) == "b"
+
+
+def test_first_fit_needs_room_for_kv_and_for_an_adapter_that_is_not_there() -> None:
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=250, kv_token_bytes=10) for name in "ab"))
+    send(fleet, "a", ask("1", 8, "x", 100, adapter_bytes=500))
+    assert FirstFit().route(ask("2", 8, "x", 150, adapter_bytes=500), fleet, 0.0) == "a"
+    assert FirstFit().route(ask("2", 8, "y", 150, adapter_bytes=500), fleet, 0.0) == "b"
+    assert FirstFit().route(ask("2", known_tokens=151), fleet, 0.0) == "b"
+
+
+def test_an_idle_replica_has_all_its_room_whatever_it_reported() -> None:
+    """What fills it then is nobody's, and leaves for whoever comes; waiting for an end would be waiting for ever."""
+    fleet = fleet_of(ReplicaInfo(ReplicaId("a"), total_tokens=250))
+    fleet.gauges(Gauges(ReplicaId("a"), 0, 1, requests=0, free_tokens=10))
+    assert FirstFit().route(ask("1"), fleet, 0.0) == "a"
+    send(fleet, "a", ask("1"))
+    fleet.gauges(Gauges(ReplicaId("a"), 0, 2, requests=1, free_tokens=10))
+    assert FirstFit().route(ask("2"), fleet, 0.0) is None
+    fleet.ended(ReplicaId("a"), ask("1").request_id, 1.0)
+    assert FirstFit().route(ask("2"), fleet, 0.0) == "a"
+
+
+# --- table -------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_shares_of_the_table() -> None:
+    """LoRAServe's example E, through the router."""
+    router, fleet = ByTable(1), fleet_of("s1", "s2")
+    router.table = table(x={"s1": 0.7, "s2": 0.3})
+    assert Counter(routed(router, fleet, 10_000, "x"))["s1"] / 10_000 == pytest.approx(0.7, abs=0.015)
+
+
+def test_draws_among_what_is_open_keep_their_proportion() -> None:
+    router, fleet = ByTable(1), fleet_of("s1", "s2", "s3")
+    router.table = table(x={"s1": 0.6, "s2": 0.3, "s3": 0.1})
+    fleet.drain(ReplicaId("s1"))
+    assert Counter(routed(router, fleet, 10_000, "x"))["s2"] / 10_000 == pytest.approx(0.75, abs=0.015)
+
+
+def test_what_the_table_does_not_name_goes_to_the_least_loaded() -> None:
+    router, fleet = ByTable(1), fleet_of("s1", "s2")
+    router.table = table(x={"s1": 1.0})
+    send(fleet, "s1", ask("1"))
+    assert routed(router, fleet, 1, "unknown") == routed(router, fleet, 1, None) == ["s2"]
+
+
+# --- affinity ----------------------------------------------------------------------------------------
+
+
+def test_adapter_affinity_prefers_a_holder_until_it_is_overloaded() -> None:
+    router, fleet = AdapterAffinity(bound=1.25), fleet_of("a", "b", "c", "d")
+    fleet.loaded(ReplicaId("c"), AdapterDigest("x"))
+    chosen = []
+    for number in range(24):
+        asked = ask(str(number), 8, "x")
+        chosen.append(replica := router.route(asked, fleet, 0.0))
+        assert replica is not None
+        fleet.dispatched(asked, replica)
+    assert chosen[:4] == ["c"] * 4, "few requests are no overload"
+    assert chosen[4] == "a"
+    assert fleet.loads.requests.max() <= 1.25 * 24 / 4 + 1
+
+
+def test_adapter_affinity_takes_the_least_loaded_of_holders_and_of_all_without_one() -> None:
+    router, fleet = AdapterAffinity(), fleet_of("a", "b", "c")
+    for holder in "ab":
+        fleet.loaded(ReplicaId(holder), AdapterDigest("x"))
+    send(fleet, "a", ask("1"))
+    assert router.route(ask("2", 8, "x"), fleet, 0.0) == "b"
+    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "b"
+    send(fleet, "b", ask("3"))
+    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "c"
+
+
+def keys(*tokens: int, adapter: str | None = None) -> tuple[bytes, ...]:
+    """Keys of blocks of one token."""
+    return tuple(block_keys(None if adapter is None else AdapterDigest(adapter), tokens, 1))
+
+
+def test_kv_affinity_goes_to_the_longest_prefix_of_the_same_adapter() -> None:
+    router, fleet = KvAffinity(), fleet_of("a", "b", "c")
+
+    def route(name: str, adapter: str | None, *tokens: int) -> str | None:
+        asked = ask(name, 8 if adapter else 0, adapter, keys=keys(*tokens, adapter=adapter))
+        replica = router.route(asked, fleet, 0.0)
+        assert replica is not None
+        fleet.dispatched(asked, replica)
+        return replica
+
+    assert route("1", None, 1, 2, 3) == "a"
+    assert route("2", None, 9, 9, 9) == "b"
+    assert route("3", None, 1, 2, 4, 5) == "a", "two blocks of the first"
+    assert route("4", None, 9, 9) == "b"
+    assert route("5", "x", 1, 2, 3) == "c", "the same tokens of an adapter are another prefix"
+    assert route("6", "x", 1, 2, 3, 4) == "c"
+
+
+def test_kv_affinity_forgets_a_replica_that_was_started_again() -> None:
+    router, fleet = KvAffinity(), fleet_of("a", "b")
+    asked = ask("1", keys=keys(1, 2))
+    assert router.route(asked, fleet, 0.0) == "a"
+    send(fleet, "a", ask("busy"))
+    assert router.route(asked, fleet, 0.0) == "a"
+    fleet.join(ReplicaInfo(ReplicaId("a"), epoch=1))
+    assert [info.replica for info in fleet.infos()] == ["b", "a"]
+    assert router.route(asked, fleet, 0.0) == "b", "both are idle and know nothing"
+
+
+def test_kv_affinity_leaves_an_overloaded_replica() -> None:
+    router, fleet = KvAffinity(bound=1.0), fleet_of("a", "b")
+    chosen = []
+    for number in range(20):
+        asked = ask(str(number), keys=keys(1, 2, 3))
+        chosen.append(replica := router.route(asked, fleet, 0.0))
+        assert replica is not None
+        fleet.dispatched(asked, replica)
+    assert abs(chosen.count("a") - chosen.count("b")) <= 1
+
+
+def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> None:
+    draws = random.Random(1)
+    prefixes, sent = Prefixes(most_keys=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
+    for _ in range(300):
+        prompt = keys(*(draws.randrange(2) for _ in range(draws.randrange(1, 12))))
+        plain = Counter[tuple[ReplicaId, int]]()
+        for known, home in sent:
+            shared = next(
+                (n for n, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), min(len(known), len(prompt))
+            )
+            if shared:
+                plain[home] = max(plain[home], shared)
+        assert prefixes.match(prompt) == plain
+        home = ReplicaId(str(draws.randrange(5))), 0
+        prefixes.add(prompt, home)
+        sent.append((prompt, home))
+    bounded = Prefixes(most_keys=50)
+    for known, home in sent:
+        bounded.add(known, home)
+        assert len(bounded) <= 50
+    assert bounded.match(sent[-1][0])[sent[-1][1]] == len(sent[-1][0]), "what was sent last is known"
+
+
+def test_of_a_long_prompt_the_longest_prefixes_are_forgotten_first() -> None:
+    prefixes, prompt, home = Prefixes(most_keys=10), keys(*range(30)), (ReplicaId("a"), 0)
+    prefixes.add(prompt, home)
+    assert prefixes.match(prompt) == {home: 10}
+
+
+def test_a_forgotten_home_knows_nothing_also_when_it_or_many_others_come_back() -> None:
+    prefixes, stays = Prefixes(), (ReplicaId("stays"), 0)
+    prefixes.add(keys(1), stays)
+    for epoch in range(200):
+        home = ReplicaId("restarts"), epoch
+        assert home not in prefixes.match(keys(1, 2, 3))
+        prefixes.add(keys(1, 2, 3), home)
+        assert prefixes.match(keys(1, 2, 3, 4))[home] == 3
+        prefixes.forget(home)
+        assert set(prefixes.match(keys(1, 2, 3))) <= {stays}
+        assert prefixes.homes() == [stays]
+        if epoch < 63:
+            assert prefixes.match(keys(1, 2)) == {stays: 1}
+
+
+def test_depths_are_exact_at_first_and_then_a_part_of_the_length() -> None:
+    depths = Depths()
+    assert depths.of(37) == [*range(1, 33), 34, 36]
+    long = depths.of(10_000)
+    assert all(after - before <= before / 16 for before, after in pairwise(long[31:]))
+    assert len(long) < 170
+    assert depths.of(5) == [1, 2, 3, 4, 5]
+
+
+# --- LoRAServe's readings of Toppings ----------------------------------------------------------------
+
+
+def test_fewest_tokens_gives_ties_to_the_first() -> None:
+    """The example of LoRAServe's Toppings: loads 3000, 1200, 1200."""
+    fleet = fleet_of("0", "1", "2")
+    send(fleet, "0", ask("x", known_tokens=2000, expected_tokens=1000))
+    for replica in "12":
+        send(fleet, replica, ask(replica, known_tokens=1000, expected_tokens=200))
+    assert fleet.loads.pending_tokens.tolist() == [3000, 1200, 1200]
+    assert FewestTokens().route(ask("new"), fleet, 0.0) == "1"
+
+
+def test_tokens_that_are_computed_no_longer_count() -> None:
+    fleet = fleet_of("a", "b")
+    run(fleet, "a", ask("x", known_tokens=1000, expected_tokens=100))
+    run(fleet, "b", ask("y", known_tokens=500, expected_tokens=100))
+    assert FewestTokens().route(ask("new"), fleet, 0.0) == "b"
+    fleet.generated(ReplicaId("a"), ask("x").request_id, 40)
+    assert fleet.loads.pending_tokens.tolist() == [60, 600]
+    assert FewestTokens().route(ask("new"), fleet, 0.0) == "a"
+
+
+def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_from_small() -> None:
+    """m(r) = 1 + r / 8: rank 8 doubles the time of a token, rank 56 takes eight times as long."""
+    router, fleet = LeastAddedLatency(1 / 8), fleet_of("small", "large")
+    run(fleet, "small", ask("s", 8, known_tokens=100, expected_tokens=100))
+    run(fleet, "large", ask("l", 56, known_tokens=80, expected_tokens=100))
+    # small: 2 * 400 = 800, and 400 more for the one there; large: 8 * 380 = 3040, and 1600 more.
+    assert router.route(ask("new", 8, known_tokens=100, expected_tokens=100), fleet, 0.0) == "small"
+    # small: 8 * 400 = 3200, and 2800 more; large: 3040, and 1600 more.
+    assert router.route(ask("new", 56, known_tokens=100, expected_tokens=100), fleet, 0.0) == "large"
+    # Without ranks only tokens count: 180 on large.
+    assert FewestTokens().route(ask("new", 8), fleet, 0.0) == "large"
+
+
+# --- dLoRA -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("queued_ms", "pending_ms", "choice"), [(5, [10, 8.5], "r1"), (8, [10, 11.5], "r0")])
+def test_ex_7b_the_adapters_load_time_counts_where_it_is_absent(
+    queued_ms: int, pending_ms: list[float], choice: str
+) -> None:
+    """56 MB at 16 GB/s take 3.5 ms (EX-6a)."""
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=1) for name in ("r0", "r1")))
+    fleet.loaded(ReplicaId("r0"), AdapterDigest("wanted"))
+    for replica, other, ms in (("r0", "slow", 10), ("r1", "fast", queued_ms)):
+        run(fleet, replica, ask("before", 8, other))
+        fleet.ended(ReplicaId(replica), ask("before").request_id, ms / 1000)
+        send(fleet, replica, ask(other, 8, other))
+    router, asked = PendingTime(load_bytes_per_s=16e9), ask("new", 8, "wanted", adapter_bytes=56_000_000)
+    assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)) * 1000 == pytest.approx(pending_ms)
+    assert router.route(asked, fleet, 0.0) == choice
+
+
+def test_pending_time_divides_the_queue_by_the_batch_and_leaves_running_requests_out() -> None:
+    fleet = fleet_of(ReplicaInfo(ReplicaId("a"), max_batch=4), execution_s=2.0)
+    run(fleet, "a", *several(4, 8))
+    send(fleet, "a", *several(6, 16))
+    assert PendingTime().pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [3.0]
+
+
+def test_pending_time_counts_what_must_be_moved_out_and_prefers_holders_among_equals() -> None:
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150, kv_token_bytes=10) for name in "ab"))
+    run(fleet, "a", ask("x"))
+    router = PendingTime(load_bytes_per_s=1000)
+    assert router.pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [0.5, 0.0]
+    fleet.ended(ReplicaId("a"), ask("x").request_id, 0.0, is_complete=False)
+    fleet.loaded(ReplicaId("b"), AdapterDigest("y"))
+    assert router.route(ask("new", 8, "y"), fleet, 0.0) == "b", "both wait for nothing, but b has it"
