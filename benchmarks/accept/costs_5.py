@@ -19,11 +19,13 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.server import RunningServer, running_server
-from lorikeet.core.plan import KernelForm
+from lorikeet.config import EngineSettings
 from lorikeet.costs.catalog import load_profile
-from lorikeet.engine.modelled import ModelledTimes
+from lorikeet.engine.modelled_build import transfer_model
+from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import Turn, turns
+from lorikeet.rows import Row
 
 ENGINES, WITHIN = 8, 0.05
 PROFILE = "a100-80-llama-2-7b"
@@ -163,14 +165,14 @@ def _compare(recording: Path) -> dict[str, Any]:
 
 def _periods(recording: Path) -> Iterator[tuple[float, float, int]]:
     """Yield (measured seconds, modelled seconds, steps) of plans that follow one another without a pause."""
-    times = ModelledTimes(load_profile(PROFILE), KernelForm.UNPADDED, loop_each_step=False)
+    times = ModelledTimes(transfer_model(EngineSettings(), load_profile(PROFILE)), Row(), loop_each_step=False)
     timed: list[tuple[Turn, float]] = []
     for turn in turns(Recording(recording)):
         if turn.ran is None or turn.planned.plan.is_empty:
             continue
         plan = turn.planned.plan
-        _, steps_s, loop_s = times.steps_s(plan, plan.max_duration_s)
-        timed.append((turn, steps_s + loop_s))
+        modelled = times.steps_s(plan, plan.max_duration_s, lambda _: ())
+        timed.append((turn, modelled.seconds + modelled.loop_s))
     for (before, _), (turn, modelled_s) in pairwise(timed):
         assert before.ran is not None
         assert turn.ran is not None

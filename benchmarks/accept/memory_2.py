@@ -1,7 +1,7 @@
 """memory.2: the worked examples of the specs, each a unit test."""
 
+from benchmarks.accept.examples import run_examples
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.pytest_runs import run_tests
 from benchmarks.accept.runs import StoredRuns
 
 EXAMPLES = {
@@ -43,14 +43,4 @@ _FOLDER = "tests/memory"
 )
 def run(runs: StoredRuns) -> Result:
     """Run each by its name."""
-    done = run_tests([f"{_FOLDER}/{test}" for test in EXAMPLES.values()])
-    cases = {example: done.passed.get(test.replace(".py", ""), 0) for example, test in EXAMPLES.items()}
-    missing = [example for example, count in cases.items() if not count]
-    failures = [*(f"{name} failed" for name in done.failed), *(f"no case of “{example}” passed" for example in missing)]
-    return Result(
-        figure={"examples": len(EXAMPLES) - len(missing), "cases": sum(cases.values())},
-        passed=not failures,
-        cause="; ".join(failures),
-        notes="; ".join(f"{example} ({EXAMPLES[example].partition('::')[2]})" for example in EXAMPLES),
-        details={"cases": cases},
-    )
+    return run_examples(EXAMPLES, _FOLDER)

@@ -139,6 +139,7 @@ _CHAMELEON = Row(
 _DLORA = Row(
     kernel_form=KernelForm.EINSUM,
     kv_after_finish=KvAfterFinish.DROPPED,
+    prefetch="all",
     batching_mode="dlora",
     cold_start=ColdStart.BLOCK,
 )
@@ -205,7 +206,7 @@ ROWS: dict[str, Row] = {
     "dlora": _DLORA,
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
-    "dlora:backfill": _but(_DLORA, batching_mode="dlora:backfill"),
+    "dlora:alone": _but(_DLORA, batching_mode="dlora:alone"),
     "merged-only": _but(_DLORA, batching_mode="merged-only"),
     "unmerged-only": _but(_DLORA, batching_mode="unmerged"),
     "dlora:peft": _but(_DLORA, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
@@ -224,7 +225,7 @@ ROWS: dict[str, Row] = {
 """Every system by name. A new policy is one file and one row here."""
 
 MERGING_MODES = frozenset(
-    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:backfill", "merged-only", "whole-models"}
+    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
 )
 """Batching modes that may merge an adapter into the base weights. For them alone ranks keep pristine copies."""
 

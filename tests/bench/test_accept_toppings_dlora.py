@@ -48,14 +48,6 @@ def test_rows_out_of_their_order_are_named() -> None:
     assert "S2: tpt_mean_s" in modes_6.out_of_order(found)[0]
 
 
-def test_the_phases_prefer_one_adapter_then_none_then_the_first_again() -> None:
-    requests = dlora_cases.phases(2.0, 3000)
-    thirds = [requests[begin : begin + 1000] for begin in (0, 1000, 2000)]
-    shares = [sum(each.adapter == requests[0].adapter for each in third) / 1000 for third in thirds]
-    assert shares == pytest.approx([0.95, 1 / 32, 0.95], abs=0.02)
-    assert all(len({each.adapter for each in third}) == 32 for third in thirds[1:2])
-
-
 def test_more_functions_to_an_adapter_are_more_skew() -> None:
     shares = [dlora_cases.largest_share(skew) for skew in dlora_cases.SKEWS]
     assert shares == sorted(shares)

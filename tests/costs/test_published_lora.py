@@ -71,9 +71,18 @@ def test_chameleons_rank_128_computes_for_425_of_the_400_thousandths_that_the_ba
 @pytest.mark.parametrize("tokens", [1, 4096])
 def test_dloras_einsums_of_one_adapter_of_rank_8_take_389_thousandths_of_the_base(tokens: int) -> None:
     profile = load_profile("a100-80-llama-2-7b")
-    adapters_s = lora_s(profile.lora_costs(KernelForm.EINSUM), LoraWork(0, 8 * tokens, 8))
-    # One token is in the fixed part too, which is small beside it.
+    adapters_s = lora_s(profile.lora_costs(KernelForm.EINSUM), LoraWork(0, 8 * tokens, 8, rows=tokens, adapters=1))
+    # One token is in the fixed part too, and the operations of rank 8 are added; both are small beside it.
     assert adapters_s == pytest.approx(0.389 * dict(profile.step.tokens.points)[tokens], rel=0.01)
+
+
+def test_einsums_multiply_each_row_with_each_adapter() -> None:
+    profile = load_profile("a100-80-llama-2-7b")
+    costs = profile.lora_costs(KernelForm.EINSUM)
+    rank_operations = 2 * 4 * 32 * 2 * 4096  # A and B of q, k, v and o on 32 layers
+    peak = 312e12 * profile.kernel_efficiency["gemm_flops"].value
+    one, many = (lora_s(costs, LoraWork(100 * 64 * count, 0, 64 * count, 100, count)) for count in (1, 31))
+    assert many - one == pytest.approx(100 * 30 * 64 * rank_operations / peak)
 
 
 def test_without_a_paper_decode_is_toppings_and_prefill_the_nearest_papers() -> None:

@@ -54,6 +54,7 @@ SCARCE, AMPLE = 340_000, 4_000_000
         ("elora:wom", "native", SCARCE, 100_000),
         ("vllm-static,adapter_share=0.6", "native", SCARCE, 600_000),
         ("chameleon:no-scheduler", "native", SCARCE, 300_000),
+        ("toppings", "native", SCARCE, 600_000),
     ],
 )
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(

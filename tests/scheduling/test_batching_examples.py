@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.credits import CreditParams, transfers
+from lorikeet.scheduling.batching.credits import CreditParams, Credits, transfers
 from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.dynamic import Decision, decide
 from lorikeet.scheduling.batching.mode import Unmerged
@@ -139,15 +139,15 @@ def test_ex_4c_beta_rises_where_unmerging_would_have_served_more(size: int, beta
 def test_alpha_stays_within_its_limits_and_pushes_beta_down() -> None:
     low = after(3, None, (4, 4), alpha=0.22, beta=0.17)
     assert (low.alpha, low.beta) == pytest.approx((0.2, 0.15))
-    assert after(1, None, (4, 4), alpha=1.95).alpha == pytest.approx(2.0)
+    assert after(1, None, (4, 4), alpha=1.15).alpha == pytest.approx(1.2)
 
 
 def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
     high = after(3, A, (1, 4), alpha=0.7, beta=0.65)
     assert (high.alpha, high.beta) == pytest.approx((0.75, 0.7))
     assert after(3, A, (4, 4), beta=0.052).beta == pytest.approx(0.05)
-    most = after(3, A, (1, 4), alpha=1.99, beta=1.94)
-    assert (most.alpha, most.beta) == pytest.approx((2.0, 1.95))
+    most = after(3, A, (1, 4), alpha=1.19, beta=1.14)
+    assert (most.alpha, most.beta) == pytest.approx((1.2, 1.15))
 
 
 def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longest() -> None:
@@ -229,7 +229,16 @@ def test_a_starving_batch_is_filled_up_only_by_backfill() -> None:
         run(mode, live)
     choice = run(mode, live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
-    assert (mode.credits[A], mode.credits[B]) == (1, 7), "nobody was passed over"
+    assert (mode.credits[A], mode.credits[B]) == (3, 5), "nobody was passed over, and B pays 2 of the 3 it was owed"
+
+
+def test_who_is_served_with_the_others_pays_back_no_more_than_it_was_owed_to_those_who_owe() -> None:
+    credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
+    credits.meet([A, B, C, None])
+    credits.apply({A: -8, B: 6, C: 2}, 1)
+    assert credits.repayments(live_of("AABBC-")) == {B: -6, C: -2, A: 8}
+    assert credits.repayments(live_of("ABC")) == {B: -3, C: -2, A: 5}
+    assert credits.repayments(live_of("BC")) == {}, "nobody among them owes anything"
 
 
 def test_the_starving_run_merged_if_all_are_of_the_merged_adapter() -> None:

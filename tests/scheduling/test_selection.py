@@ -31,7 +31,7 @@ def answers(bench: Bench, requests: list[tuple[str, str]]) -> dict[str, list[int
 MIX = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("a3", "a"), ("x", "base"), ("a4", "a"), ("a5", "a"), ("b2", "b")]
 
 
-@pytest.mark.parametrize("mode", ["dlora", "dlora:backfill", "merged-only", "one-adapter", "whole-models"])
+@pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "one-adapter", "whole-models"])
 def test_answers_are_the_same_under_every_batching_mode(mode: str) -> None:
     assert answers(Bench(row=merging(mode), limits=WIDE, switch_s=0.02), MIX) == answers(Bench(limits=WIDE), MIX)
 

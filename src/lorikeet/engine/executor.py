@@ -4,6 +4,7 @@ from typing import NamedTuple, Protocol
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+from lorikeet.scheduling.coldstart.costs import AssistCosts
 
 
 class ExecutorError(RuntimeError):
@@ -50,6 +51,7 @@ class EngineSizes(NamedTuple):
         max_model_tokens: longest sequence that it serves.
         max_adapter_blocks: largest adapter that leaves room for such a sequence.
         kernels: which kernel backend computes.
+        assist: what prefills cost that host workers assist; None if there are none.
     """
 
     geometry: ModelGeometry
@@ -60,6 +62,7 @@ class EngineSizes(NamedTuple):
     max_model_tokens: int
     max_adapter_blocks: int
     kernels: str
+    assist: AssistCosts | None = None
 
     @property
     def block_bytes(self) -> int:

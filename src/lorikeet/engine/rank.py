@@ -1,20 +1,24 @@
 """What every tensor-parallel rank does with a plan: keep its sequences, run its share of the decoder."""
 
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
+from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.batch_builder import BatchRow, build_batch
 from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.engine.transfers import Transfers
-from lorikeet.kernels.base import kv_view
+from lorikeet.kernels.base import LoraWeights, kv_view
 
 
 class Rank:
@@ -26,26 +30,36 @@ class Rank:
         block_tokens: tokens of KV in a block.
         transfers: move blocks beside the steps, and know which adapters are in the arena.
         cores: says before every plan how many threads compute.
+        host_lora: computes for adapters that are on their way; None if plans never ask for it.
     """
 
     def __init__(
-        self, model: RankModel, arena: Tensor, block_tokens: int, transfers: Transfers, cores: CoreShare
+        self,
+        model: RankModel,
+        arena: Tensor,
+        block_tokens: int,
+        transfers: Transfers,
+        cores: CoreShare,
+        host_lora: HostLora | None = None,
     ) -> None:
         self.device: torch.device = arena.device
         self._decoder = model.decoder
         self._kernels = model.kernels
+        self._merger = model.merger
         self._cores = cores
+        self._host_lora = host_lora
         geometry = model.geometry
         self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
         self._block_tokens = block_tokens
         self._transfers = transfers
         self._sequences: dict[RequestId, Sequence] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Do what the plan asks for before its first step.
+    def apply(self, plan: StepPlan) -> float:
+        """Do what the plan asks for before its first step, and return the seconds in which weights were merged.
 
         Raises:
-            ExecutorError: it runs or drops a sequence that this rank does not know.
+            ExecutorError: it runs or drops a sequence that this rank does not know, or merges an adapter that is not
+                loaded, or any where the row never does.
         """
         threads = self._cores.threads(time.monotonic())
         if threads != self._kernels.threads:
@@ -63,6 +77,7 @@ class Rank:
             self._transfers.promote(plan.urgent)
         for step in plan.sequences:
             self.sequence(step.request_id).add_blocks(step.new_blocks)
+        return self._switch(plan) if plan.sequences else 0.0
 
     def forward(self, plan: StepPlan, ran: int, *, logits: bool = True) -> Tensor:
         """Run one step.
@@ -82,13 +97,21 @@ class Rank:
             BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
             for step in plan.sequences
         ]
-        used = {row.sequence.adapter for row in rows} - {None}
+        used = {row.sequence.adapter for row in rows}
+        merged = plan.merged
+        if merged is not None and used != {merged}:
+            raise ExecutorError(f"step {plan.step}: only adapter {merged} can run while it is merged")
         try:
-            weights = {digest: self._transfers.adapters.weights(digest) for digest in used if digest is not None}
-            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form)
+            weights, arrivals = self._adapters({d for d in used if d is not None and d != merged}, plan)
+            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form, merged)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
-        return self._decoder.forward(batch, self._kv, logits=logits)
+        if not arrivals:
+            return self._decoder.forward(batch, self._kv, logits=logits)
+        if self._host_lora is None or batch.lora is None:
+            raise ExecutorError(f"step {plan.step}: prefills are to be assisted, but there are no host workers")
+        with self._host_lora.assisting(batch.lora, arrivals) as assist:
+            return self._decoder.forward(replace(batch, assist=assist), self._kv, logits=logits)
 
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
         """Append one sampled token to each of ``steps``, which are those that sample."""
@@ -104,6 +127,32 @@ class Rank:
         if request_id not in self._sequences:
             raise ExecutorError(f"request {request_id} runs, but was never started")
         return self._sequences[request_id]
+
+    def _adapters(
+        self, digests: Collection[AdapterDigest], plan: StepPlan
+    ) -> tuple[dict[AdapterDigest, LoraWeights], list[Arrival]]:
+        """Return where the weights of each adapter lie, and of those that have not all arrived what has."""
+        weights: dict[AdapterDigest, LoraWeights] = {}
+        arrivals = []
+        for digest in digests:
+            arrival = self._transfers.arrival(digest) if digest in plan.assisted else None
+            if arrival is not None:
+                arrivals.append(arrival)
+            weights[digest] = self._transfers.adapters.weights(digest) if arrival is None else arrival.weights
+        return weights, arrivals
+
+    def _switch(self, plan: StepPlan) -> float:
+        """Have merged what the plan wants merged; return the seconds that took."""
+        if self._merger is None:
+            if plan.merged is not None:
+                raise ExecutorError(f"step {plan.step}: adapter {plan.merged} cannot be merged: this row never merges")
+            return 0.0
+        if plan.merged == self._merger.merged:
+            return 0.0
+        started_s = time.monotonic()
+        adapter = None if plan.merged is None else self._transfers.adapters.weights(plan.merged)
+        self._merger.switch(plan.merged, adapter)
+        return time.monotonic() - started_s
 
 
 def sampling_steps(plan: StepPlan) -> list[SequenceStep]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.engine.merging import Merger, linear_bytes
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels, torch_dtype
@@ -18,12 +19,15 @@ from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import Group
-from lorikeet.models.weights import pack_weights
+from lorikeet.models.weights import DecoderWeights, pack_weights
+from lorikeet.rows import MERGING_MODES, MergeBy, resolve_row
 
 _SHARE_OF_FREE = {"cpu": 0.4, "cuda": 0.85}
 _CPU_BYTES = 4 * 2**30
 _ADAPTER_BYTES = 4 * 2**30
 _SMALLEST_RANK = 8
+_PRISTINE_SHARE_OF_FREE = 0.5
+"""Of a CUDA device: pristine weights that would take more stay on the host, and leave the rest to the arena."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class RankModel:
         kernels: the backend that computes.
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
+        merger: changes the decoder's weights; None if the row never merges.
     """
 
     config: ModelConfig
@@ -44,6 +49,7 @@ class RankModel:
     dtype: torch.dtype
     device: torch.device
     geometry: ModelGeometry
+    merger: Merger | None = None
 
 
 def load_rank(
@@ -52,7 +58,7 @@ def load_rank(
     """Load one rank's share of the model.
 
     Raises:
-        ConfigError: dtype or device is unknown.
+        ConfigError: dtype, device or row is unknown.
         ModelConfigError: the model is not supported, or does not split over the ranks.
         WeightError: the weights do not fit the config.
     """
@@ -73,9 +79,15 @@ def load_rank(
         kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
-    weights = pack_weights(weights, kernels)
+    _, row = resolve_row(settings.engine.row)
+    merges = row.batching_mode in MERGING_MODES
+    packed = pack_weights(weights, kernels, keep_plain=merges)
     geometry = config.geometry(dtype.itemsize, group.size)
-    return RankModel(config, Decoder(config, weights, kernels, group), kernels, dtype, device, geometry)
+    merger = None
+    if merges:
+        place = _pristine_place(weights, device, row.merge_by)
+        merger = Merger(weights, packed, kernels, geometry, row.merge_by, place)
+    return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
 
 
 def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
@@ -151,6 +163,14 @@ def _device(settings: Settings, rank: int) -> torch.device:
     if name == "cuda" and torch.cuda.device_count() <= rank:
         raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:
+    """Return where pristine weights are kept: on the device if they fit, but models that are swapped on the host."""
+    if device.type == "cpu":
+        return device
+    fits = linear_bytes(weights) <= _PRISTINE_SHARE_OF_FREE * _free_bytes(device, ranks=1)
+    return device if fits and merge_by is MergeBy.DELTA else torch.device("cpu")
 
 
 def _small_adapter_blocks(settings: Settings, geometry: ModelGeometry) -> int:

@@ -14,6 +14,8 @@ from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_transfers import FinishedTransfers
+from lorikeet.engine.host_lora.assist import HostLora
+from lorikeet.engine.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import (
@@ -30,6 +32,7 @@ from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleGroup
+from lorikeet.rows import resolve_row
 
 _GRACE_S = 5.0
 """How long a rank's last words are waited for."""
@@ -91,6 +94,8 @@ class TorchExecutor:
         finished: where transfers are counted; made for as many ranks as ``peers`` has.
         transfers: rank 0's, which report there; also an attribute, to see who moved what.
         peers: the other ranks.
+        host_lora: computes for adapters that are on their way; also an attribute, for its counters. None if plans
+            never ask for it.
     """
 
     def __init__(
@@ -102,12 +107,14 @@ class TorchExecutor:
         finished: FinishedTransfers,
         transfers: Transfers,
         peers: Peers | None = None,
+        host_lora: HostLora | None = None,
     ) -> None:
         self._peers: Peers = peers or NoPeers()
         self._finished = finished
         self.transfers = transfers
         self._cores = cores
-        self._rank = Rank(model, arena, block_tokens, transfers, cores)
+        self.host_lora = host_lora
+        self._rank = Rank(model, arena, block_tokens, transfers, cores, host_lora)
         self._sampler = Sampler(model.kernels.choose)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -120,7 +127,7 @@ class TorchExecutor:
         self._peers.check()
         try:
             self._peers.send(plan)
-            self._rank.apply(plan)
+            switch_s = self._rank.apply(plan)
             tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
         except ExecutorError:
             raise
@@ -135,6 +142,7 @@ class TorchExecutor:
             steps_run=steps_run,
             duration_s=time.monotonic() - started_s,
             failed=failed,
+            switch_s=switch_s,
         )
 
     def completed_transfers(self) -> list[TransferDone]:
@@ -153,6 +161,8 @@ class TorchExecutor:
     def close(self) -> None:
         """End threads, loader processes and ranks. Transfers under way are abandoned."""
         self._peers.close()
+        if self.host_lora is not None:
+            self.host_lora.close()
         self.transfers.close()
         self._cores.close()
 
@@ -196,9 +206,10 @@ def build_torch_executor(
         ConfigError: a setting does not fit the model or the machine.
         ModelConfigError: the model is not supported or does not split over the ranks.
         WeightError: the weights do not fit the config.
-        ExecutorError: a rank or a loader process did not start.
+        ExecutorError: a rank, a loader process or a host worker did not start.
     """
     engine = settings.engine
+    _, row = resolve_row(engine.row)
     config = read_model_config(model_folder)
     config.check_divides(engine.tensor_parallel)
     longest_tokens = max_model_tokens(settings, config)
@@ -208,6 +219,9 @@ def build_torch_executor(
     with ExitStack() as undo:
         loader = start_loader_process()
         undo.callback(loader.end)
+        workers = start_worker_processes(engine, row)
+        for worker in workers:
+            undo.callback(worker.end)
         peers = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
         if peers is not None:
             undo.callback(peers.close)
@@ -221,8 +235,12 @@ def build_torch_executor(
         if peers is not None:
             peers.start(blocks, host_blocks)
         transfers.loader.wait_until_ready()
+        host_lora, assist = None, None
+        if workers:
+            model.kernels.threads = cores.threads(time.monotonic())
+            host_lora, assist = build_host_lora(workers, engine, row, model, arena, transfers, longest_tokens)
         undo.pop_all()
-    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers)
+    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers, host_lora)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
@@ -232,6 +250,7 @@ def build_torch_executor(
         max_model_tokens=longest_tokens,
         max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),
         kernels=model.kernels.name,
+        assist=assist,
     )
     return executor, config, sizes
 

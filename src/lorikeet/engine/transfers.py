@@ -2,7 +2,8 @@
 
 A transfer is read in a loader process, or copied by one of two threads, or both: blocks are copied as soon as they have
 been read. Whoever copies takes the next few blocks of the most urgent transfer each time, so one that is awaited waits
-for no more than a few blocks of the others.
+for no more than a few blocks of the others. A transfer with groups is copied group by group, and steps can ask which
+layers of its adapter have arrived.
 """
 
 import logging
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import BlockId
+from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES, Copier, Group
 from lorikeet.engine.loaded_adapters import LoadedAdapters
 from lorikeet.engine.loader import Loader, LoaderError, LoaderProcess
@@ -44,6 +46,7 @@ class Transfers:
 
     Attributes:
         host: the host tier, ``[host_blocks, elements]``.
+        host_arena: the memory that it lies in.
         adapters: those that have arrived in the device arena.
         loader: what reads adapters.
         counts: who has worked on blocks.
@@ -68,16 +71,17 @@ class Transfers:
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._underway: dict[int, Underway] = {}
+        self._arriving: dict[AdapterDigest, Underway] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
         block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
-        self._host = HostArena.create(host_blocks + readers * STAGED_BLOCKS, block_bytes)
-        self._host_blocks = torch.from_numpy(self._host.bytes).view(arena.dtype)
+        self.host_arena = HostArena.create(host_blocks + readers * STAGED_BLOCKS, block_bytes)
+        self._host_blocks = torch.from_numpy(self.host_arena.bytes).view(arena.dtype)
         self.host: Tensor = self._host_blocks[:host_blocks]
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
         dtype = str(arena.dtype).removeprefix("torch.")
         setup = Setup(geometry, rank, size, arena.shape[1], dtype, readers, self._group_blocks)
-        self.loader = Loader(process, self._host, setup, self._filled, self._read_ended)
+        self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended)
         self._copiers = {
             target: Copier(
                 f"copy-to-{target}",
@@ -104,6 +108,10 @@ class Transfers:
             self.adapters.expect(transfer.adapter.digest, transfer.transfer_id)
         with self._lock:
             self._underway[transfer.transfer_id] = underway
+            if transfer.adapter is not None and transfer.target is Tier.DEVICE:
+                self._arriving.pop(transfer.adapter.digest, None)
+                if transfer.source is Tier.HOST and error is None:
+                    self._arriving[transfer.adapter.digest] = underway
         self._go_on(underway)
 
     def promote(self, transfer_ids: Collection[int]) -> None:
@@ -120,12 +128,30 @@ class Transfers:
             underway = self._underway.get(transfer_id)
             return None if underway is None else underway.arrived
 
+    def arrival(self, digest: AdapterDigest) -> Arrival | None:
+        """Return what has arrived of an adapter on its way from the host to the device; None if none is.
+
+        Whoever asks before :meth:`LoadedAdapters.weights` finds it here or there, even while it changes sides.
+
+        Raises:
+            ValueError: the transfer has not as many blocks as the adapter takes.
+        """
+        with self._lock:
+            underway = self._arriving.get(digest)
+        if underway is None or underway.arrival is not None:
+            return None if underway is None else underway.arrival
+        arrival = Arrival.of(underway.transfer, self._arena, self._geometry)
+        with self._lock:
+            arrival.note(underway.copied, failed=underway.error is not None)
+            underway.arrival = arrival
+        return arrival
+
     def close(self) -> None:
         """Abandon what is under way, once the blocks that are being copied have been."""
         for copier in self._copiers.values():
             copier.close()
         self.loader.close()
-        self._host.close()
+        self.host_arena.close()
 
     def _flaw(self, transfer: Transfer) -> str | None:
         """Return what makes a transfer impossible."""
@@ -138,6 +164,10 @@ class Transfers:
             return "only adapters have a source"
         if (transfer.source is not Tier.SOURCE or (host and device)) and len(host) != len(device):
             return f"{len(device)} device blocks and {len(host)} host blocks do not go together"
+        if transfer.groups:
+            grouped = sorted(block for group in transfer.groups for block in range(*group))
+            if transfer.source is Tier.SOURCE or grouped != list(range(len(host))):
+                return f"groups {transfer.groups} do not name each of {len(host)} blocks in the arenas once"
         return None
 
     # Each of these is called when something has happened, under the lock or not as it says. What ends is taken out of
@@ -165,6 +195,9 @@ class Transfers:
         transfer = underway.transfer
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self._note_adapter(underway)
+            with self._lock:
+                if self._arriving.get(transfer.adapter.digest) is underway:
+                    del self._arriving[transfer.adapter.digest]
         if underway.error is not None:
             what = "KV" if transfer.adapter is None else f"adapter {transfer.adapter.name}"
             _LOG.warning("%s was not moved from %s to %s: %s", what, transfer.source, transfer.target, underway.error)
@@ -269,9 +302,9 @@ class Transfers:
             underway.copying = True
             for other in ready:
                 other.take_time()
-            blocks = slice(underway.copied, min(underway.filled, underway.copied + self._group_blocks))
-        on_host = [self._host_blocks[block] for block in underway.host_blocks[blocks]]
-        on_device = [self._arena[block] for block in underway.transfer.device_blocks[blocks]]
+            blocks = underway.next_blocks(self._group_blocks)
+        on_host = [self._host_blocks[underway.host_blocks[block]] for block in blocks]
+        on_device = [self._arena[underway.transfer.device_blocks[block]] for block in blocks]
         if target is Tier.DEVICE:
             return Group(underway, sources=on_host, targets=on_device)
         return Group(underway, sources=on_device, targets=on_host)
@@ -282,6 +315,8 @@ class Transfers:
             underway.copying = False
             underway.copied += blocks  # even if it failed: what is still being read has to go somewhere
             underway.error = underway.error or error
+            if underway.arrival is not None:
+                underway.arrival.note(underway.copied, failed=underway.error is not None)
             if underway.is_staged and underway.reading and underway.reader is not None:
                 self.loader.give_room(underway.reader, blocks)
             is_over = self._take_if_over(underway)

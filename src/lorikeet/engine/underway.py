@@ -1,10 +1,12 @@
 """A transfer that has begun on a rank and has not ended there."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer
+from lorikeet.engine.arrival import Arrival
 
 STAGED_BLOCKS = 8
 """Blocks behind the host tier through which each reader passes adapters that are to lie on the device only."""
@@ -24,6 +26,7 @@ class Underway:
         copied: blocks copied.
         reader: whose turn it is to read it, and whose blocks it passes through; None before and after.
         error: why it has failed, None if it has not.
+        arrival: what steps know of it that do not wait for its end, None if there is none.
         active_s: seconds in which it was read or copied.
     """
 
@@ -36,6 +39,7 @@ class Underway:
     copied: int = 0
     reader: int | None = None
     error: str | None = None
+    arrival: Arrival | None = None
     active_s: float = 0.0
     _active_since_s: float | None = None
 
@@ -73,6 +77,15 @@ class Underway:
     def is_over(self) -> bool:
         """Whether nobody works on its blocks any more, nor needs to."""
         return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
+
+    def next_blocks(self, most: int) -> Sequence[int]:
+        """Return which of its blocks are to be copied next: at most so many, and none of the group after."""
+        done = self.copied
+        for first, stop in self.transfer.groups:
+            if done < stop - first:
+                return range(first + done, min(stop, first + done + most))
+            done -= stop - first
+        return range(self.copied, min(self.filled, self.copied + most))
 
     def take_time(self) -> None:
         """Count the time since the last call, if it was being read or copied then."""

@@ -8,10 +8,10 @@ from lorikeet.scheduling.batching.one_adapter import OneAdapter
 
 BATCHING: dict[str, BatchingPolicy] = {
     "unmerged": Unmerged,
-    "dlora": DLora,
+    "dlora": partial(DLora, backfill=True),
+    "dlora:alone": DLora,
     "dlora:no-credits": partial(DLora, credited=False),
-    "dlora:no-tuning": partial(DLora, tuned=False),
-    "dlora:backfill": partial(DLora, backfill=True),
+    "dlora:no-tuning": partial(DLora, tuned=False, backfill=True),
     "merged-only": partial(OneAdapter, merged=True),
     "one-adapter": partial(OneAdapter, merged=False),
     "whole-models": partial(OneAdapter, merged=True, even_shares=True),

@@ -22,11 +22,14 @@ class CreditParams(NamedTuple):
         initial: what a type begins with.
         starves_above: with more than this a type starves, and goes first.
         normal_below: with less than this it no longer does.
+        price: what a request of a type with a surplus pays for an iteration in which nobody is passed over, because
+            somebody starves.
     """
 
     initial: int
     starves_above: int
     normal_below: int
+    price: int = 2
 
 
 def usual_params(max_batch: int) -> CreditParams:
@@ -107,6 +110,19 @@ class Credits:
         for each, part in _apportion(surplus, debts).items():
             self._credits[each] += part
 
+    def repayments(self, batch: Sequence[Live]) -> dict[Type, int]:
+        """Return what an iteration moves in which all of ``batch`` run and nobody is passed over.
+
+        Those who are owed are served now, and pay for it; those who owe get it, in proportion to their requests.
+        """
+        requests, initial = Counter(request.adapter for request in batch), self._params.initial
+        debtors = {each: count for each, count in requests.items() if self[each] < initial}
+        if not debtors:
+            return {}
+        owed = {each: self[each] - initial for each in requests if self[each] > initial}
+        paid = {each: min(surplus, self._params.price * requests[each]) for each, surplus in owed.items()}
+        return {each: -part for each, part in paid.items()} | _apportion(sum(paid.values()), debtors)
+
     def starving(self) -> Collection[Type]:
         """Mark who starves by now and who no longer does, and return those who do."""
         for each, has in self._credits.items():
@@ -122,14 +138,19 @@ class Credits:
             self._credits[each] += steps * gain
 
     def steps_until_review(self, gains: Mapping[Type, int]) -> float:
-        """Return after how many such iterations somebody starves, no longer starves, or cannot pay for its merging."""
+        """Return after how many such iterations something may change: who starves, who owes, or who can pay."""
         rules, steps = self._params, float("inf")
         for each, gain in gains.items():
             has, starves = self._credits[each], each in self._starving
-            if gain > 0 and not starves:
+            if gain > 0 and has < rules.initial:  # then nobody owes it anything any longer
+                steps = min(steps, (rules.initial - has) // gain)
+            elif gain > 0 and not starves:
                 steps = min(steps, (rules.starves_above - has) // gain + 1)
+            elif gain < 0 and has > rules.initial:  # it is owed no more then, and starves no longer before
+                steps = min(steps, (has - rules.initial) // -gain)
+                steps = min(steps, (has - rules.normal_below) // -gain + 1) if starves else steps
             elif gain < 0 and starves:
                 steps = min(steps, (has - rules.normal_below) // -gain + 1)
             elif gain < 0:  # it is merged, and must have as much as an iteration costs before each
                 steps = min(steps, has // -gain)
-        return steps
+        return max(1, steps)

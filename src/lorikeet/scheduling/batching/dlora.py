@@ -89,7 +89,7 @@ class DLora(BatchingMode):
             self.thresholds.meet(self._merged, candidate)
         logged = self._tuned and candidate is not None
         self._pending = _Pending(
-            transfers(batch, oldest) if self._credited and (starving or self._merged is not None) else {},
+            self._gains(batch, oldest, is_pass=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
             switched,
         )
@@ -118,6 +118,11 @@ class DLora(BatchingMode):
             return 1
         steps = self.credits.steps_until_review(self._pending.gains)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)
+
+    def _gains(self, batch: Sequence[Live], oldest: Sequence[Live], *, is_pass: bool) -> dict[Type, int]:
+        if not self._credited or not (is_pass or self._merged is not None):
+            return {}
+        return transfers(batch, oldest) or (self.credits.repayments(batch) if is_pass else {})
 
     def _starving(self, live: Sequence[Live], oldest: Sequence[Live]) -> list[Live]:
         """Return the batch of those who starve, empty if nobody does."""

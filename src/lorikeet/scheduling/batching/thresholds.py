@@ -28,7 +28,7 @@ class ThresholdParams(NamedTuple):
     decrement: float = 0.05
     factor: float = 1.1
     least_alpha: float = 0.2
-    most_alpha: float = 2.0
+    most_alpha: float = 1.2
     least_beta: float = 0.05
     gap: float = 0.05
     period_steps: int = 32

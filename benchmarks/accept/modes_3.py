@@ -1,0 +1,301 @@
+"""modes.3: dLoRA's batching beside merging only and never, live, while the skew of the requests changes."""
+
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+from unittest import mock
+
+from benchmarks.accept.inprocess import THREADS
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.models import default_model
+from benchmarks.accept.modes_phases import ADAPTERS, PHASES, WORDS, Phased
+from benchmarks.accept.offline import interval_words
+from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.server import LORIKEET
+from lorikeet.bench.choices import Range
+from lorikeet.bench.in_process import run_workload
+from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig, warm_replica
+from lorikeet.bench.memory_work import WorkOptions
+from lorikeet.bench.peak import find_peak
+from lorikeet.bench.statistics import Ratio, mean_of, ratio_over_requests
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.plan import StepPlan, StepResult
+from lorikeet.costs.profile import CostProfile, decode_profile
+from lorikeet.engine.executor import Executor
+from lorikeet.engine.loop import Engine
+from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.mode import BatchWork
+
+OURS, MERGED, UNMERGED = "dlora", "merged-only", "unmerged-only"
+CHEAP = {OURS: f"{OURS},kernel_form=unpadded", UNMERGED: f"{UNMERGED},kernel_form=unpadded"}
+"""The same where adapters cost little, so merging pays little."""
+WORK = Phased(phase_s=80.0, prompt_tokens=Range(32, 160), output_tokens=Range(64, 64))
+LOAD, REPEATS, WITHIN, WAIT_TIMES = 0.7, 3, 1.05, 2.0
+SLO_TIMES, UNLOADED_RATE = 5, 0.05
+RANKS, MEMORY_BYTES, HOST_BYTES = (8, 16, 32, 64), 2 * 2**30, 2**30
+
+
+@line(
+    "modes.3",
+    title="dLoRA's batching while skew comes and goes, live beside merging only and never",
+    bound=f"at {LOAD:.0%} of {UNMERGED}'s peak mean latency per output token ≤ {WITHIN:g} × the better one's in each "
+    f"phase (or the interval includes it); switches pay by the mode's own model of step times; P99 TTFT ≤ "
+    f"{WAIT_TIMES:g} × {UNMERGED}'s; where adapters cost little, likewise beside {UNMERGED}",
+)
+def run(runs: StoredRuns) -> Result:
+    """Find the peak by this machine's profile, run the rows in turns, and compare phase by phase."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-modes-") as scratch:
+        live = _Live(runs, Path(scratch))
+        rate = LOAD * live.peak()
+        made = {row: [live.run(row, rate, repeat) for repeat in range(REPEATS)] for row in (OURS, MERGED, UNMERGED)}
+        cheap = {row: [live.run(name, rate, 0)] for row, name in CHEAP.items()}
+    ratios = {phase: {row: _ratio(made[OURS], made[row], phase) for row in (MERGED, UNMERGED)} for phase in PHASES}
+    better = {phase: max(each.values(), key=lambda ratio: ratio.value) for phase, each in ratios.items()}
+    cheap_ratios = {phase: _ratio(cheap[OURS], cheap[UNMERGED], phase) for phase in PHASES}
+    waits = {row: fmean(_p99_s(each) for each in made[row]) for row in made}
+    stretches = [stretch for each in made[OURS] for stretch in each["stretches"]]
+    gain_s, paid = sum(each["gain_s"] for each in stretches), sum(each["gain_s"] > 0 for each in stretches)
+    failures = [
+        *(f"{phase}: {_words(ratio)}" for phase, ratio in better.items() if min(ratio.value, ratio.low) > WITHIN),
+        *(
+            f"cheap adapters, {phase}: {_words(ratio)}"
+            for phase, ratio in cheap_ratios.items()
+            if min(ratio.value, ratio.low) > WITHIN
+        ),
+        *([f"P99 TTFT is {waits[OURS] / waits[UNMERGED]:.2f} ×"] if waits[OURS] > WAIT_TIMES * waits[UNMERGED] else []),
+        *(["it never merged"] if not stretches else []),
+        *([f"merging came to {gain_s:+.1f} s"] if stretches and gain_s <= 0 else []),
+    ]
+    return Result(
+        figure={
+            **{f"{phase}, ÷ better": _words(ratio) for phase, ratio in better.items()},
+            **{f"{phase}, cheap adapters, ÷ {UNMERGED}": _words(ratio) for phase, ratio in cheap_ratios.items()},
+            "P99 TTFT ÷ " + UNMERGED: waits[OURS] / waits[UNMERGED],
+            "times merged": len(stretches),
+            "of them paid": paid,
+            "gain by its model, s": gain_s,
+            "merged steps": {
+                phase: f"{fmean(each['merged'].get(phase, 0.0) for each in made[OURS]):.0%}" for phase in PHASES
+            },
+            "merged steps, cheap adapters": {
+                phase: f"{cheap[OURS][0]['merged'].get(phase, 0.0):.0%}" for phase in PHASES
+            },
+        },
+        interval=(better[PHASES[0]].low, better[PHASES[0]].high),
+        passed=not failures,
+        cause="; ".join(failures),
+        notes=f"SmolLM2-135M-Instruct, {WORDS}, ranks {', '.join(map(str, RANKS))}, {rate:.2f} requests/s of "
+        f"{WORK.prompt_tokens} + {WORK.output_tokens} tokens, {len(PHASES)} × {WORK.phase_s:.0f} s, {REPEATS} "
+        "interleaved repeats, einsums as dLoRA computes (cheap: kernels that pay for the sum of ranks, one repeat); "
+        "mean latency per output token, ms: "
+        + "; ".join(f"{row} {_means(each)}" for row, each in made.items())
+        + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's profile; a "
+        "time merged pays if its steps and both switches took less than its model says they had taken unmerged; "
+        "interval of the first ratio",
+        details={
+            "rows": {
+                row: [{phase: _small(each["phases"][phase]) for phase in PHASES} for each in runs_]
+                for row, runs_ in (made | {f"{row}, cheap": each for row, each in cheap.items()}).items()
+            },
+            "stretches": stretches,
+        },
+    )
+
+
+class _Live:
+    """Runs of the workload on this machine, stored as parts of the line."""
+
+    def __init__(self, runs: StoredRuns, scratch: Path) -> None:
+        self._runs = runs
+        self._scratch = scratch
+        self._options = WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
+
+    def peak(self) -> float:
+        """Return the peak of never merging, by the profile.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+
+        def search() -> dict[str, Any]:
+            rig = modelled_rig(self._profile, WORK.work(1.0), self._options)
+            limit_s = SLO_TIMES * _ttft_mean_s(_run(rig, self._setting, UNMERGED, UNLOADED_RATE))
+            found = find_peak(
+                lambda rate: limit_s / _ttft_mean_s(_run(rig, self._setting, UNMERGED, rate)), 1.0, 1.0, precision=0.02
+            )
+            return {"rate": found.rate}
+
+        rate = self._runs.get("peak", search)["rate"]
+        if rate is None:
+            raise RuntimeError("no rate meets the limit")
+        return float(rate)
+
+    def run(self, row: str, rate: float, repeat: int) -> dict[str, Any]:
+        """Return a live run."""
+        part = f"{row}-{repeat}".replace(":", "-").replace(",", "-")
+        return self._runs.get(part, lambda: _run(self._live_rig, self._setting, row, rate))
+
+    @cached_property
+    def _profile(self) -> CostProfile:
+        return decode_profile(self._runs.get("profile", self._measure_profile)["toml"], "profile")
+
+    def _measure_profile(self) -> dict[str, Any]:
+        file = self._scratch / "profile.toml"
+        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
+        return {"toml": file.read_text()}
+
+    @cached_property
+    def _live_rig(self) -> Rig:
+        return live_rig(default_model(), "bfloat16", WORK.work(1.0), self._options, self._scratch / "adapters")
+
+    @cached_property
+    def _setting(self) -> MemorySetting:
+        return MemorySetting(
+            memory_bytes=MEMORY_BYTES,
+            host_memory_bytes=HOST_BYTES,
+            model=str(default_model()),
+            dtype="bfloat16",
+            max_model_tokens=1024,
+            threads=THREADS,
+        )
+
+
+def _run(rig: Rig, setting: MemorySetting, row: str, rate: float) -> dict[str, Any]:
+    work = WORK.work(rate)
+    with warm_replica(rig, setting.settings(row), work) as ((engine, _, _), clock, coalesced):
+        while engine.has_transfers:  # what the row loads beforehand
+            engine.wait_for_transfer()
+            engine.step()
+        with _logged(engine) as log:
+            run = run_workload(
+                engine,
+                clock,
+                work.requests,
+                rig.adapters,
+                work.prompts_of(rig.vocabulary),
+                coalesced=coalesced,
+            )
+        mode = engine._scheduler.selection._mode
+        stretches = log.stretches(mode) if isinstance(mode, DLora) else []
+    return {
+        "phases": WORK.figures(run.exchanges),
+        "stretches": stretches,
+        "merged": log.merged_shares(),
+    }
+
+
+class _Ran(NamedTuple):
+    """A plan that has run."""
+
+    merged: AdapterDigest | None
+    work: BatchWork
+    steps: int
+    step_s: float
+    switch_s: float
+    started: int
+    """Requests so far."""
+
+
+class _Log:
+    """Runs plans with another executor and remembers what they were."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self._adapters: dict[RequestId, AdapterDigest | None] = {}
+        self._prompts: dict[RequestId, int] = {}
+        self._started = 0
+        self.ran: list[_Ran] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run it and note it down."""
+        for start in plan.starts:
+            self._adapters[start.request_id] = start.adapter
+            self._prompts[start.request_id] = len(start.token_ids)
+        self._started += len(plan.starts)
+        result = self._inner.execute(plan)
+        if plan.sequences:
+            decodes = sum(step.start >= self._prompts[step.request_id] for step in plan.sequences)
+            rows = Counter[AdapterDigest]()
+            for step in plan.sequences:
+                digest = self._adapters[step.request_id]
+                if digest is not None:
+                    rows[digest] += step.tokens
+            tokens = sum(step.tokens for step in plan.sequences)
+            work = BatchWork(len(plan.sequences) - decodes, tokens - decodes, decodes, rows)
+            step_s = (result.duration_s - result.switch_s) / result.steps_run
+            self.ran.append(_Ran(plan.merged, work, result.steps_run, step_s, result.switch_s, self._started))
+        return result
+
+    def stretches(self, mode: DLora) -> list[dict[str, float]]:
+        """Return each time an adapter was merged: its steps, and the seconds that this saved by the mode's times.
+
+        The switch back belongs to it.
+        """
+        found: list[dict[str, float]] = []
+        before: AdapterDigest | None = None
+        for each in self.ran:
+            if each.merged != before and before is not None:
+                found[-1]["gain_s"] -= each.switch_s
+            if each.merged is not None:
+                if each.merged != before:
+                    found.append({"steps": 0, "gain_s": -each.switch_s if before is None else 0.0})
+                found[-1]["steps"] += each.steps
+                found[-1]["gain_s"] += each.steps * (mode.times.step_s(each.work) - each.step_s)
+            before = each.merged
+        return found
+
+    def merged_shares(self) -> dict[str, float]:
+        """Return the share of merged steps by phase: requests start in the order of the phases, as many in each."""
+        steps, merged = Counter[str](), Counter[str]()
+        for each in self.ran:
+            phase = PHASES[min(len(PHASES) - 1, int(len(PHASES) * (each.started - 1) / max(1, self._started)))]
+            steps[phase] += each.steps
+            merged[phase] += each.steps * (each.merged is not None)
+        return {phase: merged[phase] / steps[phase] for phase in PHASES if steps[phase]}
+
+
+@contextmanager
+def _logged(engine: Engine) -> Iterator[_Log]:
+    log = _Log(engine._executor)
+    with mock.patch.object(engine, "_executor", log):
+        yield log
+
+
+def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], phase: str) -> Ratio:
+    """Return the ratio of mean latencies; every answer has as many tokens."""
+
+    def latencies(runs: list[dict[str, Any]]) -> list[list[float]]:
+        return [each["phases"][phase]["latencies_s"] for each in runs]
+
+    return ratio_over_requests(latencies(ours), latencies(theirs), mean_of)
+
+
+def _p99_s(run: dict[str, Any]) -> float:
+    return max(run["phases"][phase]["ttft_p99_s"] for phase in PHASES)
+
+
+def _ttft_mean_s(run: dict[str, Any]) -> float:
+    return fmean(time_s for phase in PHASES for time_s in run["phases"][phase]["ttft_s"])
+
+
+def _means(runs: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{phase} {fmean(each['phases'][phase]['latency_per_token_s'] for each in runs) * 1e3:.1f}" for phase in PHASES
+    )
+
+
+def _small(phase: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in phase.items() if not isinstance(value, list)}
+
+
+def _words(ratio: Ratio) -> str:
+    return f"{ratio.value:.3f} ({interval_words((ratio.low, ratio.high))})"

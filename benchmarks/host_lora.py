@@ -1,0 +1,308 @@
+"""What a layer's hand-over to a host worker costs: how it is invoked, over what, to whom (TOPPINGS, section 4.2).
+
+    python -m benchmarks.host_lora
+
+prints JSON: for each variant the median and the 90 % quantile in µs, over 1,000 layers of a 135M model with 16 tokens
+under an adapter of rank 16. The device is played by a thread that runs what it is given in order:
+
+- invoke: ``sync-free``, the export of x is on the device's queue, and so is the wait for y; or ``native sync``, the
+  caller waits for x to be there before it signals, and for y before it goes on.
+- ipc: ``shared memory``, the ring that engines use, or ``socket``, a UNIX socket that x and y are sent through.
+- worker: a ``process``, or a ``thread`` of the same interpreter.
+
+Hand-over is what a layer takes beyond the longer of its two parts, the base product and the worker's computing.
+"""
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from itertools import product
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.accept.models import default_model
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.engine.host_lora.delta import host_targets, write_delta
+from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
+from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows
+from lorikeet.engine.host_lora.seat import start_worker_process
+from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.host_arena import HostArena
+from lorikeet.memory.packing import pack
+from lorikeet.models.config import read_model_config
+
+LAYERS, TOKENS, RANK, BLOCK_TOKENS = 1000, 16, 16, 16
+QKV = ("q", "k", "v")
+
+
+class Store(NamedTuple):
+    """A host arena that holds one adapter, the same for whoever makes it."""
+
+    arena: HostArena
+    host: Tensor
+    adapter: HostAdapter
+    geometry: ModelGeometry
+
+
+def make_store(geometry: ModelGeometry) -> Store:
+    """Return one."""
+    ranks = dict.fromkeys(QKV, (RANK,) * geometry.layers)
+    elements = geometry.block_elements(BLOCK_TOKENS)
+    blocks = pack(ranks, geometry, elements).blocks
+    arena = HostArena.create(blocks, elements * 4)
+    host = torch.from_numpy(arena.bytes).view(torch.float32)
+    host.normal_(generator=torch.Generator().manual_seed(0))
+    return Store(arena, host, HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks))), geometry)
+
+
+class Exchange(Protocol):
+    """Hands x over and takes y back."""
+
+    @property
+    def computed_s(self) -> float:
+        """The worker's time for the latest layer."""
+        ...
+
+    def send(self, layer: int, x: Tensor) -> None:
+        """Let the worker begin."""
+        ...
+
+    def add_to(self, qkv: Tensor) -> None:
+        """Wait for y and add it."""
+        ...
+
+    def close(self) -> None:
+        """End the worker."""
+        ...
+
+
+class _RingToProcess:
+    """As engines do it."""
+
+    def __init__(self, store: Store, core: int) -> None:
+        parts = [HostRows(0, 0, TOKENS)]
+        self._pool = HostPool(
+            [start_worker_process()], [core], store.arena, store.host, store.geometry, rows=TOKENS, parts=1
+        )
+        self._pool.wait_until_ready()
+        self._pool.begin([store.adapter])
+        self._deal: Deal = self._pool.deal(parts)
+
+    @property
+    def computed_s(self) -> float:
+        return self._pool.computed_s
+
+    def send(self, layer: int, x: Tensor) -> None:
+        self._pool.submit(layer, x, self._deal)
+
+    def add_to(self, qkv: Tensor) -> None:
+        self._pool.add_to(qkv)
+
+    def close(self) -> None:
+        self._pool.end()
+        self._pool.close()
+
+
+class _RingToThread:
+    """The same memory and tickets, and a worker that shares the interpreter."""
+
+    def __init__(self, store: Store, core: int) -> None:
+        outputs = sum(store.geometry.modules[module].out_features for module in QKV)
+        inputs = store.geometry.modules["q"].in_features
+        shape = RingShape(2, 2, TOKENS, inputs, outputs, ranks=1, workers=1, cuts=1, slices=1, dtype="float32")
+        self._ring = Ring.create(shape)
+        self._ring.write_cut(1, [Slice(0, 0, 0, TOKENS)])
+        self._x, self._y = (torch.from_numpy(memory) for memory in (self._ring.x, self._ring.y))
+        self._worker = SliceWorker(self._ring, 0, store.host, store.geometry)
+        self._worker.begin([store.adapter])
+        self._worker.prepare()
+        self._ticket = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, args=(core,), daemon=True)
+        self._thread.start()
+        self.computed_s = 0.0
+
+    def send(self, layer: int, x: Tensor) -> None:
+        self._ticket += 1
+        self._x[self._ring.slot(self._ticket), :TOKENS].copy_(x)
+        self._ring.describe(self._ticket, 1, layer, 1)
+        self._ring.signal_x(self._ticket)
+
+    def add_to(self, qkv: Tensor) -> None:
+        while not self._ring.has_y(self._ticket, 0):
+            time.sleep(0)
+        qkv.add_(self._y[self._ring.slot(self._ticket), 0, :TOKENS])
+        self._ring.free(self._ticket)
+        began_ns, ended_ns = self._ring.times_ns(self._ticket, 0)
+        self.computed_s = (ended_ns - began_ns) / 1e9
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
+        self._ring.close()
+
+    def _work(self, core: int) -> None:
+        os.sched_setaffinity(0, {core})
+        ticket = 1
+        while not self._is_closing:
+            if self._ring.has_x(ticket):
+                self._worker.run(ticket)
+                ticket += 1
+            else:
+                time.sleep(0)
+
+
+class _Socket:
+    """x and y are sent through a UNIX socket, to a process or a thread."""
+
+    def __init__(self, geometry: ModelGeometry, core: int, *, to_process: bool) -> None:
+        self.computed_s = 0.0
+        self._connection, theirs = multiprocessing.Pipe()
+        self._worker: Any
+        if to_process:
+            spawn = multiprocessing.get_context("spawn")
+            self._worker = spawn.Process(target=serve_socket, args=(theirs, geometry, core), daemon=True)
+        else:
+            self._worker = threading.Thread(target=serve_socket, args=(theirs, geometry, core), daemon=True)
+        self._worker.start()
+        self._connection.recv_bytes()
+
+    def send(self, layer: int, x: Tensor) -> None:
+        self._connection.send_bytes(layer.to_bytes(8, "little") + x.numpy().tobytes())
+
+    def add_to(self, qkv: Tensor) -> None:
+        message = self._connection.recv_bytes()
+        self.computed_s = float(np.frombuffer(message, np.float64, 1)[0])
+        qkv.add_(torch.from_numpy(np.frombuffer(bytearray(message[8:]), np.float32).reshape(qkv.shape)))
+
+    def close(self) -> None:
+        self._connection.send_bytes(b"")
+        self._worker.join()
+
+
+def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> None:
+    """Be the worker at the other end of a socket, until an empty message."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    store = make_store(geometry)
+    packing = pack(store.adapter.ranks, geometry, store.host.shape[1])
+    pieces = weights_in_place(packing, store.adapter.blocks, store.host, geometry).pieces
+    targets = host_targets(geometry)
+    y = torch.empty(TOKENS, sum(geometry.modules[module].out_features for module in QKV))
+    connection.send_bytes(b"up")
+    while message := connection.recv_bytes():
+        x = torch.from_numpy(np.frombuffer(bytearray(message[8:]), np.float32).reshape(TOKENS, -1))
+        began_s = time.monotonic()
+        write_delta(x, pieces, int.from_bytes(message[:8], "little"), targets, y)
+        connection.send_bytes(np.float64(time.monotonic() - began_s).tobytes() + y.numpy().tobytes())
+
+
+class Stream:
+    """The device: runs what it is given, one after the other, beside the caller."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, act: Callable[[], object]) -> None:
+        """Run this when all before it has been run."""
+        self._queue.put(act)
+
+    def synchronize(self) -> None:
+        """Wait until all has been run."""
+        done = threading.Event()
+        self._queue.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (act := self._queue.get()) is not None:
+            act()
+
+
+def measure(exchange: Exchange, stream: Stream, sync_free: bool, geometry: ModelGeometry) -> dict[str, float]:
+    """Run layers and return what their hand-over took."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, geometry.modules["q"].in_features, generator=generator)
+    weight = torch.randn(sum(geometry.modules[module].out_features for module in QKV), x.shape[1], generator=generator)
+    staged, qkv = torch.empty_like(x), x @ weight.T
+    base_s = 0.0
+
+    def multiply() -> None:
+        nonlocal base_s
+        began_s = time.monotonic()
+        torch.mm(x, weight.T, out=qkv)
+        base_s = time.monotonic() - began_s
+
+    found, computed = [], []
+    for number in range(LAYERS):
+        layer = number % geometry.layers
+        began_s = time.monotonic()
+        if sync_free:
+            stream.enqueue(lambda layer=layer: exchange.send(layer, x))  # type: ignore[misc]
+            stream.enqueue(multiply)
+            stream.enqueue(lambda: exchange.add_to(qkv))
+        else:
+            stream.enqueue(lambda: staged.copy_(x))
+            stream.synchronize()
+            exchange.send(layer, staged)
+            stream.enqueue(multiply)
+            y = torch.zeros_like(qkv)
+            exchange.add_to(y)
+            stream.enqueue(lambda y=y: qkv.add_(y))  # type: ignore[misc]
+        stream.synchronize()
+        took_s = time.monotonic() - began_s
+        found.append(took_s - max(base_s, exchange.computed_s))
+        computed.append(exchange.computed_s)
+    return {
+        "handover_us": median(found) * 1e6,
+        "handover_p90_us": float(np.quantile(found, 0.9)) * 1e6,
+        "computing_us": median(computed) * 1e6,
+    }
+
+
+def main() -> None:
+    """Measure all variants: this process on one core, workers on another."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("a worker needs a core of its own, and this machine has one core")
+    torch.set_num_threads(1)
+    geometry = read_model_config(default_model()).geometry(4)
+    store = make_store(geometry)
+    os.sched_setaffinity(0, {cores[0]})
+    makers: dict[tuple[str, str], Callable[[], Exchange]] = {
+        ("shared memory", "process"): lambda: _RingToProcess(store, cores[-1]),
+        ("shared memory", "thread"): lambda: _RingToThread(store, cores[-1]),
+        ("socket", "process"): lambda: _Socket(geometry, cores[-1], to_process=True),
+        ("socket", "thread"): lambda: _Socket(geometry, cores[-1], to_process=False),
+    }
+    results = []
+    for ((ipc, worker), make), invoke in product(makers.items(), ("sync-free", "native sync")):
+        exchange, stream = make(), Stream()
+        try:
+            figures = measure(exchange, stream, invoke == "sync-free", geometry)
+        finally:
+            stream.close()
+            exchange.close()
+        results.append({"invoke": invoke, "ipc": ipc, "worker": worker, **figures})
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What has arrived of an adapter that is on its way from the host to the device."""
+
+import math
+import threading
+import time
+
+from torch import Tensor
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Transfer
+from lorikeet.kernels.base import LoraWeights
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.layer_groups import blocks_needed
+from lorikeet.memory.packing import packing_for
+
+
+class Arrival:
+    """Which layers of an adapter are complete on the device; one thread notes, others ask.
+
+    Args:
+        ref: the adapter.
+        host_blocks: where it lies in the host arena, in packing order. They hold it until the transfer is reported,
+            and as long as the step that runs then.
+        weights: its place in the device arena. What lies there is sound on layers that have arrived.
+        needed: for each layer, how many blocks must have been copied before all of its own have.
+        last_group: how many blocks are copied before those of the group that comes last.
+    """
+
+    def __init__(
+        self,
+        ref: AdapterRef,
+        host_blocks: tuple[BlockId, ...],
+        weights: LoraWeights,
+        needed: tuple[int, ...],
+        last_group: int,
+    ) -> None:
+        self.ref = ref
+        self.host_blocks = host_blocks
+        self.weights = weights
+        self._needed = needed
+        self._last_group = last_group
+        self._arrived_s = [math.inf] * len(needed)
+        self._failed = False
+        self._changed = threading.Condition()
+
+    @classmethod
+    def of(cls, transfer: Transfer, arena: Tensor, geometry: ModelGeometry) -> "Arrival":
+        """Return the arrival of a transfer of which nothing has been copied yet.
+
+        Args:
+            transfer: of an adapter, from the host to the device.
+            arena: of the device, ``[blocks, elements]``.
+            geometry: of the rank's share of the model.
+
+        Raises:
+            ValueError: it has not as many blocks as the adapter takes.
+        """
+        ref, groups = transfer.adapter, transfer.groups
+        assert ref is not None
+        packing = packing_for(ref, geometry, arena.shape[1], len(transfer.device_blocks))
+        weights = weights_in_place(packing, transfer.device_blocks, arena, geometry)
+        needed = blocks_needed(packing, geometry.layers, groups)
+        last_group = packing.blocks - (groups[-1][1] - groups[-1][0]) if groups else 0
+        return cls(ref, transfer.host_blocks, weights, needed, last_group)
+
+    def note(self, copied: int, *, failed: bool) -> None:
+        """Note how many blocks have been copied; once a copy has failed, nothing arrives any more."""
+        now = time.monotonic()
+        with self._changed:
+            self._failed = failed
+            if not failed:
+                for layer, blocks in enumerate(self._needed):
+                    if blocks <= copied and self._arrived_s[layer] == math.inf:
+                        self._arrived_s[layer] = now
+            self._changed.notify_all()
+
+    def has(self, layer: int) -> bool:
+        """Tell whether a layer has arrived."""
+        return self._arrived_s[layer] < math.inf
+
+    def wait_for(self, layer: int) -> bool:
+        """Block until a layer has arrived; False if it never will."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has(layer) or self._failed)
+            return self.has(layer)
+
+    def arrived_s(self, layer: int) -> float:
+        """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not."""
+        return self._arrived_s[layer]
+
+    def comes_last(self, layer: int) -> bool:
+        """Tell whether a layer belongs to the group that comes last."""
+        return self._needed[layer] > self._last_group

@@ -1,0 +1,197 @@
+"""What assisted prefills cost here: measured when the engine starts, in a fraction of a second."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorikeet.config import ConfigError
+from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.plan import SequenceStart
+from lorikeet.core.request import SamplingParams
+from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.host_lora.pool import HostPool, HostRows
+from lorikeet.engine.host_lora.worker import HostAdapter
+from lorikeet.engine.rank_setup import RankModel
+from lorikeet.engine.sequences import Sequence
+from lorikeet.kernels.base import kv_view
+from lorikeet.memory.packing import pack
+from lorikeet.rows import HostLayers, LayerGroups, Row
+from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts, qkv_share, row_bytes
+from lorikeet.scheduling.coldstart.slices import tokens_in
+
+_HOST_TOKENS, _HOST_RANKS = (1, 16, 64), (8, 64)
+_DEVICE_TOKENS = (16, 64, 256)
+_SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
+_REPEATS = 5
+_DEVICE_S = 0.15
+"""No larger prefill is measured on the device once so much time has gone by."""
+
+_COPY_BLOCKS = 16
+_GROUP_S = 50e-6
+"""What the thread that copies does once per group of blocks, beside copying."""
+
+_LEAST_S = 1e-12
+"""Per token and rank: below what any core does, so that a fit of noise is not negative."""
+
+
+class HostTimes(NamedTuple):
+    """One worker's time for a layer: ``fixed_s + token_s * tokens + token_rank_s * tokens * rank``.
+
+    Attributes:
+        fixed_s: hand-over of no rows, and what else does not grow.
+        token_s: hand-over of a token's row.
+        token_rank_s: computing, per rank of a token.
+        rank: the largest that was measured.
+    """
+
+    fixed_s: float
+    token_s: float
+    token_rank_s: float
+    rank: int
+
+    def seconds(self, tokens: int) -> float:
+        """Return the time for tokens under an adapter of the largest rank."""
+        return self.fixed_s + (self.token_s + self.token_rank_s * self.rank) * tokens
+
+
+def measure(
+    pool: HostPool,
+    model: RankModel,
+    arena: Tensor,
+    host: Tensor,
+    block_tokens: int,
+    most_tokens: int,
+    row: Row,
+    link_bytes_per_s: float,
+    *,
+    cores_shared: bool,
+) -> AssistCosts:
+    """Measure what prefills cost that the host assists. Both arenas are empty, and what is left there means nothing.
+
+    Args:
+        pool: workers that are ready.
+        model: computes a layer for comparison.
+        arena, host: device and host tier, ``[blocks, elements]``.
+        block_tokens: tokens of KV in a block.
+        most_tokens: longest prefill that is measured.
+        row: has the axes of assisted prefills.
+        link_bytes_per_s: declared link, 0 to measure it.
+        cores_shared: whether workers run on the cores that compute the base model, and so hide behind nothing.
+
+    Raises:
+        ConfigError: the host tier is too small for an adapter's layer.
+    """
+    geometry = model.geometry
+    host_times = measure_host(pool, model, host)
+    layer_times = measure_device(model, arena, block_tokens, most_tokens)
+    bandwidth = link_bytes_per_s or _measure_copy(arena, host)
+    share = qkv_share(geometry)
+    costs = AssistCosts(
+        layers=geometry.layers,
+        row_bytes=row_bytes(geometry),
+        device_layer=layer_times,
+        qkv_share=0.0 if cores_shared else share,
+        host_fixed_s=host_times.fixed_s,
+        host_token_s=host_times.token_s,
+        host_token_rank_s=host_times.token_rank_s,
+        load_fixed_s=_GROUP_S,
+        load_bandwidth=bandwidth,
+        workers=pool.workers,
+        worker_tokens=1,
+        one_group=row.layer_groups is LayerGroups.ONE,
+        is_static=row.host_layers is HostLayers.STATIC,
+    )
+    load_s = host_times.rank * sum(costs.row_bytes.values()) / bandwidth
+    budget_s = share * costs.device_layer_s(_DEVICE_TOKENS[0]) + load_s
+    suits = tokens_in(budget_s, [(tokens, host_times.seconds(tokens)) for tokens in _SLICE_TOKENS])
+    pool.worker_tokens = suits * row.host_chunk
+    return msgspec.structs.replace(costs, worker_tokens=pool.worker_tokens)
+
+
+def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
+    """Measure one worker.
+
+    Raises:
+        ConfigError: the host tier is too small for an adapter's layer.
+    """
+    geometry, elements = model.geometry, host.shape[1]
+    adapters: dict[int, HostAdapter] = {}
+    for rank in _HOST_RANKS:
+        by_layer = (rank, *[0] * (geometry.layers - 1))
+        ranks = dict.fromkeys(ASSISTED_MODULES, by_layer)
+        blocks = pack(ranks, geometry, elements).blocks
+        if blocks <= len(host):
+            adapters[rank] = HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks)))
+    if not adapters:
+        raise ConfigError(f"host_memory_bytes: {len(host)} blocks cannot hold a layer of an adapter; raise it")
+    pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all
+    pool.begin(list(adapters.values()))
+    computed, handed_over = [], []
+    counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
+    for (number, rank), tokens in product(enumerate(adapters), counts):
+        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=model.dtype)
+        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=model.dtype)
+        deal = pool.deal([HostRows(number, 0, tokens)])
+        seconds = []
+        for _ in range(_REPEATS):
+            pool.submit(0, x, deal)
+            pool.add_to(qkv)
+            seconds.append(pool.computed_s)
+        computed.append((tokens * rank, min(seconds)))
+        handed_over.append((tokens, median(list(pool.handovers_s)[-_REPEATS:])))
+    pool.end()
+    pool.handovers_s.clear()
+    token_rank_s, computing_s = _line(computed)
+    token_s, handover_s = _line(handed_over)
+    return HostTimes(handover_s + computing_s, token_s, max(_LEAST_S, token_rank_s), max(adapters))
+
+
+@torch.inference_mode()
+def measure_device(
+    model: RankModel, arena: Tensor, block_tokens: int, most_tokens: int
+) -> tuple[tuple[int, float], ...]:
+    """Return (tokens, seconds) of the first layer in prefills of some lengths."""
+    geometry = model.geometry
+    decoder = model.decoder.cut(1)
+    kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)[:1]
+    times: list[tuple[int, float]] = []
+    began_s = time.monotonic()
+    for tokens in [count for count in _DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
+        blocks = -(-tokens // block_tokens)
+        if times and (time.monotonic() - began_s > _DEVICE_S or blocks > len(arena)):
+            break
+        sequence = Sequence(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
+        sequence.add_blocks(BlockId(block) for block in range(blocks))
+        batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_tokens, arena.device)
+        batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))
+        seconds = []
+        for _ in range(2):
+            start_s = time.monotonic()
+            decoder.forward(batch, kv, logits=False)
+            seconds.append(time.monotonic() - start_s)
+        times.append((tokens, min(seconds)))
+    return tuple(times)
+
+
+def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Return the slope and the start of a line through points; neither is negative."""
+    at, seconds = np.array(list(points)).T
+    slope, start = np.polyfit(at, seconds, 1)
+    return max(0.0, float(slope)), max(0.0, float(start))
+
+
+def _measure_copy(arena: Tensor, host: Tensor) -> float:
+    """Return the bytes per second of copies from host to device."""
+    blocks = min(_COPY_BLOCKS, len(arena), len(host))
+    arena[:blocks].copy_(host[:blocks])
+    start_s = time.monotonic()
+    arena[:blocks].copy_(host[:blocks])
+    return arena[:blocks].nbytes / (time.monotonic() - start_s)

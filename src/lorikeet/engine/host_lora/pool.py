@@ -1,0 +1,301 @@
+"""A rank's host workers: who computes which rows, and what happens to the rows of a worker that is lost."""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
+from lorikeet.engine.host_lora.seat import Seat, WorkerProcess
+from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.engine.host_lora.worker_process import Begin, Setup
+from lorikeet.kernels.base import torch_dtype
+from lorikeet.memory.host_arena import HostArena
+from lorikeet.scheduling.coldstart.slices import WORKER_TOKENS, slice_rows
+
+SLOTS = 2
+"""One is written while the other drains."""
+
+TIMEOUT_S = 5.0
+"""A worker that has not answered by then is taken for lost."""
+
+HANDOVERS = 4096
+"""So many of the latest tickets' hand-over times are kept."""
+
+OWN_CORE_SPIN_S = 5e-3
+SHARED_CORE_SPIN_S = 50e-6
+"""How long a worker polls without rest between two layers: about a layer's time on a core that nobody else wants."""
+
+_LOOKS = 10
+_SPIN_S = 200e-6
+_NAP_S = 20e-6
+_RANK = -1
+
+
+class HostRows(NamedTuple):
+    """Rows of the batch for the host, ``start`` to ``stop`` (half-open), under one adapter of the step's list."""
+
+    adapter: int
+    start: int
+    stop: int
+
+
+class _Move(NamedTuple):
+    """Bytes of x to be copied into the ring: ``size`` from ``source`` on to ``target`` on in a slot."""
+
+    source: int
+    target: int
+    size: int
+
+
+class Deal:
+    """How rows of a batch are dealt out to workers; the same for many layers of a step, so it is made once.
+
+    Attributes:
+        parts: what is dealt out.
+        number: of the cut in the ring.
+        slices: the cut.
+        workers: those that have slices.
+        moves: what is copied.
+        y: of each slot, what comes back for each part.
+    """
+
+    def __init__(
+        self, parts: Sequence[HostRows], number: int, slices: list[Slice], row_bytes: int, y: Sequence[Tensor]
+    ) -> None:
+        self.parts = tuple(parts)
+        self.number = number
+        self.slices = slices
+        self.workers = tuple(dict.fromkeys(part.worker for part in slices))
+        self.moves: list[_Move] = []
+        self.y: list[list[Tensor]] = [[] for _ in y]
+        row = 0
+        for part in parts:
+            rows = part.stop - part.start
+            self.moves.append(_Move(part.start * row_bytes, row * row_bytes, rows * row_bytes))
+            for slot, own in zip(y, self.y, strict=True):
+                own.append(slot[row : row + rows])
+            row += rows
+
+
+class HostPool:
+    """Hands rows out to workers and collects what they make of them. Used by one thread.
+
+    Between :meth:`begin` and :meth:`end` lies a step; in it each :meth:`submit` is followed, after whatever the caller
+    has to do meanwhile, by :meth:`add_to`. No rows are ever lost: those of a worker that ends, fails or does not answer
+    are computed by the caller itself, once that worker writes nothing any more.
+
+    Args:
+        processes: the workers; owned by this object from now on.
+        cores: where each is to run, None for any core.
+        arena: the host tier's memory.
+        host: its blocks, ``[blocks, elements]`` of the model's dtype.
+        geometry: of the rank's share of the model.
+        rows: most rows of a layer.
+        parts: most parts of a layer.
+        timeout_s: for workers to answer.
+
+    Attributes:
+        worker_tokens: rows of one request that a worker takes while there are enough workers.
+        handovers_s: of the latest tickets: from x in the batch to the first worker's start, and from the last worker's
+            end to the sums in the batch, without the time of computing and of whatever the caller did meanwhile.
+        computed_s: how long workers took to compute the latest ticket.
+        rescued_slices: those that the rank has computed itself.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[WorkerProcess],
+        cores: Sequence[int | None],
+        arena: HostArena,
+        host: Tensor,
+        geometry: ModelGeometry,
+        rows: int,
+        parts: int,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        q = geometry.modules["q"]
+        dtype = str(host.dtype).removeprefix("torch.")
+        shape = RingShape(
+            slots=SLOTS,
+            descriptors=2 * geometry.layers,
+            rows=rows,
+            inputs=q.in_features,
+            outputs=sum(geometry.modules[module].out_features for module in ("q", "k", "v")),
+            ranks=1,
+            workers=len(processes),
+            cuts=2 * geometry.layers,  # a step has one for each layer at most
+            slices=parts + len(processes),
+            dtype=dtype,
+        )
+        self.worker_tokens = WORKER_TOKENS
+        self.handovers_s: deque[float] = deque(maxlen=HANDOVERS)
+        self.computed_s = 0.0
+        self.rescued_slices = 0
+        self.ring = Ring.create(shape)
+        self._timeout_s = timeout_s
+        self._y = list(torch.from_numpy(self.ring.y).view(torch_dtype(dtype))[:, 0])
+        self._row_bytes = self.ring.x[0, :1].nbytes
+        self._slots = [int(x.ctypes.data) for x in self.ring.x]
+        self._own = SliceWorker(self.ring, _RANK, host, geometry)
+        self._seats = [
+            Seat(
+                process,
+                Setup(
+                    shape,
+                    number,
+                    geometry,
+                    host.shape[1],
+                    core,
+                    SHARED_CORE_SPIN_S if core is None else OWN_CORE_SPIN_S,
+                ),
+                (self.ring.fd, arena.fd),
+            )
+            for number, (process, core) in enumerate(zip(processes, cores, strict=True))
+        ]
+        self._steps = 0
+        self._cuts = 0
+        self._ticket = 0
+        self._at_work: dict[int, WorkerProcess] = {}
+        self._submitted: tuple[int, Deal] | None = None
+        self._submitted_ns = 0
+
+    @property
+    def workers(self) -> int:
+        """How many there are to be."""
+        return len(self._seats)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids of the workers that can compute now."""
+        return [worker.process.pid for seat in self._seats if (worker := seat.worker) is not None]
+
+    @property
+    def lost_workers(self) -> int:
+        """How many have ended unasked."""
+        return sum(seat.lost for seat in self._seats)
+
+    def wait_until_ready(self) -> None:
+        """Block until all workers can compute.
+
+        Raises:
+            ExecutorError: one could not be started.
+        """
+        for seat in self._seats:
+            seat.wait_until_ready()
+
+    def begin(self, adapters: Sequence[HostAdapter]) -> None:
+        """Begin a step: wake the workers, and tell them where its adapters lie."""
+        self._steps += 1
+        self._own.begin(adapters)
+        message = Begin(self._steps, self._ticket + 1, tuple(adapters))
+        self._at_work = {seat.number: worker for seat in self._seats if (worker := seat.worker) is not None}
+        for worker in self._at_work.values():
+            worker.send(message)
+
+    def end(self) -> None:
+        """End the step."""
+        if self._submitted is not None:  # the step has failed
+            _, deal = self._submitted
+            self.add_to(torch.empty(max(part.stop for part in deal.parts), self.ring.shape.outputs))
+        self.ring.ended = self._steps
+        for seat in self._seats:
+            if seat.number in self._at_work:
+                seat.worked()
+
+    def deal(self, parts: Sequence[HostRows]) -> Deal:
+        """Deal rows out to the workers that are at work; it holds for the step."""
+        numbers = list(self._at_work) or [_RANK]
+        rows = [part.stop - part.start for part in parts]
+        starts = list(accumulate(rows, initial=0))
+        slices = [
+            Slice(numbers[worker], parts[cut.request].adapter, starts[cut.request] + cut.first_row, cut.rows)
+            for worker, cuts in enumerate(slice_rows(rows, self.worker_tokens, len(numbers)))
+            for cut in cuts
+        ]
+        self._cuts += 1
+        self.ring.write_cut(self._cuts, slices)
+        return Deal(parts, self._cuts, slices, self._row_bytes, self._y)
+
+    def submit(self, layer: int, x: Tensor, deal: Deal) -> None:
+        """Let workers compute what adapters add to q, k and v of a layer.
+
+        This and :meth:`add_to` are what assistance costs the rank on every layer, with cold caches; so little is done.
+
+        Args:
+            layer: of the model.
+            x: ``[T, in]`` of the batch, contiguous.
+            deal: which of its rows are meant.
+        """
+        self._submitted_ns = time.monotonic_ns()
+        ticket = self._ticket = self._ticket + 1
+        ring = self.ring
+        ring.check_free(ticket)
+        source, target = x.data_ptr(), self._slots[ticket % SLOTS]
+        for move in deal.moves:
+            ctypes.memmove(target + move.target, source + move.source, move.size)
+        ring.describe(ticket, self._steps, layer, deal.number)
+        ring.signal_x(ticket)
+        self._submitted = layer, deal
+
+    def add_to(self, qkv: Tensor) -> None:
+        """Wait for what was submitted, and add it to its rows of ``qkv [T, out]``."""
+        collecting_ns = time.monotonic_ns()
+        assert self._submitted is not None
+        layer, deal = self._submitted
+        ticket = self._ticket
+        sums = [qkv[part.start : part.stop] for part in deal.parts]  # while workers may still be at it
+        lost = [worker for worker in deal.workers if not self._wait_for(ticket, worker)]
+        if lost:
+            self._rescue(ticket, layer, [part for part in deal.slices if part.worker in lost])
+        for total, y in zip(sums, deal.y[ticket % SLOTS], strict=True):
+            total.add_(y)
+        self.ring.free(ticket)
+        now_ns = time.monotonic_ns()
+        self._submitted = None
+        if not lost:
+            self._note_times(ticket, deal.workers, collecting_ns, now_ns)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.ring.shut_down()
+        for seat in self._seats:
+            seat.close()
+        self.ring.close()
+
+    def _rescue(self, ticket: int, layer: int, slices: Sequence[Slice]) -> None:
+        """Compute slices of workers that are lost."""
+        for part in slices:
+            self._own.compute(ticket, layer, part)
+        self.rescued_slices += len(slices)
+
+    def _note_times(self, ticket: int, workers: Sequence[int], collecting_ns: int, now_ns: int) -> None:
+        began_ns, ended_ns = zip(*(self.ring.times_ns(ticket, worker) for worker in workers), strict=True)
+        self.computed_s = max(end - begin for begin, end in zip(began_ns, ended_ns, strict=True)) / 1e9
+        handover_ns = min(began_ns) - self._submitted_ns + now_ns - max(*ended_ns, collecting_ns)
+        self.handovers_s.append(handover_ns / 1e9)
+
+    def _wait_for(self, ticket: int, number: int) -> bool:
+        """Wait for a worker's part of a ticket; False if it is lost, in which case it has ended."""
+        worker = self._at_work.get(number)
+        if worker is None:
+            return False
+        now = time.monotonic()
+        naps_at_s, gives_up_at_s = now + _SPIN_S, now + self._timeout_s
+        while True:
+            for _ in range(_LOOKS):
+                if self.ring.has_y(ticket, number):
+                    return True
+            is_gone = worker.is_gone.is_set() and not self.ring.has_y(ticket, number)  # its last act may have been y
+            now = time.monotonic()
+            if is_gone or now >= gives_up_at_s or self.ring.has_error(ticket, number):
+                worker.end()
+                del self._at_work[number]
+                return False
+            time.sleep(0 if now < naps_at_s else _NAP_S)  # either way, other threads may run

@@ -1,0 +1,111 @@
+"""Starting what assisted prefills need, for rows and replicas that have them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lorikeet.config import EngineSettings
+from lorikeet.engine.cores import asked_threads, usable_cores
+from lorikeet.engine.host_lora.assist import HostLora
+from lorikeet.engine.host_lora.calibrate import measure
+from lorikeet.engine.host_lora.pool import HostPool
+from lorikeet.engine.host_lora.seat import WorkerProcess, start_worker_process
+from lorikeet.engine.rank_setup import RankModel
+from lorikeet.engine.transfers import Transfers
+from lorikeet.rows import ColdStart, Row
+from lorikeet.scheduling.coldstart.costs import AssistCosts
+
+
+def wanted_workers(settings: EngineSettings, row: Row) -> int:
+    """Return how many host workers a replica has.
+
+    None under tensor parallelism, where one rank would have to export x for all, and none for accelerators, where the
+    device itself would have to signal: there requests wait for their adapters.
+    """
+    is_assisted = row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
+    fits = settings.tensor_parallel == 1 and settings.device == "cpu" and settings.host_memory_bytes > 0
+    return settings.host_lora_workers if is_assisted and fits else 0
+
+
+def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None]:
+    """Return the core of each worker: its own if ``threads`` threads of the rank leave enough, else any.
+
+    Args:
+        workers: how many.
+        threads: those that the rank insists on; 0 if it takes what is there.
+        cores: that all may run on.
+    """
+    if threads and threads + workers <= len(cores):
+        return list(sorted(cores)[-workers:])
+    return [None] * workers
+
+
+def start_worker_processes(settings: EngineSettings, row: Row) -> list[WorkerProcess]:
+    """Start the worker processes; they become ready beside whatever the caller does next.
+
+    Raises:
+        ExecutorError: the system refuses.
+    """
+    started: list[WorkerProcess] = []
+    try:
+        for _ in range(wanted_workers(settings, row)):
+            started.append(start_worker_process())
+    except BaseException:
+        for process in started:
+            process.end()
+        raise
+    return started
+
+
+def build_host_lora(
+    processes: Sequence[WorkerProcess],
+    settings: EngineSettings,
+    row: Row,
+    model: RankModel,
+    arena: Tensor,
+    transfers: Transfers,
+    longest_tokens: int,
+) -> tuple[HostLora, AssistCosts]:
+    """Set workers up and measure what they and the device take.
+
+    Args:
+        processes: at least one; owned by what is returned.
+        settings: of the engine.
+        row: says on which layers the host computes, and how the rest is planned.
+        model: the rank's share.
+        arena: the device arena, empty.
+        transfers: have the host tier, empty.
+        longest_tokens: of a sequence.
+
+    Raises:
+        ConfigError: the host tier is too small.
+        ExecutorError: a worker did not start.
+    """
+    threads = asked_threads(settings.threads)
+    cores = worker_cores(len(processes), threads, usable_cores())
+    pool = HostPool(
+        processes,
+        cores,
+        transfers.host_arena,
+        transfers.host,
+        model.geometry,
+        rows=settings.max_step_tokens,
+        parts=settings.max_running,
+    )
+    try:
+        pool.wait_until_ready()
+        costs = measure(
+            pool,
+            model,
+            arena,
+            transfers.host,
+            settings.block_tokens,
+            min(settings.max_step_tokens, longest_tokens),
+            row,
+            settings.link_bytes_per_s,
+            cores_shared=None in cores,
+        )
+    except BaseException:
+        pool.close()
+        raise
+    return HostLora(pool, row.host_layers), costs

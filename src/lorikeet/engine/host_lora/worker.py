@@ -1,0 +1,104 @@
+"""What a host worker does with a ticket."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.engine.host_lora.delta import host_targets, write_delta
+from lorikeet.engine.host_lora.layout import Ring, Slice
+from lorikeet.kernels.base import LoraPieces, torch_dtype
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.packing import pack
+
+
+class HostAdapter(msgspec.Struct, frozen=True):
+    """An adapter in the host arena.
+
+    Attributes:
+        ranks: as in ``AdapterRef.ranks``.
+        blocks: where it lies, in packing order.
+    """
+
+    ranks: dict[str, tuple[int, ...]]
+    blocks: tuple[BlockId, ...]
+
+
+class SliceWorker:
+    """Computes slices of tickets from weights in the host arena, in the calling thread.
+
+    Args:
+        ring: where x, y and tickets lie.
+        number: whose slices.
+        arena: the host arena, ``[blocks, elements]`` of the model's dtype.
+        geometry: of the rank's share of the model.
+    """
+
+    def __init__(self, ring: Ring, number: int, arena: Tensor, geometry: ModelGeometry) -> None:
+        dtype = torch_dtype(ring.shape.dtype)
+        self._ring = ring
+        self._number = number
+        self._arena = arena
+        self._geometry = geometry
+        self._targets = host_targets(geometry)
+        self._x = torch.from_numpy(ring.x).view(dtype)
+        self._y = torch.from_numpy(ring.y).view(dtype)
+        self._adapters: list[HostAdapter] = []
+        self._pieces: list[LoraPieces | None] = []
+        self._cuts: dict[int, list[Slice]] = {}
+
+    def begin(self, adapters: Sequence[HostAdapter]) -> None:
+        """Take over the adapters of a step; slices name them by their place in this list."""
+        known = dict(zip(self._places(), self._pieces, strict=True))
+        self._adapters = list(adapters)
+        self._pieces = [known.get(place) for place in self._places()]
+        self._cuts.clear()
+
+    def prepare(self) -> None:
+        """Find all weights now, which takes a millisecond for each new adapter, and not with its first ticket."""
+        for number in range(len(self._adapters)):
+            self._weights(number)
+
+    def run(self, ticket: int) -> None:
+        """Compute the own slices of a ticket whose x is ready, and signal y.
+
+        Where others had work and this worker had none, the rank may have gone on, and the ticket be gone: then nothing
+        is to be done.
+        """
+        description = self._ring.description(ticket)
+        if description is None:
+            return
+        layer, cut = description
+        own = self._cuts.get(cut)
+        if own is None:
+            slices = self._ring.cut(cut)
+            if slices is None:
+                return
+            own = self._cuts[cut] = [part for part in slices if part.worker == self._number]
+        began_ns = time.monotonic_ns()
+        for part in own:
+            self.compute(ticket, layer, part)
+        self._ring.signal_y(ticket, self._number, began_ns, time.monotonic_ns())
+
+    @torch.inference_mode()
+    def compute(self, ticket: int, layer: int, part: Slice) -> None:
+        """Compute one slice, whoever's it is, and signal nothing."""
+        slot, rows = self._ring.slot(ticket), slice(part.start, part.start + part.rows)
+        write_delta(self._x[slot, rows], self._weights(part.adapter), layer, self._targets, self._y[slot, 0, rows])
+
+    def _weights(self, number: int) -> LoraPieces:
+        pieces = self._pieces[number]
+        if pieces is None:
+            adapter = self._adapters[number]
+            packing = pack(adapter.ranks, self._geometry, self._arena.shape[1])
+            pieces = weights_in_place(packing, adapter.blocks, self._arena, self._geometry).pieces
+            self._pieces[number] = pieces
+        return pieces
+
+    def _places(self) -> list[tuple[object, ...]]:
+        """What says where each adapter's weights lie, though not what they are."""
+        return [(tuple(adapter.ranks.items()), adapter.blocks) for adapter in self._adapters]

@@ -1,0 +1,271 @@
+"""Host workers: real processes that read weights from a host arena, and what becomes of their rows when they end."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
+from lorikeet.engine.host_lora.pool import HostPool, HostRows
+from lorikeet.engine.host_lora.seat import start_worker_process
+from lorikeet.engine.host_lora.start import worker_cores
+from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.kernels.base import LoraPieces
+from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.host_arena import HostArena
+from lorikeet.memory.packing import pack
+from tests.adapters.builders import HIDDEN, geometry
+
+ELEMENTS, BLOCKS, ROWS, PARTS = 256, 80, 48, 6
+ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
+    "large": dict.fromkeys(("q", "k", "v"), (16, 16, 16)),
+}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+class Store(NamedTuple):
+    """A host arena with two adapters in scattered blocks."""
+
+    arena: HostArena
+    host: Tensor
+    geometry: ModelGeometry
+    adapters: dict[str, HostAdapter]
+
+    def pieces(self, name: str) -> LoraPieces:
+        adapter = self.adapters[name]
+        packing = pack(adapter.ranks, self.geometry, ELEMENTS)
+        return weights_in_place(packing, adapter.blocks, self.host, self.geometry).pieces
+
+    def expected(self, name: str, layer: int, x: Tensor) -> Tensor:
+        """What the adapter adds, in fp64 from the numbers that are there."""
+        y, column = torch.zeros(len(x), HIDDEN + 16, dtype=torch.float64), 0
+        for module in ("q", "k", "v"):
+            outputs = self.geometry.modules[module].out_features
+            for a, bt in self.pieces(name).get((layer, module), ()):
+                y[:, column : column + outputs] += x.double() @ a.double().T @ bt.double()
+            column += outputs
+        return y
+
+
+def make_store(dtype: torch.dtype) -> Store:
+    arena = HostArena.create(BLOCKS, ELEMENTS * dtype.itemsize)
+    host = torch.from_numpy(arena.bytes).view(dtype)
+    generator = torch.Generator().manual_seed(5)
+    host.copy_(torch.randn(host.shape, generator=generator) * 0.3)
+    order = torch.randperm(BLOCKS, generator=generator).tolist()
+    adapters = {}
+    for name, ranks in ADAPTERS.items():
+        count = pack(ranks, geometry(), ELEMENTS).blocks
+        adapters[name] = HostAdapter(ranks, tuple(BlockId(order.pop()) for _ in range(count)))
+    return Store(arena, host, geometry(), adapters)
+
+
+@contextmanager
+def working(store: Store, workers: int, timeout_s: float = 60.0) -> Iterator[HostPool]:
+    processes = [start_worker_process() for _ in range(workers)]
+    cores = [None] * workers
+    pool = HostPool(processes, cores, store.arena, store.host, store.geometry, ROWS, PARTS, timeout_s)
+    try:
+        pool.wait_until_ready()
+        yield pool
+    finally:
+        pool.close()
+        store.arena.close()
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return make_store(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def shared(store: Store) -> Iterator[HostPool]:
+    with working(store, 2) as made:
+        yield made
+
+
+@pytest.fixture
+def pool(shared: HostPool) -> HostPool:
+    """One for many tests: a worker takes seconds to start."""
+    for seat in shared._seats:
+        seat.wait_until_ready()
+    shared._timeout_s, shared.worker_tokens = 60.0, 4
+    shared.begin([])  # whoever has been through a step is replaced at once when it ends
+    shared.end()
+    return shared
+
+
+def rows(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> None:
+    """Let the pool compute a layer, and compare it with what it should be."""
+    dtype, numbers = store.host.dtype, {name: number for number, name in enumerate(ADAPTERS)}
+    parts: list[HostRows] = []
+    first = 2  # rows that are not the host's lie before, between and behind
+    for name, count in work.items():
+        parts.append(HostRows(numbers[name], first, first + count))
+        first += count + 1
+    x = rows(first, seed=len(work), dtype=dtype)
+    qkv = torch.ones(first, HIDDEN + 16, dtype=dtype)
+    expected = qkv.double()
+    for (_, start, stop), name in zip(parts, work, strict=True):
+        expected[start:stop] += store.expected(name, layer, x[start:stop])
+    pool.submit(layer, x, pool.deal(parts))
+    pool.add_to(qkv)
+    assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
+    assert (expected != 1).any(dim=1).sum() == sum(work.values())
+
+
+def test_several_workers_compute_what_the_weights_say(pool: HostPool, store: Store) -> None:
+    before = pool.rescued_slices
+    for turn in range(2):
+        pool.begin(list(store.adapters.values()))
+        for layer in range(store.geometry.layers):
+            check(pool, store, layer, {"small": 5, "large": 11 + turn})
+            check(pool, store, layer, {"large": 1})
+            check(pool, store, layer, {"large": 30, "small": ROWS - 30})
+        pool.end()
+    assert pool.rescued_slices == before
+    assert len(pool.handovers_s) > 0
+    assert all(seconds > 0 for seconds in pool.handovers_s)
+
+
+def test_a_worker_that_has_nothing_to_do_for_long_is_there_when_it_has(pool: HostPool, store: Store) -> None:
+    idle = pool.process_ids[1]
+    rescued = pool.rescued_slices
+    pool.begin(list(store.adapters.values()))
+    os.kill(idle, signal.SIGSTOP)
+    for _ in range(3 * pool.ring.shape.descriptors):
+        check(pool, store, 0, {"small": 1})  # one row, for the first worker
+    os.kill(idle, signal.SIGCONT)
+    check(pool, store, 1, {"large": 20})
+    pool.end()
+    assert pool.rescued_slices == rescued
+    assert idle in pool.process_ids
+
+
+def test_what_was_left_in_the_memory_does_not_show(pool: HostPool, store: Store) -> None:
+    pool.ring.y[:] = 123.0
+    pool.begin([store.adapters["small"]])
+    check(pool, store, 1, {"small": 7})  # q has no rank there, k none anywhere
+    pool.end()
+
+
+def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: Store) -> None:
+    large = store.adapters["large"]
+    pool.begin(list(store.adapters.values()))
+    check(pool, store, 2, {"large": 6})
+    pool.end()
+    elsewhere = tuple(reversed(large.blocks))
+    there = store.host[list(large.blocks)].clone()
+    store.host[list(elsewhere)] = there
+    try:
+        changed = store._replace(adapters={**store.adapters, "large": HostAdapter(large.ranks, elsewhere)})
+        pool.begin(list(changed.adapters.values()))
+        check(pool, changed, 2, {"large": 6})
+        pool.end()
+    finally:
+        store.host[list(large.blocks)] = there
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    store = make_store(dtype)
+    shape = RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
+    ring = Ring.create(shape)
+    worker = SliceWorker(ring, 0, store.host, store.geometry)
+    worker.begin(list(store.adapters.values()))
+    x = rows(9, 1, dtype)
+    torch.from_numpy(ring.x).view(dtype)[1, :9] = x
+    ring.write_cut(1, [Slice(0, 1, 0, 4), Slice(0, 1, 4, 5)])
+    ring.describe(1, 1, 2, 1)
+    ring.signal_x(1)
+    worker.run(1)
+    assert ring.has_y(1, 0)
+    y = torch.from_numpy(ring.y).view(dtype)[1, 0, :9]
+    expected = store.expected("large", 2, x)
+    assert (y.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps * float(expected.abs().max())
+
+
+def test_a_worker_that_is_killed_loses_no_rows_and_is_replaced(pool: HostPool, store: Store) -> None:
+    rescued, lost = pool.rescued_slices, pool.lost_workers
+    first, second = pool.process_ids
+    pool.begin(list(store.adapters.values()))
+    check(pool, store, 0, {"small": 5, "large": 9})
+    os.kill(first, signal.SIGKILL)
+    for layer in (1, 2):
+        check(pool, store, layer, {"small": 5, "large": 9})
+    pool.end()
+    assert pool.rescued_slices > rescued
+    for seat in pool._seats:
+        seat.wait_until_ready()
+    assert pool.lost_workers == lost + 1
+    new, same = pool.process_ids
+    assert same == second
+    assert new not in (first, second)
+    rescued = pool.rescued_slices
+    pool.begin(list(store.adapters.values()))
+    check(pool, store, 0, {"small": 9, "large": 9})
+    pool.end()
+    assert pool.rescued_slices == rescued
+
+
+def test_a_worker_that_does_not_answer_is_ended_before_its_rows_are_computed(pool: HostPool, store: Store) -> None:
+    stopped, _ = pool.process_ids
+    rescued = pool.rescued_slices
+    os.kill(stopped, signal.SIGSTOP)
+    pool._timeout_s = 0.2
+    pool.begin(list(store.adapters.values()))
+    check(pool, store, 1, {"large": 16})
+    check(pool, store, 2, {"large": 16})
+    pool.end()
+    assert pool.rescued_slices == rescued + 1  # of the first layer; then it was asked no more
+    assert stopped not in pool.process_ids
+
+
+def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store: Store) -> None:
+    stopped, _ = pool.process_ids
+    rescued = pool.rescued_slices
+    os.kill(stopped, signal.SIGSTOP)
+    pool.begin(list(store.adapters.values()))
+    pool.ring.signal_error(pool._ticket + 1, 0)
+    check(pool, store, 1, {"large": 16})
+    pool.end()
+    assert pool.rescued_slices == rescued + 1
+
+
+def test_without_any_worker_the_rank_computes(pool: HostPool, store: Store) -> None:
+    rescued = pool.rescued_slices
+    for process_id in pool.process_ids:
+        os.kill(process_id, signal.SIGKILL)
+    pool.begin(list(store.adapters.values()))
+    for layer in range(3):
+        check(pool, store, layer, {"large": 7, "small": 2})
+    pool.end()
+    assert pool.rescued_slices >= rescued + 4
+
+
+def test_a_step_that_fails_between_two_layers_leaves_nothing_behind(pool: HostPool, store: Store) -> None:
+    pool.begin(list(store.adapters.values()))
+    pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+    pool.end()
+    pool.begin(list(store.adapters.values()))
+    check(pool, store, 0, {"small": 3})
+    pool.end()
+
+
+def test_workers_get_cores_of_their_own_where_the_rank_leaves_some() -> None:
+    assert worker_cores(2, 1, {0, 3, 5}) == [3, 5]
+    assert worker_cores(1, 1, {0, 1}) == [1]
+    assert worker_cores(1, 2, {0, 1}) == [None]
+    assert worker_cores(2, 0, set(range(8))) == [None, None]
