@@ -62,6 +62,8 @@ class HostLayers(StrEnum):
 
     DYNAMIC = "dynamic"
     """On each that has not arrived when its turn comes."""
+    PATIENT = "patient"
+    """The same, but a layer is waited for that will arrive sooner than the host would be done with it."""
     STATIC = "static"
     """On those of the first group; the others are waited for."""
 
@@ -215,6 +217,7 @@ ROWS: dict[str, Row] = {
     "toppings": _TOPPINGS,
     "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
+    "toppings:patient": _but(_TOPPINGS, host_layers=HostLayers.PATIENT),
     "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
     "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
     "toppings:on-demand": _ON_DEMAND,

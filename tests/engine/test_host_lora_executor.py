@@ -24,6 +24,7 @@ from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.layer_groups import block_runs
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
+from lorikeet.rows import HostLayers
 from lorikeet.scheduling.coldstart.pipeline import cut, load_order
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
@@ -203,11 +204,11 @@ def test_layers_that_arrive_while_the_prefill_runs_are_the_devices_from_then_on(
 ) -> None:
     decide = driver.host_lora.is_for_host
 
-    def decided(arrival: Arrival, layer: int) -> bool:
+    def decided(arrival: Arrival, layer: int, tokens: int) -> bool:
         if layer == at:
             driver.gate.open(2)  # the second group and the third; the first comes last
             assert arrival.wait_for(LAYERS - 1)
-        return decide(arrival, layer)
+        return decide(arrival, layer, tokens)
 
     monkeypatch.setattr(driver.host_lora, "is_for_host", decided)
     driver.bring("qkv")
@@ -245,10 +246,10 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_prefill_loses_nothing(
     decide, pool = driver.host_lora.is_for_host, driver.host_lora.pool
     (first,) = pool.process_ids
 
-    def decided(arrival: Arrival, layer: int) -> bool:
+    def decided(arrival: Arrival, layer: int, tokens: int) -> bool:
         if layer == 3:
             os.kill(first, signal.SIGKILL)
-        return decide(arrival, layer)
+        return decide(arrival, layer, tokens)
 
     with monkeypatch.context() as patch:
         patch.setattr(driver.host_lora, "is_for_host", decided)
@@ -267,13 +268,39 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_prefill_loses_nothing(
 def test_a_layer_that_the_host_computes_though_it_has_arrived_is_counted(
     driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver.host_lora, "is_for_host", lambda arrival, layer: True)
+    monkeypatch.setattr(driver.host_lora, "is_for_host", lambda arrival, layer, tokens: True)
     driver.bring("qkv")
     driver.gate.open(1)
     driver.gate.wait_until_shut()
     found, counts = counted(driver, lambda: driver.prefill("qkv"))
     assert_same(found, resident)
     assert counts == AssistCounters(LAYERS, 0, 2, 0, 0)
+    driver.arrive(1)
+
+
+@pytest.mark.parametrize("host_s", [60.0, 0.0])
+def test_the_patient_wait_for_a_layer_that_arrives_sooner_than_the_host_would_be_done(
+    driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, host_s: float
+) -> None:
+    costs = driver.sizes.assist
+    assert costs is not None
+    changed = msgspec.structs.replace(costs, host_fixed_s=host_s, host_token_s=0.0, host_token_rank_s=0.0)
+    monkeypatch.setattr(driver.host_lora, "_costs", changed)
+    monkeypatch.setattr(driver.host_lora, "_layers", HostLayers.PATIENT)
+    waiting = Arrival.wait_for
+
+    def waited(arrival: Arrival, layer: int, timeout_s: float | None = None) -> bool:
+        driver.gate.open(GROUPS)
+        return waiting(arrival, layer, timeout_s)
+
+    driver.bring("qkv")
+    driver.gate.open(1)
+    driver.gate.wait_until_shut()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrival, "wait_for", waited)
+        found, counts = counted(driver, lambda: driver.prefill("qkv"))
+    assert_same(found, resident)
+    assert counts[:2] == ((0, LAYERS) if host_s else (LAYERS - 2, 2))
     driver.arrive(1)
 
 

@@ -188,11 +188,12 @@ def test_an_assisted_prefill_takes_what_the_recurrence_says(row: Row, groups: Gr
     assert hand.prefill(EIGHT, 5, assisted=False, name="b") == pytest.approx(0.008)
 
 
-def test_groups_come_later_if_the_link_is_busy() -> None:
-    hand = Hand(eight_layers())
+@pytest.mark.parametrize(("layers", "expected_s"), [(HostLayers.DYNAMIC, 0.020), (HostLayers.PATIENT, 0.019)])
+def test_groups_come_later_if_the_link_is_busy(layers: HostLayers, expected_s: float) -> None:
+    hand = Hand(eight_layers(), Row(host_layers=layers))
     hand.move(hand.fetch(1, None, 1))  # until 3 ms
-    # Groups come at 8, 13, 18 and 23 ms: CCCGCGCC.
-    assert hand.prefill(EIGHT, 5, hand.fetch(2, EIGHT, 8, PAIRS)) == pytest.approx(0.020)
+    # Groups come at 8, 13, 18 and 23 ms: CCCGCGCC. The last layer's turn comes at 17 ms; its group is worth the wait.
+    assert hand.prefill(EIGHT, 5, hand.fetch(2, EIGHT, 8, PAIRS)) == pytest.approx(expected_s)
 
 
 def test_a_second_prefill_finds_what_has_arrived_meanwhile() -> None:

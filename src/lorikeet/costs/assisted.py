@@ -66,6 +66,7 @@ def assist_costs(transfers: TransferModel, row: Row) -> AssistCosts | None:
         worker_tokens=host.core_tokens * row.host_chunk,
         one_group=row.layer_groups is LayerGroups.ONE,
         is_static=row.host_layers is HostLayers.STATIC,
+        waits=row.host_layers is HostLayers.PATIENT,
     )
 
 
@@ -94,7 +95,8 @@ def prefill_s(
     Args:
         step_s: of the whole step, if the device adds what these of the cold adapters add.
         cold: the adapters that are on their way.
-        costs: of the host; ``is_static`` leaves the layers that arrive last to it, and waits for the others.
+        costs: of the host; ``is_static`` leaves the layers that arrive last to it, and waits for the others; ``waits``
+            for those that arrive sooner than it would be done.
     """
     now = 0.0
     known_s: dict[frozenset[AdapterDigest], float] = {}
@@ -103,6 +105,9 @@ def prefill_s(
             there = frozenset(name for name, each in cold.items() if each.layers_s[layer] < max(each.layers_s))
             now = max([now, *(cold[name].layers_s[layer] for name in there)])
         else:
+            if costs.waits:
+                coming = {each.layers_s[layer]: host_layer_s([each], costs) for each in cold.values()}
+                now = max([now, *(due_s for due_s, host_s in coming.items() if due_s - now < host_s)])
             there = frozenset(name for name, each in cold.items() if each.layers_s[layer] <= now + _SOON_S)
         if there not in known_s:
             away = [each for name, each in cold.items() if name not in there]

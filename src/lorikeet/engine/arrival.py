@@ -42,6 +42,8 @@ class Arrival:
         self._needed = needed
         self._last_group = last_group
         self._arrived_s = [math.inf] * len(needed)
+        self._began_s = time.monotonic()
+        self._block_s = math.inf  # a block's time so far
         self._failed = False
         self._changed = threading.Condition()
 
@@ -70,6 +72,8 @@ class Arrival:
         now = time.monotonic()
         with self._changed:
             self._failed = failed
+            if copied:
+                self._block_s = (now - self._began_s) / copied
             if not failed:
                 for layer, blocks in enumerate(self._needed):
                     if blocks <= copied and self._arrived_s[layer] == math.inf:
@@ -80,11 +84,15 @@ class Arrival:
         """Tell whether a layer has arrived."""
         return self._arrived_s[layer] < math.inf
 
-    def wait_for(self, layer: int) -> bool:
-        """Block until a layer has arrived; False if it never will."""
+    def wait_for(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Block until a layer has arrived; False if it never will, or has not within ``timeout_s``."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has(layer) or self._failed)
+            self._changed.wait_for(lambda: self.has(layer) or self._failed, timeout_s)
             return self.has(layer)
+
+    def due_s(self, layer: int) -> float:
+        """Return about when a layer arrives, by the pace of the blocks so far; infinity before the first."""
+        return self._began_s + self._needed[layer] * self._block_s if self._needed[layer] else self._began_s
 
     def arrived_s(self, layer: int) -> float:
         """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not."""

@@ -5,6 +5,7 @@ and module exactly one of them does.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows
 from lorikeet.engine.host_lora.worker import HostAdapter
 from lorikeet.kernels.base import LoraBatch, LoraSegment
 from lorikeet.rows import HostLayers
-from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
+from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts
 
 
 class AssistCounters(NamedTuple):
@@ -43,10 +44,12 @@ class HostLora:
     Args:
         pool: the workers; owned by this object from now on.
         layers: on which layers the host computes.
+        costs: say what is worth waiting for.
     """
 
-    def __init__(self, pool: HostPool, layers: HostLayers) -> None:
+    def __init__(self, pool: HostPool, layers: HostLayers, costs: AssistCosts) -> None:
         self.pool = pool
+        self._costs = costs
         self.host_layers = 0
         self.device_layers = 0
         self.host_layers_after_arrival = 0
@@ -85,10 +88,17 @@ class HostLora:
         finally:
             self.pool.end()
 
-    def is_for_host(self, arrival: Arrival, layer: int) -> bool:
-        """Decide who computes what an adapter adds to a layer, when its turn comes."""
+    def is_for_host(self, arrival: Arrival, layer: int, tokens: int) -> bool:
+        """Decide who computes what an adapter adds to a layer for so many tokens, when its turn comes."""
+        if self._layers is not HostLayers.STATIC and arrival.has(layer):
+            return False
         if self._layers is HostLayers.DYNAMIC:
-            return not arrival.has(layer)
+            return True
+        if self._layers is HostLayers.PATIENT:
+            costs = self._costs
+            spare_s = costs.host_layer_s(tokens, costs.rank(arrival.ref)) - costs.device_layer_s(tokens)
+            is_near = spare_s > 0 and arrival.due_s(layer) - time.monotonic() < spare_s
+            return not (is_near and arrival.wait_for(layer, spare_s))
         return arrival.comes_last(layer) or not arrival.wait_for(layer)
 
     def close(self) -> None:
@@ -113,6 +123,9 @@ class AssistedStep:
         self._segments: list[tuple[LoraSegment, int | None]] = [
             (segment, numbers.get(id(segment.weights))) for segment in lora.segments
         ]
+        self._tokens = Counter[int | None]()
+        for segment, number in self._segments:
+            self._tokens[number] += segment.stop - segment.start
         self._form = lora.form
         self._shares: dict[frozenset[int], _Shares] = {frozenset(): _Shares(lora, None)}
         self._on_host: frozenset[int] = frozenset()
@@ -125,7 +138,9 @@ class AssistedStep:
         host = self._host
         self._layer, self._decided_s = layer, time.monotonic()
         self._on_host = frozenset(
-            number for number, arrival in enumerate(self._arrivals) if host.is_for_host(arrival, layer)
+            number
+            for number, arrival in enumerate(self._arrivals)
+            if host.is_for_host(arrival, layer, self._tokens[number])
         )
         host.host_layers += len(self._on_host)
         host.device_layers += len(self._arrivals) - len(self._on_host)

@@ -108,6 +108,7 @@ def measure(
         worker_tokens=1,
         one_group=row.layer_groups is LayerGroups.ONE,
         is_static=row.host_layers is HostLayers.STATIC,
+        waits=row.host_layers is HostLayers.PATIENT,
     )
     load_s = host_times.rank * sum(costs.row_bytes.values()) / bandwidth
     budget_s = share * costs.device_layer_s(_DEVICE_TOKENS[0]) + load_s

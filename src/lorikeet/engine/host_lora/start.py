@@ -108,4 +108,4 @@ def build_host_lora(
     except BaseException:
         pool.close()
         raise
-    return HostLora(pool, row.host_layers), costs
+    return HostLora(pool, row.host_layers, costs), costs
