@@ -14,7 +14,7 @@ def run_examples(examples: Mapping[str, str], folder: str) -> Result:
         folder: of the files.
     """
     done = run_tests([f"{folder}/{test}" for test in examples.values()])
-    cases = {example: done.passed.get(test.replace(".py", ""), 0) for example, test in examples.items()}
+    cases = {example: done.passed.get(_name(test), 0) for example, test in examples.items()}
     missing = [example for example, count in cases.items() if not count]
     failures = [*(f"{name} failed" for name in done.failed), *(f"no case of “{example}” passed" for example in missing)]
     return Result(
@@ -24,3 +24,8 @@ def run_examples(examples: Mapping[str, str], folder: str) -> Result:
         notes="; ".join(f"{example} ({examples[example].partition('::')[2]})" for example in examples),
         details={"cases": cases},
     )
+
+
+def _name(test: str) -> str:
+    """Return the module or the class of a test, and its function."""
+    return "::".join(test.replace(".py", "").split("::")[-2:])
