@@ -14,10 +14,12 @@ from torch import Tensor
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
 from lorikeet.engine.arrival import Arrival
+from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.host_lora.assist import AssistCounters, HostLora
 from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
@@ -350,5 +352,8 @@ def test_workers_are_started_only_where_they_can_be_of_use(models: Models, chang
     try:
         assert executor.host_lora is None
         assert sizes.assist is None
+        notes = assemble(settings, executor, sizes, MonotonicClock()).notes
+        told = any(note.startswith("cold prefills are not assisted") for note in notes)
+        assert told == (settings.engine.row == "toppings")
     finally:
         executor.close()

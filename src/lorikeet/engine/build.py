@@ -18,7 +18,7 @@ from lorikeet.engine.recording import FileRecorder
 from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.tree import Kind
-from lorikeet.rows import resolve_row
+from lorikeet.rows import ColdStart, resolve_row
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
@@ -105,6 +105,11 @@ def assemble(
         f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_tokens} tokens, "
         f"{arena_mib:.0f} MiB; host memory: {sizes.host_blocks} blocks; kernels: {sizes.kernels}",
     ]
+    if row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
+        notes.append(
+            "cold prefills are not assisted, so requests wait for their adapters: that takes host memory, host "
+            "workers, a CPU as the device and one rank"
+        )
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
     return Replica(engine, sizes, tuple(notes))
