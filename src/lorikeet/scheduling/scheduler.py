@@ -260,7 +260,7 @@ class Scheduler:
         """Try whom the policy names, until it names nobody or the step is full."""
         policy = self.queue.admit(now)
         request = next(policy, None)
-        while request is not None and self._has_slot(now) and draft.budget_tokens:
+        while request is not None and self._has_slot() and draft.budget_tokens:
             try:
                 request = policy.send(self._try_admit(self._sequences[request.request_id], draft, now))
             except StopIteration:
@@ -282,6 +282,10 @@ class Scheduler:
             lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         if isinstance(lease, Wait):
             return lease
+        if len(self._running) >= self._limits.max_running:
+            displaced = self.selection.last_displaced(self._running)
+            assert displaced is not None, "there was a slot"
+            self._suspend(displaced, now)
         sequence.lease = lease
         sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
@@ -293,15 +297,10 @@ class Scheduler:
             draft.give(sequence)
         return None
 
-    def _has_slot(self, now: float) -> bool:
+    def _has_slot(self) -> bool:
         """Whether another sequence may run, if need be in the place of one that may not run now."""
-        if len(self._running) < self._limits.max_running:
-            return True
-        displaced = self.selection.last_displaced(self._running)
-        if displaced is None:
-            return False
-        self._suspend(displaced, now)
-        return True
+        is_full = len(self._running) >= self._limits.max_running
+        return not is_full or self.selection.last_displaced(self._running) is not None
 
     def _wanted_adapters(self) -> Counter[AdapterDigest]:
         """Return the adapters of the waiting requests, in the queue's order."""
