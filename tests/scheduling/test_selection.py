@@ -85,6 +85,37 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
+@pytest.mark.parametrize("admission", ["fair", "chameleon", "chameleon:literal", "priority", "sjf:aging"])
+@pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "whole-models"])
+def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
+    limits = Limits(max_running=3, max_step_tokens=64, max_model_tokens=60)
+    bench = Bench(
+        blocks=24,
+        row=Row(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
+        limits=limits,
+    )
+    for index in range(12):
+        prompt = list(range(1, 5 + (index * 7) % 13))
+        ref = adapter("abc"[index * index % 3])
+        bench.engine.submit(
+            request(f"{index}", prompt, 0.1 * index, adapter=ref, max_tokens=20 + index % 7, seed=index)
+        )
+        bench.step()
+        bench.step()
+    bench.run(3_000)
+    assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
+
+
+def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
+    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    bench = Bench(blocks=24, row=row, limits=Limits(max_running=3, max_step_tokens=64, max_model_tokens=60))
+    for index in range(260):  # as many as Chameleon's first refresh needs
+        ref = adapter("ab"[index % 5 == 0])
+        bench.engine.submit(request(f"{index}", [1, 2, 3], 0.01 * index, adapter=ref, max_tokens=3, seed=index))
+    bench.run(5_000)
+    assert len(bench.finished()) == 260
+
+
 # --- cold prefills ---------------------------------------------------------------------------------
 
 
@@ -107,8 +138,8 @@ def costs(host_token_rank_s: float = 1e-6) -> AssistCosts:
 
 def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     """A bench whose adapter ``a`` of 30 blocks lies on the host: its transfer takes three steps."""
-    row = Row(cold_start=ColdStart.ASSIST)
-    bench = Bench(row=row, host_blocks=64, limits=WIDE, assist=costs(host_token_rank_s), **given)  # type: ignore[arg-type]
+    made = {"row": Row(cold_start=ColdStart.ASSIST), "host_blocks": 64, "limits": WIDE, **given}
+    bench = Bench(assist=costs(host_token_rank_s), **made)  # type: ignore[arg-type]
     bench.engine.know_adapters((adapter("a", 30),))
     while bench.memory.tree.adapter("digest-a") is None or not on_host(bench):  # type: ignore[arg-type]
         bench.step()
@@ -177,6 +208,28 @@ def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_w
     assert who == [{"cold"}, {"warm"}, {"cold"}, {"warm"}]
     bench.run()
     assert len(bench.finished()) == 2
+
+
+def test_coalesced_decodes_end_where_a_cold_prefill_has_its_turn() -> None:
+    bench = cold_bench(1e-3)
+    bench.scheduler._limits = Limits(max_running=4, max_step_tokens=5, max_model_tokens=64)
+    bench.engine.submit(request("warm", [1, 2], max_tokens=40))
+    bench.step()
+    bench.step()
+    bench.engine.submit(request("cold", list(range(12)), 1.0, adapter=adapter("a", 30)))
+    for _ in range(3):
+        bench.engine.step(until_s=float("inf"))
+    who = [({str(step.request_id) for step in plan.sequences}, plan.repeat) for plan in bench.plans[-3:]]
+    assert who == [({"cold"}, 1), ({"warm"}, 1), ({"cold"}, 1)]
+
+
+def test_an_adapter_that_lands_after_its_request_has_ended_is_not_kept_by_a_row_that_keeps_none() -> None:
+    row = Row(cold_start=ColdStart.ASSIST, keep_adapters=False)
+    bench = cold_bench(row=row)
+    bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30), max_tokens=1))
+    bench.run()
+    assert bench.finished()["cold"].reason is FinishReason.LENGTH  # type: ignore[index]
+    assert bench.memory.resident() == {}
 
 
 def test_kv_of_a_cold_prefill_is_found_by_others_once_the_adapter_is_there() -> None:

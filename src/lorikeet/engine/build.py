@@ -18,7 +18,7 @@ from lorikeet.engine.recording import FileRecorder
 from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.tree import Kind
-from lorikeet.rows import ColdStart, resolve_row
+from lorikeet.rows import ColdStart, MemorySplit, resolve_row
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
@@ -74,7 +74,8 @@ def assemble(
     """Put a replica together around an executor: the same on every executor and clock.
 
     Raises:
-        ConfigError: the row is unknown, or its share for KV cannot hold the longest sequence.
+        ConfigError: the row is unknown, its axes do not go together, or its share for KV cannot hold the longest
+            sequence.
         OSError: the recording cannot be written.
     """
     name, row = resolve_row(settings.engine.row)
@@ -89,14 +90,14 @@ def assemble(
         max_repeat=settings.engine.max_repeat,
         repeat_limit_s=settings.engine.repeat_limit_s,
     )
-    for axis, policy, table in (
-        ("admission", row.admission, ADMISSION),
-        ("batching mode", row.batching_mode, BATCHING),
-    ):
-        if policy not in table:
-            raise ConfigError(f"row {name}: no {axis} is called {policy!r}; there are: {', '.join(table)}")
-    batching = BATCHING[row.batching_mode]
-    scheduler = Scheduler(memory, ADMISSION[row.admission], limits, row, batching, sizes.assist)
+    admission = _policy(name, "admission", row.admission, ADMISSION)
+    batching = _policy(name, "batching mode", row.batching_mode, BATCHING)
+    if row.batching_mode != "unmerged" and (row.max_step_adapters or row.memory_split is MemorySplit.STATIC):
+        raise ConfigError(
+            f"row {name}: batching mode {row.batching_mode} chooses the adapters of a step by itself: it goes with "
+            "neither max_step_adapters nor a static split of the memory"
+        )
+    scheduler = Scheduler(memory, admission, limits, row, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan, recorder)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20

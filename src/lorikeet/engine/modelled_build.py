@@ -15,6 +15,7 @@ from lorikeet.engine.modelled import ModelledExecutor, SeededTokens
 from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.models.config import read_model_config
 from lorikeet.rows import Row
+from lorikeet.scheduling.coldstart.costs import AssistCosts
 
 CATCH_UP_S = 0.01
 """A step that begins so soon after the last one's end counts as beginning right then: the loop's own time between two
@@ -44,7 +45,7 @@ def build_modelled_executor(
     times = ModelledTimes(transfers, row, loop_each_step=coalesced)
     link = ModelledLink(transfers.course)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
-    return executor, sizes_of(settings, profile, "modelled")._replace(assist=assist_costs(transfers, row))
+    return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, row))
 
 
 def build_paced_executor(
@@ -79,7 +80,12 @@ def build_paced_executor(
     times = ModelledTimes(transfers, row, loop_each_step=False)
     link = ModelledLink(transfers.course, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
-    return executor, sizes_of(settings, profile, "paced")._replace(assist=assist_costs(transfers, row))
+    return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, row))
+
+
+def _assist(settings: Settings, transfers: TransferModel, row: Row) -> AssistCosts | None:
+    """Return what assisted prefills cost: on as many cores as the profile says, unless there are to be no workers."""
+    return assist_costs(transfers, row) if settings.engine.host_lora_workers else None
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:

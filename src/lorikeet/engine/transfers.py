@@ -71,7 +71,7 @@ class Transfers:
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._underway: dict[int, Underway] = {}
-        self._arriving: dict[AdapterDigest, Underway] = {}
+        self._arrivals: dict[AdapterDigest, Arrival] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
         block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
@@ -95,7 +95,12 @@ class Transfers:
 
     def start(self, transfer: Transfer) -> None:
         """Begin a transfer. A newer one of the same adapter to the device takes the place of an older."""
-        error = self._flaw(transfer)
+        error, arrival = self._flaw(transfer), None
+        if transfer.groups and error is None:
+            try:
+                arrival = Arrival.of(transfer, self._arena, self._geometry)
+            except ValueError as flaw:
+                error = str(flaw)
         underway = Underway(
             transfer,
             transfer.demand,
@@ -103,15 +108,16 @@ class Transfers:
             reading=transfer.source is Tier.SOURCE and error is None,
             filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
             error=error,
+            arrival=arrival,
         )
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self.adapters.expect(transfer.adapter.digest, transfer.transfer_id)
         with self._lock:
             self._underway[transfer.transfer_id] = underway
             if transfer.adapter is not None and transfer.target is Tier.DEVICE:
-                self._arriving.pop(transfer.adapter.digest, None)
-                if transfer.source is Tier.HOST and error is None:
-                    self._arriving[transfer.adapter.digest] = underway
+                self._arrivals.pop(transfer.adapter.digest, None)
+                if arrival is not None:
+                    self._arrivals[transfer.adapter.digest] = arrival
         self._go_on(underway)
 
     def promote(self, transfer_ids: Collection[int]) -> None:
@@ -129,22 +135,13 @@ class Transfers:
             return None if underway is None else underway.arrived
 
     def arrival(self, digest: AdapterDigest) -> Arrival | None:
-        """Return what has arrived of an adapter on its way from the host to the device; None if none is.
+        """Return what has arrived of an adapter that comes in groups; None if none does.
 
-        Whoever asks before :meth:`LoadedAdapters.weights` finds it here or there, even while it changes sides.
-
-        Raises:
-            ValueError: the transfer has not as many blocks as the adapter takes.
+        Whoever asks before :meth:`LoadedAdapters.weights` finds it here or there, even while it changes sides. One
+        whose transfer has failed is found here until it is tried again: a step may be under way that counts on it.
         """
         with self._lock:
-            underway = self._arriving.get(digest)
-        if underway is None or underway.arrival is not None:
-            return None if underway is None else underway.arrival
-        arrival = Arrival.of(underway.transfer, self._arena, self._geometry)
-        with self._lock:
-            arrival.note(underway.copied, failed=underway.error is not None)
-            underway.arrival = arrival
-        return arrival
+            return self._arrivals.get(digest)
 
     def close(self) -> None:
         """Abandon what is under way, once the blocks that are being copied have been."""
@@ -196,8 +193,9 @@ class Transfers:
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self._note_adapter(underway)
             with self._lock:
-                if self._arriving.get(transfer.adapter.digest) is underway:
-                    del self._arriving[transfer.adapter.digest]
+                is_last = self._arrivals.get(transfer.adapter.digest) is underway.arrival
+                if underway.arrival is not None and underway.error is None and is_last:
+                    del self._arrivals[transfer.adapter.digest]
         if underway.error is not None:
             what = "KV" if transfer.adapter is None else f"adapter {transfer.adapter.name}"
             _LOG.warning("%s was not moved from %s to %s: %s", what, transfer.source, transfer.target, underway.error)

@@ -1,6 +1,6 @@
 """The adapters that the memory knows: what they take, and how they are given up with all that depends on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from lorikeet.core.adapter import AdapterRef
@@ -117,9 +117,11 @@ class KnownAdapters:
             if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
                 self._room.evict(kv, now)
 
-    def free_if_idle(self, node: int, now: float) -> None:
-        """Free an adapter on the device that nobody needs and nothing depends on."""
+    def free_if_unkept(self, node: int, wanted: Container[int], now: float) -> None:
+        """Where adapters are not kept: free one on the device that nobody needs or wants and nothing depends on."""
         tree = self._tree
+        if self._rules.keep_adapters or node in wanted:
+            return
         rests = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
         if rests and not tree.pins[node] and not tree.children_on_device[node]:
             self._room.evict_adapter(node, now)

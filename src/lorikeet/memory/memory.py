@@ -98,7 +98,7 @@ class Memory:
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
-        entries = (self.tree.adapters[node] for node in self.tree.adapters_on_device())
+        entries = map(self.tree.adapters.__getitem__, self.tree.adapters_on_device())
         return {entry.ref.digest: len(entry.device_blocks) for entry in entries}
 
     @property
@@ -163,6 +163,8 @@ class Memory:
         if flight.transfer.adapter is not None:
             self.adapters.clear_stranded(flight.nodes[0], now)
             self._report_load(flight, done, now)
+            if flight.demand:  # whoever asked for it may have ended
+                self.adapters.free_if_unkept(flight.nodes[0], self._view.waiting, now)
         mine = {lease: done.transfer_id in lease.adapter_transfers for lease in leases}
         for lease in leases:
             lease.adapter_transfers.discard(done.transfer_id)
@@ -316,8 +318,7 @@ class Memory:
         if not self._rules.keep_kv:
             for node in reversed(lease.path):
                 self.room.discard(node, now)
-        if not self._rules.keep_adapters and lease.adapter not in self._view.waiting:
-            self.adapters.free_if_idle(lease.adapter, now)
+        self.adapters.free_if_unkept(lease.adapter, self._view.waiting, now)
 
     @property
     def follows_queue(self) -> bool:

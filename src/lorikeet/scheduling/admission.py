@@ -5,10 +5,12 @@ in a file of its own in ``policies/``, and has a name in the table there.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.pace import Pace
@@ -98,6 +100,10 @@ class AdmissionQueue(ABC):
     @abstractmethod
     def waiting(self) -> Iterable[Request]:
         """Return the waiting requests about in the order in which they will be admitted; for prefetching."""
+
+    def wanted(self) -> Counter[AdapterDigest]:
+        """Return the adapters of the waiting requests, in the order of :meth:`waiting`, and how many want each."""
+        return Counter(request.digest for request in self.waiting() if request.digest is not None)
 
     @abstractmethod
     def __len__(self) -> int:

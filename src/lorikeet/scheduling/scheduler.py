@@ -10,7 +10,6 @@ pool alone, so the first can always go on, if need be after giving way once to i
 
 import math
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable
 
 from lorikeet.core.events import (
@@ -200,9 +199,10 @@ class Scheduler:
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
+            self._admit_instead(draft, now)
         self._memory.note_batch(len(self._running), now)
         if self._memory.follows_queue:
-            self._memory.note_waiting(self._wanted_adapters())
+            self._memory.note_waiting(self.queue.wanted())
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
@@ -260,17 +260,28 @@ class Scheduler:
         """Try whom the policy names, until it names nobody or the step is full."""
         policy = self.queue.admit(now)
         request = next(policy, None)
-        while request is not None and self._has_slot() and draft.budget_tokens:
+        while request is not None and draft.budget_tokens and self.selection.goes_on(self._running):
             try:
                 request = policy.send(self._try_admit(self._sequences[request.request_id], draft, now))
             except StopIteration:
                 return
         policy.close()
 
+    def _admit_instead(self, draft: Draft, now: float) -> None:
+        """If nobody can run, and nothing is on its way that would let somebody, let those give way who may not run."""
+        while not (draft.tokens or draft.cold or self._memory.transfers_under_way):
+            displaced = self.selection.last_displaced(self._running)
+            if displaced is None:
+                return
+            self._suspend(displaced, now)
+            self.selection.count_untried()
+            self._admit_waiting(draft, now)
+
     def _try_admit(self, sequence: Sequence, draft: Draft, now: float) -> Wait | None:
         request = sequence.request
         if not self.selection.allows(sequence):
             return Wait.SLOT
+        self.selection.tried()
         if is_one_too_many(request.digest, self._running, self._row.max_step_adapters):
             return Wait.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
@@ -296,16 +307,6 @@ class Scheduler:
         if sequence.can_run:
             draft.give(sequence)
         return None
-
-    def _has_slot(self) -> bool:
-        """Whether another sequence may run, if need be in the place of one that may not run now."""
-        is_full = len(self._running) >= self._limits.max_running
-        return not is_full or self.selection.last_displaced(self._running) is not None
-
-    def _wanted_adapters(self) -> Counter[AdapterDigest]:
-        """Return the adapters of the waiting requests, in the queue's order."""
-        waiting = (request.digest for request in self.queue.waiting())
-        return Counter(digest for digest in waiting if digest is not None)
 
     def _repeat(self, draft: Draft, now: float, *, coalesced: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased.

@@ -47,6 +47,7 @@ class Selection:
         pace: Pace,
         assist: AssistCosts | None = None,
     ) -> None:
+        self._limits = limits
         self._memory = memory
         self._mode = batching(
             BatchingSetup(
@@ -62,7 +63,8 @@ class Selection:
         self._assist = assist
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._choice = EVERYBODY
-        self._had_cold_step = False
+        self._had_cold_step = self._put_cold_off = False
+        self._untried = 0
         self.merged: AdapterDigest | None = None
         self._switches = self._merged_steps = self._assisted_steps = 0
         self._switch_s = 0.0
@@ -89,6 +91,22 @@ class Selection:
                     self._refs[sequence.request.adapter.digest] = sequence.request.adapter
             live.append(Live(sequence.request_id, digest, legal[digest], len(sequence.token_ids)))
         self._choice = self._mode.choose(live)
+        self.count_untried()
+
+    def count_untried(self) -> None:
+        """Count those who may run and wait, to be tried for admission."""
+        chosen = self._choice.requests
+        self._untried = 0 if chosen is None else sum(self._sequences[each].lease is None for each in chosen)
+
+    def tried(self) -> None:
+        """One of them is being tried."""
+        self._untried -= 1
+
+    def goes_on(self, running: Many[Sequence]) -> bool:
+        """Whether another sequence may be admitted, if need be in the place of one that may not run now."""
+        if self._choice.requests is not None and self._untried <= 0:
+            return False
+        return len(running) < self._limits.max_running or self.last_displaced(running) is not None
 
     def allows(self, sequence: Sequence) -> bool:
         """Whether the batching mode lets it run now."""
@@ -102,8 +120,8 @@ class Selection:
 
     @property
     def steps_until_review(self) -> float:
-        """Identical steps after which the batching mode may choose otherwise."""
-        return self._mode.steps_until_review()
+        """Identical steps after which the batching mode may choose otherwise, or cold prefills have their turn."""
+        return 1 if self._put_cold_off else self._mode.steps_until_review()
 
     def merged_for(self, draft: Draft) -> AdapterDigest | None:
         """Return which adapter a plan runs merged. One that runs nobody leaves it as it is."""
@@ -142,6 +160,7 @@ class Selection:
         They join unless they would delay its decodes by more than a decode step takes. Else they take turns with the
         others, beginning with their own.
         """
+        self._put_cold_off = False
         if not draft.cold:
             self._had_cold_step = False
             return
@@ -149,6 +168,7 @@ class Selection:
         if decodes and self._cold_delay_s(draft) > self._pace.step_s(0, decodes):
             self._had_cold_step = not self._had_cold_step
             if not self._had_cold_step:
+                self._put_cold_off = True
                 draft.cold.clear()
                 return
             draft.tokens.clear()

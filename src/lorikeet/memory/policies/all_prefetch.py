@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lorikeet.memory.policies.base import Prefetch, is_prefetchable
-from lorikeet.memory.tree import Kind
+from lorikeet.memory.tree import Kind, Moving
 
 
 class AllPrefetch(Prefetch):
@@ -16,6 +16,8 @@ class AllPrefetch(Prefetch):
     def targets(self, now: float) -> Iterator[int]:
         """Yield the adapters that are off the device and at rest."""
         tree = self.view.tree
-        for adapter in np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER).tolist():
+        every = slice(tree.end)
+        away = (tree.kind[every] == Kind.ADAPTER) & ~tree.on_device[every] & (tree.moving[every] == Moving.NO)
+        for adapter in np.flatnonzero(away).tolist():
             if is_prefetchable(tree, adapter):
                 yield adapter

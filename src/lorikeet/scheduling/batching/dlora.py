@@ -20,11 +20,13 @@ class _Pending(NamedTuple):
     """What the last choice brings with every iteration of it.
 
     Attributes:
+        merged: adapter that is merged for it.
         gains: credits by type.
         iteration: for the log of the period; None: it does not belong there.
         switched: the state has changed, so the next choice may differ for that alone.
     """
 
+    merged: AdapterDigest | None
     gains: dict[Type, int]
     iteration: Iteration | None
     switched: bool
@@ -74,26 +76,28 @@ class DLora(BatchingMode):
         if not live:
             return Choice(self._merged, frozenset())
         oldest, before = live[: self.max_batch], self._merged
+        merged = before
         candidate: AdapterDigest | None = None
         starving = self._starving(live, oldest)
         if starving:
             batch: Sequence[Live] = starving
             if any(request.adapter != before for request in batch):
-                self._merged = None
+                merged = None
         else:
             legal = self._solvent({request.adapter for request in live if request.is_legal}, oldest)
             alpha, beta = self.thresholds.alpha, self.thresholds.beta
-            self._merged, batch, candidate = decide(live, before, legal, self.max_batch, alpha, beta)
-        switched = self._merged != before
+            merged, batch, candidate = decide(live, before, legal, self.max_batch, alpha, beta)
+        switched = merged != before
         if self._tuned and (switched or not starving):
-            self.thresholds.meet(self._merged, candidate)
+            self.thresholds.meet(merged, candidate)
         logged = self._tuned and candidate is not None
         self._pending = _Pending(
-            self._gains(batch, oldest, is_pass=bool(starving)),
+            merged,
+            self._gains(batch, oldest, merged, is_pass=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
             switched,
         )
-        return allow(batch, live, self._merged)
+        return allow(batch, live, merged)
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
         """Learn from the times, book the credits, and log the iterations.
@@ -102,6 +106,7 @@ class DLora(BatchingMode):
             AssertionError: nothing was chosen before.
         """
         assert self._pending is not None
+        self._merged = self._pending.merged  # not before: a plan that runs nobody switches nothing
         self.times.note(steps, work, step_s)
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
@@ -119,8 +124,10 @@ class DLora(BatchingMode):
         steps = self.credits.steps_until_review(self._pending.gains)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)
 
-    def _gains(self, batch: Sequence[Live], oldest: Sequence[Live], *, is_pass: bool) -> dict[Type, int]:
-        if not self._credited or not (is_pass or self._merged is not None):
+    def _gains(
+        self, batch: Sequence[Live], oldest: Sequence[Live], merged: AdapterDigest | None, *, is_pass: bool
+    ) -> dict[Type, int]:
+        if not self._credited or not (is_pass or merged is not None):
             return {}
         return transfers(batch, oldest) or (self.credits.repayments(batch) if is_pass else {})
 

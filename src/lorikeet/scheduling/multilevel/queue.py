@@ -76,7 +76,8 @@ class ChameleonQueue(AdmissionQueue):
             self._arrivals.add(now, *sizes)
         first = self._counts["refreshes"] == 0 and len(self._arrivals) >= self._options.least_samples
         first = first and self.view.pace.is_known  # limits and durations come from it
-        if now >= self.due_s or first:
+        # One that comes back may do so while others are being admitted, from queues that must stay as they are.
+        if not request.attempt and (now >= self.due_s or first):
             self._refresh(now)
         number = self._class_of(sizes)
         self._insert(Waiting(request, expected, sizes, may_pass=not passed_before), number, now)
