@@ -33,6 +33,9 @@ REQUESTS = 2_000
 SEED = 7
 MEMORY_BYTES = 200 * 10**9
 """CACHED has unlimited memory (7.1). So have all here: it is not what they differ by."""
+MAX_RUNNING = 1_000
+"""Nobody waits for a slot: with some 200 requests under way on average, 256 slots would be full now and then, and TTFT
+would tell of little else."""
 LINK_BYTES_PER_S = paper.INTERRUPTED_BYTES * paper.INTERRUPTED_PER_S / paper.INTERRUPTED_SHARE
 """What the paper's share of interruptions leaves for a load if every request has one: 3.1 GB/s."""
 LINKS = {"printed": LINK_BYTES_PER_S, "data sheet": 0.0}
@@ -119,6 +122,7 @@ def run_case(case: Case, requests: int = REQUESTS) -> dict[str, Any]:
         modules=ASSISTED_MODULES,
         memory_bytes=MEMORY_BYTES,
         link_bytes_per_s=LINKS[case.link],
+        max_running=MAX_RUNNING,
     )
     # dLoRA loads all adapters before it begins (7.1).
     row = f"{DLORA},prefetch=all" if case.row == DLORA else case.row
