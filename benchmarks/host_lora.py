@@ -34,8 +34,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.engine.host_lora.delta import host_targets, write_delta
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows
-from lorikeet.engine.host_lora.seat import start_worker_process
+from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows, start_worker_process
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.host_arena import HostArena

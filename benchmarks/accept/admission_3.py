@@ -1,6 +1,5 @@
 """admission.3: Chameleon beside S-LoRA live, on both sides of FIFO's knee."""
 
-import subprocess
 import tempfile
 from collections.abc import Iterable
 from functools import cached_property
@@ -26,19 +25,16 @@ from benchmarks.accept.admission_common import (
     run_on,
     workload_words,
 )
-from benchmarks.accept.inprocess import THREADS
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.memory_common import DTYPE, LINK_BYTES_PER_S, paired
-from benchmarks.accept.models import default_model
+from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
+from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.server import LORIKEET
-from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.bench.memory_bench import MemorySetting, Rig
+from lorikeet.bench.memory_work import MemoryWork
 from lorikeet.bench.statistics import Ratio, p50_of, p95_of, ratio_over_requests
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.costs.profile import CostProfile, decode_profile
 
 SCALE = 1 / 8
 POOL_REQUESTS = 12
@@ -108,51 +104,23 @@ class LiveRuns:
 
     def __init__(self, runs: StoredRuns, scratch: Path) -> None:
         self._runs = runs
-        self._scratch = scratch
-
-    # --- what it runs on -----------------------------------------------------------------------------
-
-    @cached_property
-    def profile(self) -> CostProfile:
-        """This machine's, measured once."""
-        return decode_profile(self._runs.get("profile", self._measure_profile)["toml"], "profile")
-
-    def _measure_profile(self) -> dict[str, Any]:
-        file = self._scratch / "profile.toml"
-        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
-        return {"toml": file.read_text()}
-
-    @cached_property
-    def _all_work(self) -> MemoryWork:
-        """Enough requests to know the mean one."""
-        return make_work(Case(row=FIFO, rate=1.0, requests=10_000), SCALE)
-
-    @cached_property
-    def _options(self) -> WorkOptions:
-        return WorkOptions(source="", ranks=PAPER_RANKS)
-
-    @cached_property
-    def _live_rig(self) -> Rig:
-        return live_rig(default_model(), DTYPE, self._all_work, self._options, self._scratch / "adapters")
-
-    @cached_property
-    def _modelled_rig(self) -> Rig:
-        return modelled_rig(self.profile, self._all_work, self._options)
+        # Enough requests to know the mean one.
+        self._work = make_work(Case(row=FIFO, rate=1.0, requests=10_000), SCALE)
+        self._rigs = MachineRigs(runs, self._work, PAPER_RANKS, scratch)
 
     @cached_property
     def setting(self) -> MemorySetting:
         """Return a device pool of so many mean requests with an adapter each, and a host pool for all adapters."""
-        rig = self._modelled_rig
-        mean_bytes = mean_request_bytes(self._all_work, rig.adapters, rig.geometry.block_bytes(1))
-        return MemorySetting(
-            memory_bytes=round(POOL_REQUESTS * mean_bytes),
-            host_memory_bytes=2 * sum(ref.weight_bytes for ref in rig.adapters.values()),
-            link_bytes_per_s=LINK_BYTES_PER_S,
-            model=str(default_model()),
-            dtype=DTYPE,
-            max_model_tokens=MAX_MODEL_TOKENS,
-            max_step_tokens=STEP_TOKENS,
-            threads=THREADS,
+        rig = self._rigs.modelled
+        mean_bytes = mean_request_bytes(self._work, rig.adapters, rig.geometry.block_bytes(1))
+        return with_default_model(
+            MemorySetting(
+                memory_bytes=round(POOL_REQUESTS * mean_bytes),
+                host_memory_bytes=2 * sum(ref.weight_bytes for ref in rig.adapters.values()),
+                link_bytes_per_s=LINK_BYTES_PER_S,
+                max_model_tokens=MAX_MODEL_TOKENS,
+                max_step_tokens=STEP_TOKENS,
+            )
         )
 
     # --- runs ----------------------------------------------------------------------------------------
@@ -163,14 +131,14 @@ class LiveRuns:
 
     def _modelled_growth(self, rate: float) -> float:
         def each(cases: Iterable[Case]) -> list[float]:
-            return [self._run(self._modelled_rig, case)["growth"] for case in cases]
+            return [self._run(self._rigs.modelled, case)["growth"] for case in cases]
 
         return mean_growth(FIFO, rate, each)
 
     def growth(self, side: str, rate: float) -> float:
         """Return by how much of the arrivals FIFO's waiting requests become more in half an hour, live."""
         case = Case(row=FIFO, rate=rate, requests=round(rate * HALF_HOUR_S))
-        return float(self._runs.get(f"knee-{side}", lambda: self._run(self._live_rig, case))["growth"])
+        return float(self._runs.get(f"knee-{side}", lambda: self._run(self._rigs.live, case))["growth"])
 
     def pair(self, load: str, rate: float) -> dict[str, list[dict[str, Any]]]:
         """Return the live runs of both rows; which comes first changes from repeat to repeat."""
@@ -179,7 +147,7 @@ class LiveRuns:
             for row in sorted(made, reverse=bool(repeat % 2)):
                 case = Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=SEED)
                 name = f"{load}-{repeat}-{part_name(row)}"
-                made[row].append(self._runs.get(name, lambda case=case: self._run(self._live_rig, case)))  # type: ignore[misc]
+                made[row].append(self._runs.get(name, lambda case=case: self._run(self._rigs.live, case)))  # type: ignore[misc]
         return made
 
     def _run(self, rig: Rig, case: Case) -> dict[str, Any]:
@@ -187,7 +155,7 @@ class LiveRuns:
 
     def words(self) -> str:
         """Say what is run on what."""
-        setting, token_bytes = self.setting, self._modelled_rig.geometry.block_bytes(1)
+        setting, token_bytes = self.setting, self._rigs.modelled.geometry.block_bytes(1)
         return (
             f"{workload_words()}, lengths divided by {1 / SCALE:.0f}; device pool {setting.memory_bytes / 2**20:,.0f} "
             f"MiB, {POOL_REQUESTS} mean requests with an adapter each ({setting.memory_bytes // token_bytes:,} tokens "

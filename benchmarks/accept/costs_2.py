@@ -1,7 +1,6 @@
 """costs.2: the engine on a virtual clock, by a profile measured here, beside the engine itself."""
 
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,9 +11,9 @@ import msgspec
 
 from benchmarks.accept.inprocess import replica
 from benchmarks.accept.lines import Result, line
+from benchmarks.accept.machine_profile import machine_profile
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.server import LORIKEET
 from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import spread_ranks, write_random_adapter
@@ -30,7 +29,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.slo import Slo
-from lorikeet.costs.profile import CostProfile, read_profile
+from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.run import simulate
 
 ADAPTERS, REPEATS, WITHIN, LOAD = 20, 3, 0.10, 0.5
@@ -71,19 +70,16 @@ class _Work(NamedTuple):
 )
 def run(runs: StoredRuns) -> Result:
     """Profile the machine, find each workload's peak by simulation, run half of it live, and simulate that."""
-    with tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch:
-        file = Path(scratch) / "profile.toml"
-        file.write_text(runs.get("profile", lambda: {"toml": _measure_profile(file)})["toml"])
-        profile = read_profile(file)
-        works = _works()
-        rates = {work.name: runs.get(f"peak-{work.name}", partial(_peak, profile, work))["rate"] for work in works}
-        live: dict[str, list[dict[str, Any]]] = {work.name: [] for work in works}
-        for repeat in range(REPEATS):
-            for work in works:
-                rate = LOAD * rates[work.name]
-                part = f"live-{work.name}-{repeat}"
-                live[work.name].append(runs.get(part, partial(_live, work, rate)))
-        twins = {work.name: _times(_simulate(profile, work, LOAD * rates[work.name])) for work in works}
+    profile = machine_profile(runs)
+    works = _works()
+    rates = {work.name: runs.get(f"peak-{work.name}", partial(_peak, profile, work))["rate"] for work in works}
+    live: dict[str, list[dict[str, Any]]] = {work.name: [] for work in works}
+    for repeat in range(REPEATS):
+        for work in works:
+            rate = LOAD * rates[work.name]
+            part = f"live-{work.name}-{repeat}"
+            live[work.name].append(runs.get(part, partial(_live, work, rate)))
+    twins = {work.name: _times(_simulate(profile, work, LOAD * rates[work.name])) for work in works}
     rows = [row for work in works for row in _compare(work.name, live[work.name], twins[work.name])]
     failures = [f"{row['what']} is off by {row['error']:.0%}" for row in rows if not row["met"]]
     return Result(
@@ -115,11 +111,6 @@ def _works() -> list[_Work]:
     fixed = Recipe(count=1000, prompt_tokens=Range(128, 128), output_tokens=Range(64, 64), **common)
     chat = Recipe(trace=trace, shape="chat", count=300, length_scale=1 / 32, most_tokens=1000, **common)
     return [_Work("128 + 64", fixed, BLOCK_TOKENS), _Work("conversations", chat, BLOCK_TOKENS)]
-
-
-def _measure_profile(file: Path) -> str:
-    subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
-    return file.read_text()
 
 
 def _peak(profile: CostProfile, work: _Work) -> dict[str, Any]:

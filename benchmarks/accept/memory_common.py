@@ -1,6 +1,5 @@
 """What the lines memory.4 to memory.6 share: conversations over many adapters, live and modelled, and peaks."""
 
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,21 +9,18 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.accept.inprocess import THREADS
-from benchmarks.accept.models import default_model
+from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.server import LORIKEET
 from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
 from lorikeet.bench.lengths import scaled_block_tokens
-from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig, row_figures, run_row
-from lorikeet.bench.memory_work import MemoryWork, WorkingSet, WorkOptions, working_set
+from lorikeet.bench.memory_bench import MemorySetting, Rig, row_figures, run_row
+from lorikeet.bench.memory_work import MemoryWork, WorkingSet, working_set
 from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, spread
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
 from lorikeet.config import EngineSettings
-from lorikeet.costs.profile import CostProfile, decode_profile
 
 ADAPTERS, RANKS, CHOICE = 100, (32, 64), "zipf:1.5"
 REQUESTS, LEAST_TURNS, MOST_TOKENS, STEP_TOKENS = 300, 3, 500, 256
@@ -36,7 +32,6 @@ OURS, S_LORA, STATIC, DISCARDING = "elora", "elora:s-lora", "vllm-static", "vllm
 RIVALS = (S_LORA, DISCARDING, STATIC)
 SLO_TIMES, UNLOADED_RATE = 5, 0.05
 LOAD = 0.8
-DTYPE = "bfloat16"
 
 
 class MemoryRuns:
@@ -47,11 +42,11 @@ class MemoryRuns:
     """
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
         self._peaks, self._live = StoredRuns("memory.6"), StoredRuns("memory.4")
         with unpacked(MOONCAKE_CONVERSATION) as file:
             self._trace = tuple(read_any(file))
         self.work = cache(self._work)
+        self._rigs = MachineRigs(self._peaks, self.work(1.0), RANKS, scratch)
         self._modelled = cache(self._model)
 
     def _work(self, rate: float) -> MemoryWork:
@@ -76,62 +71,39 @@ class MemoryRuns:
     # --- what it runs on -----------------------------------------------------------------------------
 
     @cached_property
-    def profile(self) -> CostProfile:
-        """This machine's, measured once."""
-        return decode_profile(self._peaks.get("profile", self._measure_profile)["toml"], "profile")
-
-    def _measure_profile(self) -> dict[str, Any]:
-        file = self._scratch / "profile.toml"
-        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
-        return {"toml": file.read_text()}
-
-    @cached_property
-    def _options(self) -> WorkOptions:
-        return WorkOptions(source=MOONCAKE_CONVERSATION, adapters=ADAPTERS, ranks=RANKS)
-
-    @cached_property
-    def _live_rig(self) -> Rig:
-        return live_rig(default_model(), DTYPE, self.work(1.0), self._options, self._scratch / "adapters")
-
-    @cached_property
-    def _modelled_rig(self) -> Rig:
-        return modelled_rig(self.profile, self.work(1.0), self._options)
-
-    @cached_property
     def filled(self) -> WorkingSet:
         """What the workload fills."""
-        rig = self._modelled_rig
+        rig = self._rigs.modelled
         return working_set(self.work(1.0), rig.adapters, rig.geometry, EngineSettings().block_tokens)
 
     def setting(self, *, paced: bool = True) -> MemorySetting:
         """Return a device pool of a quarter of the working set and a host pool for all of it and all other adapters."""
-        return MemorySetting(
-            memory_bytes=self.filled.total_bytes // 4,
-            host_memory_bytes=self.filled.host_bytes,
-            link_bytes_per_s=LINK_BYTES_PER_S if paced else 0.0,
-            model=str(default_model()),
-            dtype=DTYPE,
-            max_model_tokens=MOST_TOKENS,
-            max_step_tokens=STEP_TOKENS,
-            threads=THREADS,
+        return with_default_model(
+            MemorySetting(
+                memory_bytes=self.filled.total_bytes // 4,
+                host_memory_bytes=self.filled.host_bytes,
+                link_bytes_per_s=LINK_BYTES_PER_S if paced else 0.0,
+                max_model_tokens=MOST_TOKENS,
+                max_step_tokens=STEP_TOKENS,
+            )
         )
 
     # --- runs ----------------------------------------------------------------------------------------
 
     def live(self, part: str, row: str, rate: float, *, paced: bool = True) -> dict[str, Any]:
         """Return a live run of line 4: its rate, the row's figures, and TTFT and TPOT of every request."""
-        return _whole(self._live.get(part, lambda: self._run(self._live_rig, row, rate, paced=paced)))
+        return _whole(self._live.get(part, lambda: self._run(self._rigs.live, row, rate, paced=paced)))
 
     def probe(self, part: str, row: str, rate: float) -> dict[str, Any]:
         """Return a live run of line 6."""
-        return _whole(self._peaks.get(part, lambda: self._run(self._live_rig, row, rate, paced=True)))
+        return _whole(self._peaks.get(part, lambda: self._run(self._rigs.live, row, rate, paced=True)))
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
         """Return the same run by the profile."""
         return self._modelled(row, rate)
 
     def _model(self, row: str, rate: float) -> dict[str, Any]:
-        return self._run(self._modelled_rig, row, rate, paced=True)
+        return self._run(self._rigs.modelled, row, rate, paced=True)
 
     def _run(self, rig: Rig, row: str, rate: float, *, paced: bool) -> dict[str, Any]:
         work = self.work(rate)

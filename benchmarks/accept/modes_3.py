@@ -1,32 +1,23 @@
 """modes.3: dLoRA's batching beside merging only and never, live, while the skew of the requests changes."""
 
-import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple, cast
 
-from benchmarks.accept.inprocess import THREADS
+from benchmarks.accept.admission_common import part_name
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.models import default_model
-from benchmarks.accept.modes_phases import ADAPTERS, PHASES, WORDS, Phased
+from benchmarks.accept.modes_phases import PHASES, WORDS, Phased
 from benchmarks.accept.offline import interval_words
+from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.server import LORIKEET
 from lorikeet.bench.choices import Range
-from lorikeet.bench.in_process import run_workload
-from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig, warm_replica
-from lorikeet.bench.memory_work import WorkOptions
+from lorikeet.bench.memory_bench import MemorySetting, Rig, run_row, settle
 from lorikeet.bench.peak import find_peak
 from lorikeet.bench.statistics import Ratio, mean_of, ratio_over_requests
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import StepPlan, StepResult
-from lorikeet.costs.profile import CostProfile, decode_profile
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.loop import Engine
 from lorikeet.scheduling.batching.dlora import DLora
@@ -113,8 +104,7 @@ class _Live:
 
     def __init__(self, runs: StoredRuns, scratch: Path) -> None:
         self._runs = runs
-        self._scratch = scratch
-        self._options = WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
+        self._rigs = MachineRigs(runs, WORK.work(1.0), RANKS, scratch)
 
     def peak(self) -> float:
         """Return the peak of never merging, by the profile.
@@ -124,11 +114,9 @@ class _Live:
         """
 
         def search() -> dict[str, Any]:
-            rig = modelled_rig(self._profile, WORK.work(1.0), self._options)
-            limit_s = SLO_TIMES * _ttft_mean_s(_run(rig, self._setting, UNMERGED, UNLOADED_RATE))
-            found = find_peak(
-                lambda rate: limit_s / _ttft_mean_s(_run(rig, self._setting, UNMERGED, rate)), 1.0, 1.0, precision=0.02
-            )
+            rig = self._rigs.modelled
+            limit_s = SLO_TIMES * _ttft_mean_s(_run(rig, UNMERGED, UNLOADED_RATE))
+            found = find_peak(lambda rate: limit_s / _ttft_mean_s(_run(rig, UNMERGED, rate)), 1.0, 1.0, precision=0.02)
             return {"rate": found.rate}
 
         rate = self._runs.get("peak", search)["rate"]
@@ -138,54 +126,16 @@ class _Live:
 
     def run(self, row: str, rate: float, repeat: int) -> dict[str, Any]:
         """Return a live run."""
-        part = f"{row}-{repeat}".replace(":", "-").replace(",", "-")
-        return self._runs.get(part, lambda: _run(self._live_rig, self._setting, row, rate))
-
-    @cached_property
-    def _profile(self) -> CostProfile:
-        return decode_profile(self._runs.get("profile", self._measure_profile)["toml"], "profile")
-
-    def _measure_profile(self) -> dict[str, Any]:
-        file = self._scratch / "profile.toml"
-        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
-        return {"toml": file.read_text()}
-
-    @cached_property
-    def _live_rig(self) -> Rig:
-        return live_rig(default_model(), "bfloat16", WORK.work(1.0), self._options, self._scratch / "adapters")
-
-    @cached_property
-    def _setting(self) -> MemorySetting:
-        return MemorySetting(
-            memory_bytes=MEMORY_BYTES,
-            host_memory_bytes=HOST_BYTES,
-            model=str(default_model()),
-            dtype="bfloat16",
-            max_model_tokens=1024,
-            threads=THREADS,
-        )
+        return self._runs.get(part_name(f"{row}-{repeat}"), lambda: _run(self._rigs.live, row, rate))
 
 
-def _run(rig: Rig, setting: MemorySetting, row: str, rate: float) -> dict[str, Any]:
-    work = WORK.work(rate)
-    with warm_replica(rig, setting.settings(row), work) as ((engine, _, _), clock, coalesced):
-        while engine.has_transfers:  # what the row loads beforehand
-            engine.wait_for_transfer()
-            engine.step()
-        with _logged(engine) as log:
-            run = run_workload(
-                engine,
-                clock,
-                work.requests,
-                rig.adapters,
-                work.prompts_of(rig.vocabulary),
-                coalesced=coalesced,
-            )
-        mode = engine._scheduler.selection._mode
-        stretches = log.stretches(mode) if isinstance(mode, DLora) else []
+def _run(rig: Rig, row: str, rate: float) -> dict[str, Any]:
+    setting = MemorySetting(memory_bytes=MEMORY_BYTES, host_memory_bytes=HOST_BYTES, max_model_tokens=1024)
+    log = _Log()
+    done = run_row(rig, with_default_model(setting).settings(row), WORK.work(rate), on_warm=log.attach)
     return {
-        "phases": WORK.figures(run.exchanges),
-        "stretches": stretches,
+        "phases": WORK.figures(done.run.exchanges),
+        "stretches": log.stretches(),
         "merged": log.merged_shares(),
     }
 
@@ -203,14 +153,19 @@ class _Ran(NamedTuple):
 
 
 class _Log:
-    """Runs plans with another executor and remembers what they were."""
+    """Stands between an engine and its executor, and remembers the plans."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
         self._adapters: dict[RequestId, AdapterDigest | None] = {}
         self._prompts: dict[RequestId, int] = {}
         self._started = 0
-        self.ran: list[_Ran] = []
+        self._ran: list[_Ran] = []
+
+    def attach(self, engine: Engine) -> None:
+        """Wait for what the row loads beforehand, and see all plans from then on."""
+        settle(engine)
+        self._mode = engine._scheduler.selection._mode
+        self._inner, engine._executor = engine._executor, cast("Executor", self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -232,42 +187,37 @@ class _Log:
             tokens = sum(step.tokens for step in plan.sequences)
             work = BatchWork(len(plan.sequences) - decodes, tokens - decodes, decodes, rows)
             step_s = (result.duration_s - result.switch_s) / result.steps_run
-            self.ran.append(_Ran(plan.merged, work, result.steps_run, step_s, result.switch_s, self._started))
+            self._ran.append(_Ran(plan.merged, work, result.steps_run, step_s, result.switch_s, self._started))
         return result
 
-    def stretches(self, mode: DLora) -> list[dict[str, float]]:
+    def stretches(self) -> list[dict[str, float]]:
         """Return each time an adapter was merged: its steps, and the seconds that this saved by the mode's times.
 
-        The switch back belongs to it.
+        The switch back belongs to it. Empty for a mode that has none.
         """
+        if not isinstance(self._mode, DLora):
+            return []
         found: list[dict[str, float]] = []
         before: AdapterDigest | None = None
-        for each in self.ran:
+        for each in self._ran:
             if each.merged != before and before is not None:
                 found[-1]["gain_s"] -= each.switch_s
             if each.merged is not None:
                 if each.merged != before:
                     found.append({"steps": 0, "gain_s": -each.switch_s if before is None else 0.0})
                 found[-1]["steps"] += each.steps
-                found[-1]["gain_s"] += each.steps * (mode.times.step_s(each.work) - each.step_s)
+                found[-1]["gain_s"] += each.steps * (self._mode.times.step_s(each.work) - each.step_s)
             before = each.merged
         return found
 
     def merged_shares(self) -> dict[str, float]:
         """Return the share of merged steps by phase: requests start in the order of the phases, as many in each."""
         steps, merged = Counter[str](), Counter[str]()
-        for each in self.ran:
+        for each in self._ran:
             phase = PHASES[min(len(PHASES) - 1, int(len(PHASES) * (each.started - 1) / max(1, self._started)))]
             steps[phase] += each.steps
             merged[phase] += each.steps * (each.merged is not None)
         return {phase: merged[phase] / steps[phase] for phase in PHASES if steps[phase]}
-
-
-@contextmanager
-def _logged(engine: Engine) -> Iterator[_Log]:
-    log = _Log(engine._executor)
-    with mock.patch.object(engine, "_executor", log):
-        yield log
 
 
 def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], phase: str) -> Ratio:

@@ -7,13 +7,11 @@ import msgspec
 import numpy as np
 
 from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.in_process import run_workload
-from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, warm_replica
+from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, run_row, settle
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.profile import CostProfile
-from lorikeet.engine.loop import Engine
 
 HOST_BYTES = 512 * 10**9
 """All adapters lie on the host."""
@@ -63,23 +61,11 @@ def run_modes(row: str, setting: ModeSetting, work: MemoryWork) -> dict[str, Any
         max_repeat=1,
         max_model_tokens=setting.max_model_tokens,
     )
-    with warm_replica(rig, memory.settings(row), work) as ((engine, _, _), clock, coalesced):
-        _settle(engine)
-        prompts = work.prompts_of(rig.vocabulary)
-        run = run_workload(engine, clock, work.requests, rig.adapters, prompts, coalesced=coalesced)
-        stats = engine.stats()
-    failed = [each for each in run.exchanges if each.error is not None]
+    done = run_row(rig, memory.settings(row), work, on_warm=settle)
+    failed = [each for each in done.run.exchanges if each.error is not None]
     if failed:
         raise RuntimeError(f"{row}: {len(failed)} requests failed, the first with {failed[0].error}")
-    return figures_of(run.exchanges, stats)
-
-
-def _settle(engine: Engine) -> None:
-    """Wait until nothing moves."""
-    engine.step()
-    while engine.has_transfers:
-        engine.wait_for_transfer()
-        engine.step()
+    return figures_of(done.run.exchanges, done.engine)
 
 
 def figures_of(exchanges: Sequence[Exchange], stats: EngineStats) -> dict[str, Any]:

@@ -112,15 +112,24 @@ def run_row(
     settings: Settings,
     work: MemoryWork,
     *,
+    on_warm: Callable[[Engine], None] = lambda engine: None,
     on_finished: Callable[[int], None] = lambda finished: None,
 ) -> RowRun:
     """Run a workload on a fresh replica and close it: warm up, fill the host tier from the adapters' files, run.
+
+    Args:
+        rig: where.
+        settings: of the replica.
+        work: the workload.
+        on_warm: called when the replica is warm.
+        on_finished: called with the number of requests that have ended.
 
     Raises:
         ConfigError: a setting does not fit the model, the profile or the machine.
         ExecutorError: a step failed.
     """
     with warm_replica(rig, settings, work) as ((engine, sizes, _), clock, coalesced):
+        on_warm(engine)
         watch = MemoryWatch(engine, clock, sizes.block_tokens, _SAMPLE_S)
         run = run_workload(
             engine,
@@ -159,6 +168,14 @@ def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:
     while engine.host_fill_pending:
         if not engine.is_busy:
             engine.wait_for_transfer()
+        engine.step()
+
+
+def settle(engine: Engine) -> None:
+    """Wait until nothing moves: what a row prefetches is there then."""
+    engine.step()
+    while engine.has_transfers:
+        engine.wait_for_transfer()
         engine.step()
 
 

@@ -159,7 +159,7 @@ class TorchExecutor:
         self._finished.wait(timeout_s)
 
     def close(self) -> None:
-        """End threads, loader processes and ranks. Transfers under way are abandoned."""
+        """End threads, loader processes, host workers and ranks. Transfers under way are abandoned."""
         self._peers.close()
         if self.host_lora is not None:
             self.host_lora.close()

@@ -20,8 +20,9 @@ from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES, Copier, Group
+from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.loaded_adapters import LoadedAdapters
-from lorikeet.engine.loader import Loader, LoaderError, LoaderProcess
+from lorikeet.engine.loader import Loader, LoaderError
 from lorikeet.engine.loader_process import Filled, Read, ReadEnded, Setup
 from lorikeet.engine.transfer_counts import TransferCounts, Worker
 from lorikeet.engine.underway import STAGED_BLOCKS, Underway
@@ -59,7 +60,7 @@ class Transfers:
         geometry: ModelGeometry,
         rank: int,
         size: int,
-        process: LoaderProcess,
+        process: HelperProcess,
         settings: EngineSettings,
         on_done: Callable[[TransferDone], None],
     ) -> None:

@@ -17,6 +17,7 @@ from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.pool import HostPool, HostRows
 from lorikeet.engine.host_lora.worker import HostAdapter
 from lorikeet.engine.rank_setup import RankModel
@@ -88,6 +89,7 @@ def measure(
 
     Raises:
         ConfigError: the host tier is too small for an adapter's layer.
+        ExecutorError: a worker was lost meanwhile.
     """
     geometry = model.geometry
     host_times = measure_host(pool, model, host)
@@ -122,6 +124,7 @@ def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
 
     Raises:
         ConfigError: the host tier is too small for an adapter's layer.
+        ExecutorError: a worker was lost meanwhile.
     """
     geometry, elements = model.geometry, host.shape[1]
     adapters: dict[int, HostAdapter] = {}
@@ -134,6 +137,7 @@ def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
     if not adapters:
         raise ConfigError(f"host_memory_bytes: {len(host)} blocks cannot hold a layer of an adapter; raise it")
     pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all
+    rescued = pool.rescued_slices
     pool.begin(list(adapters.values()))
     computed, handed_over = [], []
     counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
@@ -146,6 +150,8 @@ def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
             pool.submit(0, x, deal)
             pool.add_to(qkv)
             seconds.append(pool.computed_s)
+        if pool.rescued_slices > rescued:  # the rank has computed some itself, and nothing was timed
+            raise ExecutorError("a host worker was lost while it was measured")
         computed.append((tokens * rank, min(seconds)))
         handed_over.append((tokens, median(list(pool.handovers_s)[-_REPEATS:])))
     pool.end()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.engine.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.seat import Seat, WorkerProcess
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.engine.host_lora.worker_process import Begin, Setup
 from lorikeet.kernels.base import torch_dtype
@@ -36,6 +36,15 @@ _LOOKS = 10
 _SPIN_S = 200e-6
 _NAP_S = 20e-6
 _RANK = -1
+
+
+def start_worker_process() -> HelperProcess:
+    """Start a worker process; it takes a few seconds until it can compute, in which the caller may go on.
+
+    Raises:
+        ExecutorError: the system refuses.
+    """
+    return start_helper_process("lorikeet.engine.host_lora.worker_process", "a host worker")
 
 
 class HostRows(NamedTuple):
@@ -111,7 +120,7 @@ class HostPool:
 
     def __init__(
         self,
-        processes: Sequence[WorkerProcess],
+        processes: Sequence[HelperProcess],
         cores: Sequence[int | None],
         arena: HostArena,
         host: Tensor,
@@ -144,9 +153,10 @@ class HostPool:
         self._row_bytes = self.ring.x[0, :1].nbytes
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
         self._own = SliceWorker(self.ring, _RANK, host, geometry)
-        self._seats = [
-            Seat(
+        self._helpers = [
+            Helper(
                 process,
+                f"host worker {number}",
                 Setup(
                     shape,
                     number,
@@ -162,24 +172,24 @@ class HostPool:
         self._steps = 0
         self._cuts = 0
         self._ticket = 0
-        self._at_work: dict[int, WorkerProcess] = {}
+        self._at_work: dict[int, HelperProcess] = {}
         self._submitted: tuple[int, Deal] | None = None
         self._submitted_ns = 0
 
     @property
     def workers(self) -> int:
         """How many there are to be."""
-        return len(self._seats)
+        return len(self._helpers)
 
     @property
     def process_ids(self) -> list[int]:
         """Process ids of the workers that can compute now."""
-        return [worker.process.pid for seat in self._seats if (worker := seat.worker) is not None]
+        return [worker.process.pid for helper in self._helpers if (worker := helper.ready) is not None]
 
     @property
     def lost_workers(self) -> int:
         """How many have ended unasked."""
-        return sum(seat.lost for seat in self._seats)
+        return sum(helper.lost for helper in self._helpers)
 
     def wait_until_ready(self) -> None:
         """Block until all workers can compute.
@@ -187,15 +197,17 @@ class HostPool:
         Raises:
             ExecutorError: one could not be started.
         """
-        for seat in self._seats:
-            seat.wait_until_ready()
+        for helper in self._helpers:
+            helper.wait_until_ready()
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
         """Begin a step: wake the workers, and tell them where its adapters lie."""
         self._steps += 1
         self._own.begin(adapters)
         message = Begin(self._steps, self._ticket + 1, tuple(adapters))
-        self._at_work = {seat.number: worker for seat in self._seats if (worker := seat.worker) is not None}
+        self._at_work = {
+            number: worker for number, helper in enumerate(self._helpers) if (worker := helper.ready) is not None
+        }
         for worker in self._at_work.values():
             worker.send(message)
 
@@ -205,9 +217,8 @@ class HostPool:
             _, deal = self._submitted
             self.add_to(torch.empty(max(part.stop for part in deal.parts), self.ring.shape.outputs))
         self.ring.ended = self._steps
-        for seat in self._seats:
-            if seat.number in self._at_work:
-                seat.worked()
+        for number in self._at_work:
+            self._helpers[number].worked()
 
     def deal(self, parts: Sequence[HostRows]) -> Deal:
         """Deal rows out to the workers that are at work; it holds for the step."""
@@ -265,8 +276,8 @@ class HostPool:
     def close(self) -> None:
         """End the workers."""
         self.ring.shut_down()
-        for seat in self._seats:
-            seat.close()
+        for helper in self._helpers:
+            helper.close()
         self.ring.close()
 
     def _rescue(self, ticket: int, layer: int, slices: Sequence[Slice]) -> None:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.engine.cores import asked_threads, usable_cores
+from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.host_lora.calibrate import measure
-from lorikeet.engine.host_lora.pool import HostPool
-from lorikeet.engine.host_lora.seat import WorkerProcess, start_worker_process
+from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.transfers import Transfers
 from lorikeet.rows import ColdStart, Row
@@ -40,13 +40,13 @@ def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None
     return [None] * workers
 
 
-def start_worker_processes(settings: EngineSettings, row: Row) -> list[WorkerProcess]:
+def start_worker_processes(settings: EngineSettings, row: Row) -> list[HelperProcess]:
     """Start the worker processes; they become ready beside whatever the caller does next.
 
     Raises:
         ExecutorError: the system refuses.
     """
-    started: list[WorkerProcess] = []
+    started: list[HelperProcess] = []
     try:
         for _ in range(wanted_workers(settings, row)):
             started.append(start_worker_process())
@@ -58,7 +58,7 @@ def start_worker_processes(settings: EngineSettings, row: Row) -> list[WorkerPro
 
 
 def build_host_lora(
-    processes: Sequence[WorkerProcess],
+    processes: Sequence[HelperProcess],
     settings: EngineSettings,
     row: Row,
     model: RankModel,

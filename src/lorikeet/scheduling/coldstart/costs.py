@@ -81,10 +81,6 @@ class AssistCosts(msgspec.Struct, frozen=True):
         host_s = self.host_fixed_s + self.host_token_s * tokens + self.host_token_rank_s * rank * share
         return device_s + max(0.0, host_s - self.qkv_share * device_s)
 
-    def load_s(self, moved_bytes: float) -> float:
-        """Return the time of one group of so many bytes over the link."""
-        return self.load_fixed_s + moved_bytes / self.load_bandwidth
-
     def times(self, tokens: int, rank: float) -> LayerTimes:
         """Return what the recurrence needs of a prefill of ``tokens`` under an adapter of ``rank``."""
         return LayerTimes(

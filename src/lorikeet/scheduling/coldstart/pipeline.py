@@ -42,11 +42,6 @@ class LayerTimes(NamedTuple):
     group_s: float
 
     @property
-    def all_host_s(self) -> float:
-        """The prefill if the host computes on every layer."""
-        return self.layers * self.host_s
-
-    @property
     def cached_s(self) -> float:
         """The prefill if the adapter is there already."""
         return self.layers * self.device_s

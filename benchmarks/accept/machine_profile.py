@@ -1,0 +1,22 @@
+"""This machine's profile, measured by the product's own command."""
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accept.runs import StoredRuns
+from benchmarks.accept.server import LORIKEET
+from lorikeet.costs.profile import CostProfile, decode_profile
+
+
+def machine_profile(runs: StoredRuns) -> CostProfile:
+    """Return the profile, measured once and kept as a part of the line."""
+    return decode_profile(runs.get("profile", _measure)["toml"], "profile")
+
+
+def _measure() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="lorikeet-profile-") as scratch:
+        file = Path(scratch) / "profile.toml"
+        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
+        return {"toml": file.read_text(encoding="utf-8")}

@@ -1,0 +1,53 @@
+"""Where lines run rows of the default model on this machine: live, and by its profile."""
+
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.accept.inprocess import THREADS
+from benchmarks.accept.machine_profile import machine_profile
+from benchmarks.accept.models import default_model
+from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.costs.profile import CostProfile
+
+_DTYPE = "bfloat16"
+
+
+class MachineRigs:
+    """Both rigs, each made when it is first asked for.
+
+    Args:
+        runs: the parts of the line that keeps the profile.
+        work: a workload; its adapters are those of the rigs.
+        ranks: of the adapters in turn.
+        scratch: an empty folder, for adapters.
+    """
+
+    def __init__(self, runs: StoredRuns, work: MemoryWork, ranks: tuple[int, ...], scratch: Path) -> None:
+        self._runs = runs
+        self._work = work
+        self._options = WorkOptions(source="", ranks=ranks)
+        self._scratch = scratch
+
+    @cached_property
+    def profile(self) -> CostProfile:
+        """This machine's."""
+        return machine_profile(self._runs)
+
+    @cached_property
+    def live(self) -> Rig:
+        """Of real arithmetic on the real clock."""
+        return live_rig(default_model(), _DTYPE, self._work, self._options, self._scratch)
+
+    @cached_property
+    def modelled(self) -> Rig:
+        """By the profile."""
+        return modelled_rig(self.profile, self._work, self._options)
+
+
+def with_default_model(setting: MemorySetting) -> MemorySetting:
+    """Return a setting as rows on these rigs need it."""
+    return msgspec.structs.replace(setting, model=str(default_model()), dtype=_DTYPE, threads=THREADS)
