@@ -18,7 +18,9 @@ from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, FinishReason
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.engine.client import DEATHS_PER_REQUEST, EngineClient, EngineError, RequestHandle
+from lorikeet.engine.client import EngineClient
+from lorikeet.engine.connection import EngineError
+from lorikeet.engine.streams import DEATHS_PER_REQUEST, RequestHandle
 from tests.support.live import (
     TIE,
     engine_process,
@@ -203,7 +205,7 @@ async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_eng
 async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
     client: EngineClient, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.engine.client.KNOWN_AT_ONCE", 2)
+    monkeypatch.setattr("lorikeet.engine.keeper.KNOWN_AT_ONCE", 2)
     refs = [msgspec.structs.replace(adapters["a"], digest=AdapterDigest(digit * 64)) for digit in "123"]
     before = await idle_nodes(client)
     client.know_adapters(refs)

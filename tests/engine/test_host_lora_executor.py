@@ -139,7 +139,7 @@ def made(models: Models) -> Iterator[ColdDriver]:
 @pytest.fixture
 def driver(made: ColdDriver) -> ColdDriver:
     made.evict_all()
-    made.host_lora.pool._seats[0].wait_until_ready()
+    made.host_lora.pool._helpers[0].wait_until_ready()
     return made
 
 
@@ -259,7 +259,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_prefill_loses_nothing(
         found, counts = counted(driver, lambda: driver.prefill("qkv"))
     assert_same(found, resident)
     assert counts[:4] == (LAYERS, 0, 0, 3)
-    pool._seats[0].wait_until_ready()
+    pool._helpers[0].wait_until_ready()
     assert driver.host_lora.counters.lost_workers == 1
     found, counts = counted(driver, lambda: driver.prefill("qkv"))
     assert_same(found, resident)

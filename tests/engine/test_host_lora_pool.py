@@ -4,7 +4,8 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.host_lora.calibrate import measure_host
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import HostPool, HostRows
-from lorikeet.engine.host_lora.seat import start_worker_process
+from lorikeet.engine.host_lora.pool import HostPool, HostRows, start_worker_process
 from lorikeet.engine.host_lora.start import worker_cores
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.engine.rank_setup import RankModel
 from lorikeet.kernels.base import LoraPieces
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.host_arena import HostArena
@@ -95,8 +98,8 @@ def shared(store: Store) -> Iterator[HostPool]:
 @pytest.fixture
 def pool(shared: HostPool) -> HostPool:
     """One for many tests: a worker takes seconds to start."""
-    for seat in shared._seats:
-        seat.wait_until_ready()
+    for helper in shared._helpers:
+        helper.wait_until_ready()
     shared._timeout_s, shared.worker_tokens = 60.0, 4
     shared.begin([])  # whoever has been through a step is replaced at once when it ends
     shared.end()
@@ -207,8 +210,8 @@ def test_a_worker_that_is_killed_loses_no_rows_and_is_replaced(pool: HostPool, s
         check(pool, store, layer, {"small": 5, "large": 9})
     pool.end()
     assert pool.rescued_slices > rescued
-    for seat in pool._seats:
-        seat.wait_until_ready()
+    for helper in pool._helpers:
+        helper.wait_until_ready()
     assert pool.lost_workers == lost + 1
     new, same = pool.process_ids
     assert same == second
@@ -242,6 +245,15 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
     check(pool, store, 1, {"large": 16})
     pool.end()
     assert pool.rescued_slices == rescued + 1
+
+
+def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
+    model = cast("RankModel", SimpleNamespace(geometry=store.geometry, dtype=store.host.dtype))
+    os.kill(pool.process_ids[0], signal.SIGSTOP)
+    pool.ring.signal_error(pool._ticket + 1, 0)
+    with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
+        measure_host(pool, model, store.host)
+    pool.end()
 
 
 def test_without_any_worker_the_rank_computes(pool: HostPool, store: Store) -> None:

@@ -228,7 +228,7 @@ def test_the_planner_knows_the_same_figures() -> None:
     assert (costs.one_group, costs.is_static, costs.worker_tokens, costs.workers) == (True, True, 64, 4)
     assert costs.device_layer_s(100) == pytest.approx(0.001)
     assert costs.host_layer_s(100, 8) == pytest.approx(0.003)
-    assert costs.load_s(2048) == pytest.approx(0.003)
+    assert costs.load_fixed_s + 2048 / costs.load_bandwidth == pytest.approx(0.003)
 
 
 def test_an_assisted_plan_needs_host_cores() -> None:

@@ -24,7 +24,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.engine import loader, transfers
+from lorikeet.engine import helper_process, transfers
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.transfer_counts import Work
@@ -392,8 +392,8 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
 def test_loaders_that_end_again_and_again_are_given_a_rest(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, rest_s: float
 ) -> None:
-    monkeypatch.setattr(loader, "STARTS_IN_A_ROW", 2)
-    monkeypatch.setattr(loader, "REST_S", rest_s)
+    monkeypatch.setattr(helper_process, "STARTS_IN_A_ROW", 2)
+    monkeypatch.setattr(helper_process, "REST_S", rest_s)
     with moving() as bench:
         for _ in range(2):
             bench.transfers.loader.wait_until_ready()

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import EngineStats, Hello
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 from lorikeet.core.timings import RequestTimings
-from lorikeet.engine.client import EngineClient, EngineError, Output
+from lorikeet.engine.client import ONLY, Engines
+from lorikeet.engine.connection import EngineError
+from lorikeet.engine.streams import Output
 
 Script = Callable[[Request], list[int]]
 
@@ -78,6 +80,7 @@ class FakeEngine:
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
+        self.stats_callbacks: list[Callable[[ReplicaId, EngineStats], None]] = []
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
@@ -98,8 +101,15 @@ class FakeEngine:
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         self.callbacks.append(callback)
 
-    def as_client(self) -> EngineClient:
-        return cast(EngineClient, self)
+    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
+        self.stats_callbacks.append(callback)
+
+    @property
+    def views(self) -> dict[ReplicaId, "FakeEngine"]:
+        return {ONLY: self}
+
+    def as_client(self) -> Engines:
+        return cast(Engines, self)
 
 
 class FakeHandle:
@@ -139,6 +149,9 @@ class FakeHandle:
                 stop = token.token_id
                 break
             if len(sent) == engine.per_output:
+                if engine.stats is not None:
+                    for callback in engine.stats_callbacks:
+                        callback(ONLY, engine.stats)
                 yield Output(tuple(sent), None)
                 sent = []
         reason = FinishReason.LENGTH if stop is None else FinishReason.STOP

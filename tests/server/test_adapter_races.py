@@ -23,7 +23,8 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
-from lorikeet.engine.client import EngineClient, RequestHandle
+from lorikeet.engine.client import EngineClient
+from lorikeet.engine.streams import RequestHandle
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import ChatTemplate
 from lorikeet.server.models import Models

@@ -16,8 +16,9 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.client import EngineClient, RequestHandle
+from lorikeet.engine.client import EngineClient
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.streams import RequestHandle
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 

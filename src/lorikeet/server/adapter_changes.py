@@ -15,7 +15,7 @@ from lorikeet.adapters.errors import (
     AdapterNotFound,
     UnknownAdapter,
 )
-from lorikeet.engine.client import EngineError
+from lorikeet.engine.connection import EngineError
 from lorikeet.server.errors import ApiError
 from lorikeet.server.logs import log
 from lorikeet.server.service import Service

@@ -98,6 +98,6 @@ def _card(parts: Service, record: AdapterRecord) -> dict[str, Any]:
 
 
 def _residency(parts: Service, record: AdapterRecord) -> dict[str, Any]:
-    stats = parts.client.stats
-    blocks = 0 if stats is None else stats.resident_adapters.get(record.digest, 0)
+    stats = [view.stats for view in parts.client.views.values() if view.stats is not None]
+    blocks = sum(each.resident_adapters.get(record.digest, 0) for each in stats)
     return {"level": "gpu" if blocks else None, "device_bytes": blocks * parts.client.hello.block_bytes}

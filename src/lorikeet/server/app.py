@@ -6,19 +6,19 @@ from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
-from lorikeet.engine.client import EngineClient
+from lorikeet.engine.client import Engines
 from lorikeet.rows import resolve_row
-from lorikeet.server import adapter_aliases, adapters, chat, completions, info
+from lorikeet.server import adapter_aliases, adapters, chat, cluster, completions, info
 from lorikeet.server.auth import Auth
-from lorikeet.server.engine_metrics import EngineCollector, UsageCollector
+from lorikeet.server.engine_metrics import UsageCollector
 from lorikeet.server.errors import install_handlers
 from lorikeet.server.lengths import LengthCollector, Lengths
 from lorikeet.server.limits import BodyLimit, Gate
 from lorikeet.server.logs import RequestIds, log
-from lorikeet.server.memory_metrics import MemoryCollector
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.models import Models
 from lorikeet.server.observer import Observer
+from lorikeet.server.replica_metrics import ReplicasCollector
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits
 from lorikeet.server.service import Service
@@ -30,7 +30,7 @@ from lorikeet.server.usage import AdapterUsage
 
 def create_service(
     settings: Settings,
-    client: EngineClient,
+    client: Engines,
     catalog: AdapterCatalog,
     texts: Texts,
     models: Models,
@@ -70,8 +70,7 @@ def create_service(
         lengths=lengths,
         observer=Observer(metrics, usage, request_log, lengths, forecast),
     )
-    metrics.add_collector(EngineCollector(client, metrics.labels, service.adapters_by_digest))
-    metrics.add_collector(MemoryCollector(client, metrics.labels))
+    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
@@ -83,6 +82,7 @@ def create_service(
                 metrics.adapter_load.observe(event.seconds)
 
     client.on_adapter_event(on_adapter_event)
+    client.on_stats(metrics.observe_step)
     return service
 
 
@@ -90,7 +90,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, chat, completions, adapter_aliases, adapters):
+    for routes in (info, chat, completions, adapter_aliases, adapters, cluster):
         app.include_router(routes.router)
     install_handlers(app)
     # The last one added sees a request first.

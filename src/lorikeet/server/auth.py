@@ -14,7 +14,7 @@ _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/
 _ADMIN_POSTS = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
 )
-_ADMIN_TREES = ("/v1/adapters", "/v1/loras")
+_ADMIN_TREES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
 _LONGEST_TENANT = 128
 
 

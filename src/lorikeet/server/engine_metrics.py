@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
-from lorikeet.engine.client import EngineClient
+from lorikeet.engine.views import EngineView
 from lorikeet.server.families import Families
 from lorikeet.server.usage import AdapterUsage, Counts
 
@@ -18,7 +18,7 @@ _MAX_NAMES = 500
 
 
 class EngineCollector(Collector):
-    """The engine's state under vLLM's names.
+    """One replica's state under vLLM's names.
 
     Args:
         client: holds the latest statistics.
@@ -28,7 +28,7 @@ class EngineCollector(Collector):
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineView,
         labels: dict[str, str],
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
     ) -> None:

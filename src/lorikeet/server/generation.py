@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
-from lorikeet.engine.client import EngineClient, EngineError, Output, RequestHandle
+from lorikeet.engine.client import Engines
+from lorikeet.engine.connection import EngineError
+from lorikeet.engine.streams import Output, RequestHandle
 from lorikeet.server.errors import ApiError, unexpected_failure
 from lorikeet.server.logs import log
 from lorikeet.server.observer import Observer, RequestWatch
@@ -150,7 +152,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engines,
         requests: Sequence[Request],
         texts: Texts,
         options: TextOptions,
@@ -158,7 +160,6 @@ class Generation:
         timeout_s: float,
         on_close: Callable[[], None],
     ) -> None:
-        self._client = client
         self._observer = observer
         self._on_close = on_close
         self._pieces: asyncio.Queue[Piece | ApiError] = asyncio.Queue()
@@ -212,7 +213,6 @@ class Generation:
         """Carry one choice's outputs over; a failure becomes the last thing that the reader sees."""
         try:
             async for output in choice.handle:
-                self._observer.metrics.observe_step(self._client.stats)
                 piece = choice.take(output)
                 choice.watch.output(len(piece.tokens), piece.text)
                 self._pieces.put_nowait(piece)

@@ -43,7 +43,8 @@ async def live() -> Response:
 async def ready(parts: Parts) -> JSONResponse:
     """Say whether new requests are served: 200, or 503 while draining or without an engine."""
     status = "draining" if parts.gate.draining else "ready" if parts.client.alive else "engine down"
-    body = {"status": status, "kernels": parts.client.hello.kernels, "engine_restarts": parts.client.restarts}
+    restarts = sum(view.restarts for view in parts.client.views.values())
+    body = {"status": status, "kernels": parts.client.hello.kernels, "engine_restarts": restarts}
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 

@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from lorikeet.core.messages import MemoryStats, TierBytes
-from lorikeet.engine.client import EngineClient
+from lorikeet.engine.views import EngineView
 from lorikeet.server.families import Families
 
 _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
@@ -27,7 +27,7 @@ class MemoryCollector(Collector):
         labels: of every metric.
     """
 
-    def __init__(self, client: EngineClient, labels: dict[str, str]) -> None:
+    def __init__(self, client: EngineView, labels: dict[str, str]) -> None:
         self._client = client
         self._make = Families(labels)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from lorikeet.core.ids import ReplicaId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.timings import RequestTimings
 
@@ -31,7 +32,7 @@ class Metrics:
     def __init__(self, model_name: str, max_model_tokens: int) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
-        self._last_step = 0
+        self._last_steps: dict[ReplicaId, int] = {}
         lengths = _one_two_five(max_model_tokens)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
@@ -73,10 +74,10 @@ class Metrics:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def observe_step(self, stats: EngineStats | None) -> None:
-        """Count the step that ``stats`` tell of, once. Steps that gave no request a token may be missed."""
-        if stats is not None and stats.steps != self._last_step:
-            self._last_step = stats.steps
+    def observe_step(self, replica: ReplicaId, stats: EngineStats) -> None:
+        """Count the last step that a replica's gauges tell of, once; they tell of one now and then."""
+        if stats.steps != self._last_steps.get(replica):
+            self._last_steps[replica] = stats.steps
             self._step_tokens.observe(stats.step_tokens)
 
     def generated(self, tokens: int) -> None:

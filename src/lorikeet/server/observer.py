@@ -5,7 +5,7 @@ import time
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.slo import Slo
 from lorikeet.core.timings import RequestTimings
-from lorikeet.engine.client import RequestHandle
+from lorikeet.engine.streams import RequestHandle
 from lorikeet.server.lengths import Lengths
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.request_log import RequestLog

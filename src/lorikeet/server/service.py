@@ -18,7 +18,8 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
 from lorikeet.core.slo import Slo
-from lorikeet.engine.client import EngineClient, EngineError
+from lorikeet.engine.client import Engines
+from lorikeet.engine.connection import EngineError
 from lorikeet.server.errors import ApiError, model_not_found
 from lorikeet.server.generation import Generation, TextOptions
 from lorikeet.server.lengths import Lengths
@@ -75,7 +76,7 @@ class Service:
 
     settings: ServerSettings
     adapter_settings: AdapterSettings
-    client: EngineClient
+    client: Engines
     catalog: AdapterCatalog
     texts: Texts
     models: Models

@@ -1,0 +1,167 @@
+"""The clients' streams: what each request under way has got so far, whoever computes it.
+
+An engine may die and a request may move to another: it goes on from the tokens that have arrived here. Sampling is a
+function of (seed, position) and tokens carry their index, so a stream goes on without a gap or a repeat.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.messages import StepOutputs
+from lorikeet.core.plan import Token
+from lorikeet.core.request import Request
+from lorikeet.core.timings import RequestTimings
+from lorikeet.engine.connection import EngineError
+
+DEATHS_PER_REQUEST = 3
+"""A request that was in flight at so many deaths of an engine is ended with an error: it may be their cause."""
+
+
+class Output(NamedTuple):
+    """What one turn of the loop brought for one request."""
+
+    tokens: tuple[Token, ...]
+    finished: Finished | None
+
+
+class RequestHandle:
+    """One request in an engine, as seen from the API process.
+
+    Iterate over it to get its outputs; the last one has ``finished``.
+
+    Attributes:
+        request: as submitted.
+        timings: filled as events arrive.
+        token_ids: received so far, earlier attempts of the request included.
+        deaths: of engines that ran it.
+        attempt: the newest.
+        replica: where it is; what others tell of it is of the past. None: nowhere.
+    """
+
+    def __init__(self, request: Request, abort: Callable[["RequestHandle"], None]) -> None:
+        self.request = request
+        self.timings = RequestTimings(request.arrival_s)
+        self.token_ids = list(request.output_token_ids)
+        self.deaths = 0
+        self.attempt = request.attempt
+        self.replica: ReplicaId | None = None
+        self._abort = abort
+        self._outputs: asyncio.Queue[Output | EngineError] = asyncio.Queue()
+
+    def abort(self) -> None:
+        """End the request; its blocks are free at the engine's next step. A second call does nothing."""
+        self._abort(self)
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        """Yield outputs until the request has finished.
+
+        Raises:
+            EngineError: the engine is gone for good.
+        """
+        while True:
+            output = await self._outputs.get()
+            if isinstance(output, EngineError):
+                raise output
+            yield output
+            if output.finished is not None:
+                return
+
+    def put(self, output: Output | EngineError) -> None:
+        """Hand an output to whoever iterates."""
+        self._outputs.put_nowait(output)
+
+    def resumed(self) -> Request:
+        """Return the request as it goes on after what has arrived, as an attempt of its own."""
+        self.attempt += 1
+        return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
+
+
+class Streams:
+    """All requests that are under way."""
+
+    def __init__(self) -> None:
+        self._handles: dict[RequestId, RequestHandle] = {}
+
+    def __iter__(self) -> Iterator[RequestHandle]:
+        """Yield the requests under way, those that arrived first first."""
+        return iter(sorted(self._handles.values(), key=lambda handle: handle.request.arrival_s))
+
+    def __getitem__(self, request_id: RequestId) -> RequestHandle:
+        """Return one.
+
+        Raises:
+            KeyError: it is not under way.
+        """
+        return self._handles[request_id]
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether a request is under way."""
+        return request_id in self._handles
+
+    def open(self, request: Request, abort: Callable[[RequestHandle], None]) -> RequestHandle:
+        """Begin a stream; ``abort`` is called with it when its client does not want it any longer.
+
+        Raises:
+            ValueError: the id is in use.
+        """
+        if request.request_id in self._handles:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        handle = self._handles[request.request_id] = RequestHandle(request, abort)
+        return handle
+
+    def take(self, replica: ReplicaId, outputs: StepOutputs) -> None:
+        """Hand on what a replica told: tokens once, in order, and of requests that are there."""
+        fresh: dict[RequestId, list[Token]] = {}
+        for sampled in outputs.tokens:
+            handle = self._handles.get(sampled.request_id)
+            if handle is None or handle.replica != replica or sampled.index < len(handle.token_ids):
+                continue  # aborted here, moved, or already received from an earlier attempt
+            assert sampled.index == len(handle.token_ids), f"token {sampled.index} of {sampled.request_id} came early"
+            handle.attempt = max(handle.attempt, sampled.attempt)
+            handle.token_ids.append(sampled.token.token_id)
+            fresh.setdefault(sampled.request_id, []).append(sampled.token)
+        ended: dict[RequestId, Finished] = {}
+        for event in outputs.events:
+            handle = self._handles.get(event.request_id)
+            if handle is not None and handle.replica == replica:
+                handle.timings.apply(event)
+                if isinstance(event, Finished):
+                    ended[event.request_id] = event
+        for request_id in fresh | ended:
+            handle = self._handles[request_id]
+            output = Output(tuple(fresh.get(request_id, ())), ended.get(request_id))
+            if output.finished is None:
+                handle.put(output)
+            else:
+                self.end(handle, output)
+
+    def died(self, handle: RequestHandle, code: int | None) -> bool:
+        """Account for the death of the engine that ran a request; return whether the request goes on."""
+        handle.deaths += 1
+        handle.replica = None
+        if handle.deaths < DEATHS_PER_REQUEST:
+            return True
+        reason = f"the engine died {handle.deaths} times while it ran, last with code {code}"
+        self.finish(handle, FinishReason.ERROR, reason)
+        return False
+
+    def finish(self, handle: RequestHandle, reason: FinishReason, error: str | None = None) -> None:
+        """End a stream from here."""
+        self.end(handle, Output((), Finished(handle.request.request_id, time.monotonic(), reason, error=error)))
+
+    def end(self, handle: RequestHandle, output: Output) -> None:
+        """End a stream with its last output."""
+        del self._handles[handle.request.request_id]
+        handle.put(output)
+
+    def fail(self, failure: EngineError) -> None:
+        """End all streams: there will be no engine."""
+        for handle in self._handles.values():
+            handle.put(failure)
+        self._handles.clear()

@@ -1,0 +1,128 @@
+"""What may be seen of the engines that serve, from beside them."""
+
+from typing import Protocol
+
+import msgspec
+
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import EngineStats, Hello
+
+
+class EngineView(Protocol):
+    """One replica."""
+
+    @property
+    def hello(self) -> Hello:
+        """Its sizes."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """Its newest gauges, None before the first."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is ready right now."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often it had to be started again."""
+        ...
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of its engine on its machine, None while there is none."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Its machine."""
+        ...
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
+    """One replica, as ``/v1/cluster`` shows it.
+
+    Attributes:
+        id: its name.
+        pid, address: of its engine's process, and of the machine on which it runs.
+        alive: whether it is ready right now.
+        is_open: it gets new requests.
+        restarts: how often its engine had to be started again.
+        running, waiting: requests, as its engine counts them.
+        resident: digests of the adapters on its device.
+        held, held_bytes: adapters whose files it has, and their bytes.
+        memory_used: share of its device memory that is not free.
+    """
+
+    id: ReplicaId
+    pid: int | None
+    address: str
+    alive: bool
+    is_open: bool
+    restarts: int
+    running: int
+    waiting: int
+    resident: tuple[AdapterDigest, ...]
+    held: int
+    held_bytes: int
+    memory_used: float
+
+
+class CopyCounts(msgspec.Struct):
+    """Copies of adapters so far.
+
+    Attributes:
+        fetches, fetched_bytes: from one replica to another.
+        provisions, provided_bytes: from adapters' own files.
+        failed: of both.
+        deletes: copies deleted.
+    """
+
+    fetches: int = 0
+    fetched_bytes: int = 0
+    provisions: int = 0
+    provided_bytes: int = 0
+    failed: int = 0
+    deletes: int = 0
+
+
+class ClusterState(msgspec.Struct, frozen=True):
+    """All replicas, and which adapters they are to serve.
+
+    Attributes:
+        replicas: in the order of their start.
+        unrouted: requests that no replica has taken.
+        epoch: of the placement.
+        shares: digest → replica → share of the adapter's requests; empty with one replica.
+        copies: so far.
+    """
+
+    replicas: tuple[ReplicaState, ...]
+    unrouted: int = 0
+    epoch: int = 0
+    shares: dict[AdapterDigest, dict[ReplicaId, float]] = {}
+    copies: CopyCounts = msgspec.field(default_factory=CopyCounts)
+
+
+def replica_state(
+    replica: ReplicaId, view: EngineView, *, is_open: bool = True, held: int = 0, held_bytes: int = 0
+) -> ReplicaState:
+    """Return what is to be shown of a replica; see :class:`ReplicaState`."""
+    stats = view.stats
+    return ReplicaState(
+        id=replica,
+        pid=view.process_id,
+        address=view.address,
+        alive=view.alive,
+        is_open=is_open and view.alive,
+        restarts=view.restarts,
+        running=0 if stats is None else stats.running,
+        waiting=0 if stats is None else stats.waiting,
+        resident=() if stats is None else tuple(sorted(stats.resident_adapters)),
+        held=held,
+        held_bytes=held_bytes,
+        memory_used=0.0 if stats is None else 1 - stats.free_blocks / stats.total_blocks,
+    )
