@@ -43,6 +43,15 @@ class LengthPredictor(StrEnum):
     """``learned`` if there is a file, and it was better than history on what was held out; else ``history``."""
 
 
+class ReplicaStart(StrEnum):
+    """Who starts the engines of a cluster."""
+
+    RAY = "ray"
+    """Ray, on any of its machines."""
+    LOCAL = "local"
+    """The server itself, on its own machine, without Ray."""
+
+
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which base model, and how it is loaded.
 
@@ -71,7 +80,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         row: name of the system (see ``rows.ROWS``), or ``auto``.
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
-        profile: name or file of the profile by which a paced executor takes its time.
+        profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
+            cluster decide that need one.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
         link_bytes_per_s: a declared link between host and device: what a copy may move per second in each direction,
@@ -194,6 +204,28 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_json: bool = False
 
 
+class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Several engines behind one address. Which of them serves what is in the row.
+
+    Attributes:
+        replicas: engines, each with the settings of ``[engine]``.
+        start: who starts them: ``ray``, or ``local``: processes of this machine, without Ray.
+        ray_address: of a Ray cluster to join; empty starts one here, which ends with the server.
+        pool_dir: folder on each machine where its replicas keep their copies of adapters; empty for a temporary one.
+        registry_url: SQLAlchemy URL of what several servers of one cluster share; empty for ``adapters.registry_url``.
+        min_replicas, max_replicas: limits within which the number of replicas follows the load; with 0 as the
+            largest it stays as it is.
+    """
+
+    replicas: Positive = 1
+    start: ReplicaStart = ReplicaStart.RAY
+    ray_address: str = ""
+    pool_dir: str = ""
+    registry_url: str = ""
+    min_replicas: Count = 0
+    max_replicas: Count = 0
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of one server."""
 
@@ -201,6 +233,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineSettings = msgspec.field(default_factory=EngineSettings)
     adapters: AdapterSettings = msgspec.field(default_factory=AdapterSettings)
     server: ServerSettings = msgspec.field(default_factory=ServerSettings)
+    cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
 
 
 ENVIRONMENT_PREFIX = "LORIKEET_"
@@ -219,7 +252,7 @@ def load_settings(
         environment: defaults to the process's environment.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key or a wrong value.
+        ConfigError: a file that cannot be read, an unknown key, or values that are wrong or do not go together.
     """
     merged: dict[str, dict[str, Any]] = {}
     if file is not None:
@@ -232,7 +265,22 @@ def load_settings(
     given = {s: {k: v for k, v in values.items() if v is not None} for s, values in (flags or {}).items()}
     _merge(merged, given, "flags")
     settings: Settings = convert(merged, Settings, "settings")
+    _check_scaling(settings.cluster)
     return settings
+
+
+def _check_scaling(cluster: ClusterSettings) -> None:
+    """Check what only all sources together tell.
+
+    Raises:
+        ConfigError: the limits exclude the number of replicas.
+    """
+    least, most = cluster.min_replicas, cluster.max_replicas
+    if (least or most) and not least <= cluster.replicas <= most:
+        raise ConfigError(
+            f"settings: [cluster]: {cluster.replicas} replicas are not within min_replicas, {least}, and max_replicas, "
+            f"{most}"
+        )
 
 
 def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: str) -> None:

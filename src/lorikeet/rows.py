@@ -104,6 +104,11 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cold_start: what happens while a request's adapter is transferred.
         layer_groups, host_layers: of assisted prefills.
         host_chunk: an assisted prefill uses a host core for so many times the tokens that were measured to suit one.
+        placement: which replicas of a cluster serve an adapter. One replica alone has no use for this and what follows.
+        placement_period_s: time between two placements, each by the demand of the periods before.
+        routing: which replica gets a request, of those that the placement names for its adapter.
+        pool_prefetch: replicas fetch what a new placement gives them at once; else with the first request.
+        comigration: requests and their adapters move together from busy replicas to idle ones.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -128,7 +133,14 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layer_groups: LayerGroups = LayerGroups.PLANNED
     host_layers: HostLayers = HostLayers.DYNAMIC
     host_chunk: Annotated[int, msgspec.Meta(ge=1)] = 1
+    placement: str = "everywhere"
+    placement_period_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    routing: str = "least-loaded"
+    pool_prefetch: bool = False
+    comigration: bool = False
 
+
+_PLAIN = Row(routing="kv-affinity")
 
 _ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Row(
@@ -144,6 +156,11 @@ _DLORA = Row(
     prefetch="all",
     batching_mode="dlora",
     cold_start=ColdStart.BLOCK,
+    placement="dlora",
+    placement_period_s=60.0,
+    routing="dlora",
+    pool_prefetch=True,
+    comigration=True,
 )
 _ON_DEMAND = Row(
     kernel_form=KernelForm.PADDED,
@@ -161,18 +178,32 @@ def _but(row: Row, **axes: Any) -> Row:
 _CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST)
+_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST, routing="toppings")
+_LORASERVE = _but(_S_LORA, kernel_form=KernelForm.PADDED, placement="loraserve", routing="table")
+_REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
+_UNMANAGED: dict[str, Any] = {
+    "placement": "everywhere",
+    "placement_period_s": Row().placement_period_s,
+    "routing": "round-robin",
+    "pool_prefetch": False,
+    "comigration": False,
+}
 
 ROWS: dict[str, Row] = {
-    "lorikeet:plain": Row(),
-    "lorikeet:plain-block": Row(cold_start=ColdStart.BLOCK),
-    "lorikeet:plain-no-reuse": Row(kv_after_finish=KvAfterFinish.DROPPED),
-    "lorikeet:plain-padded": Row(kernel_form=KernelForm.PADDED),
-    "lorikeet:plain-einsum": Row(kernel_form=KernelForm.EINSUM),
-    "lorikeet:fair": Row(admission="fair"),
-    "lorikeet:fair-adapter": Row(admission="fair:adapter"),
-    "lorikeet:priority": Row(admission="priority"),
-    "lorikeet:deadline": Row(admission="deadline"),
+    "lorikeet:plain": _PLAIN,
+    "lorikeet:plain-block": _but(_PLAIN, cold_start=ColdStart.BLOCK),
+    "lorikeet:plain-no-reuse": _but(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
+    "lorikeet:plain-padded": _but(_PLAIN, kernel_form=KernelForm.PADDED),
+    "lorikeet:plain-einsum": _but(_PLAIN, kernel_form=KernelForm.EINSUM),
+    "lorikeet:fair": _but(_PLAIN, admission="fair"),
+    "lorikeet:fair-adapter": _but(_PLAIN, admission="fair:adapter"),
+    "lorikeet:priority": _but(_PLAIN, admission="priority"),
+    "lorikeet:deadline": _but(_PLAIN, admission="deadline"),
+    "lorikeet:kv-affinity": _PLAIN,
+    "lorikeet:adapter-affinity": _but(_PLAIN, routing="adapter-affinity"),
+    "lorikeet:least-loaded": _but(_PLAIN, routing="least-loaded"),
+    "lorikeet:round-robin": _but(_PLAIN, routing="round-robin"),
+    "lorikeet:random": _but(_PLAIN, routing="random"),
     "elora": _ELORA,
     "elora:literal": _but(_ELORA, eviction="elora:literal"),
     "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
@@ -209,23 +240,45 @@ ROWS: dict[str, Row] = {
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
     "dlora:alone": _but(_DLORA, batching_mode="dlora:alone"),
+    "dlora:proactive": _but(_DLORA, comigration=False),
+    "dlora:rr": _but(_DLORA, routing="round-robin", comigration=False),
     "merged-only": _but(_DLORA, batching_mode="merged-only"),
     "unmerged-only": _but(_DLORA, batching_mode="unmerged"),
-    "dlora:peft": _but(_DLORA, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
-    "dlora:vllm-uniform": _but(_DLORA, batching_mode="whole-models", merge_by=MergeBy.MODEL),
-    "dlora:s-lora": _but(_DLORA, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
+    "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
+    "dlora:vllm-uniform": _but(
+        _DLORA,
+        batching_mode="whole-models",
+        merge_by=MergeBy.MODEL,
+        placement="random",
+        routing="table",
+        comigration=False,
+    ),
+    "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
     "toppings": _TOPPINGS,
     "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
     "toppings:patient": _but(_TOPPINGS, host_layers=HostLayers.PATIENT),
     "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
     "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
+    "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
+    "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
+    "toppings:random": _but(_TOPPINGS, routing="random"),
     "toppings:on-demand": _ON_DEMAND,
     "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
     "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
     "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    "loraserve": _LORASERVE,
+    "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),
+    "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),
+    "loraserve:random": _but(_LORASERVE, placement="random"),
+    "loraserve:random-iid": _but(_LORASERVE, placement="random-iid"),
+    "loraserve:contiguous": _but(_LORASERVE, placement="contiguous"),
+    "loraserve:toppings": _but(_REPLICATED, routing="loraserve:toppings"),
+    "loraserve:toppings-rank": _but(_REPLICATED, routing="loraserve:toppings-rank"),
 }
 """Every system by name. A new policy is one file and one row here."""
+
+_CLUSTER_AXES = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
 
 MERGING_MODES = frozenset(
     {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
@@ -257,3 +310,9 @@ def resolve_row(name: str) -> tuple[str, Row]:
             raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
         axes[axis] = value
     return ",".join([full, *changes]), convert(axes, Row, f"row {name!r}")
+
+
+def of_one_replica(row: Row) -> Row:
+    """Return the row with defaults on the axes that one replica alone has no use for."""
+    default = Row()
+    return _but(row, **{axis: getattr(default, axis) for axis in _CLUSTER_AXES})

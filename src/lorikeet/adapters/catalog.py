@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from lorikeet.adapters.database import sqlite_url
 from lorikeet.adapters.errors import AdapterBusy, AdapterExists, AdapterFilesMissing, UnknownAdapter
 from lorikeet.adapters.records import AdapterRecord, base_identity, check_name
-from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
+from lorikeet.adapters.registry import Registry, RegistryRow
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
@@ -24,6 +25,19 @@ from lorikeet.core.ids import AdapterDigest
 _LOG = logging.getLogger(__name__)
 
 __all__ = ["AdapterCatalog", "AdapterRecord"]
+
+
+def registry_url(settings: AdapterSettings) -> str:
+    """Return the SQLAlchemy URL of the registry; if it is a file in the store, the store's folder is made."""
+    if settings.registry_url:
+        return settings.registry_url
+    folder = _store_dir(settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    return sqlite_url(folder / "registry.sqlite3")
+
+
+def _store_dir(settings: AdapterSettings) -> Path:
+    return Path(settings.store_dir).expanduser() if settings.store_dir else default_store_dir()
 
 
 class AdapterCatalog:
@@ -60,10 +74,8 @@ class AdapterCatalog:
         on_drop: Callable[[AdapterDigest], None] = lambda _: None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        root = Path(settings.store_dir).expanduser() if settings.store_dir else default_store_dir()
-        self._store = AdapterStore(root, settings, geometry)
-        url = settings.registry_url or sqlite_url(root / "registry.sqlite3")
-        self._registry = Registry(url, base_identity(base_name, geometry))
+        self._store = AdapterStore(_store_dir(settings), settings, geometry)
+        self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self._accept, self._on_drop, self._now = accept, on_drop, now
         self._changes = threading.Lock()  # one change of store and registry at a time; held while they are written

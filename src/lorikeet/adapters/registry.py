@@ -1,25 +1,16 @@
 """Which names point to which versions, kept in a database so that it outlives the server."""
 
-import sqlite3
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, ForeignKey, create_engine, delete, event, func, select
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL, Connection, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy import BigInteger, ForeignKey, delete, select
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.schema import CreateIndex, CreateTable
 
+from lorikeet.adapters.database import create_tables, insert_of, open_engine
 from lorikeet.adapters.errors import AdapterError, AdapterExists
-
-_INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-"""Both know ``ON CONFLICT``; other databases are not supported."""
-_CREATING_LOCK = 0x6C6F72696B656574
-"""Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
 
 
 class _Base(DeclarativeBase):
@@ -75,15 +66,10 @@ class Registry:
     def __init__(self, url: str, base: str) -> None:
         self._base = base
         try:
-            parsed = _with_driver(make_url(url))
-            if parsed.get_backend_name() not in _INSERTS:
-                raise AdapterError(f"the adapter registry is SQLite or PostgreSQL, not {parsed.get_backend_name()}")
-            self._insert = _INSERTS[parsed.get_backend_name()]
-            self._engine = create_engine(parsed, pool_pre_ping=True)
-            if parsed.get_backend_name() == "sqlite":
-                event.listen(self._engine, "connect", _tune_sqlite)
-            self._create_tables()
-        except (SQLAlchemyError, ArgumentError, ImportError, OSError) as error:
+            self._engine = open_engine(url)
+            self._insert = insert_of(self._engine)
+            create_tables(self._engine, _Base.metadata)
+        except (SQLAlchemyError, ImportError, OSError, ValueError) as error:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
     def load(self) -> list[RegistryRow]:
@@ -184,20 +170,6 @@ class Registry:
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise AdapterError(f"the adapter registry cannot be written: {reason}") from error
 
-    def _create_tables(self) -> None:
-        """Create what is missing; two servers may start at once.
-
-        PostgreSQL's IF NOT EXISTS looks and creates in two steps, between which another server can create the
-        table; a lock until the end of the transaction keeps others out. SQLite has one writer anyway.
-        """
-        with self._engine.begin() as connection:
-            if connection.dialect.name == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_CREATING_LOCK)))
-            for table in _Base.metadata.sorted_tables:
-                connection.execute(CreateTable(table, if_not_exists=True))
-                for index in table.indexes:
-                    connection.execute(CreateIndex(index, if_not_exists=True))
-
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
         return {"base": self._base, **{column: getattr(row, column) for column in columns}}
@@ -206,36 +178,3 @@ class Registry:
 def _version(row: RegistryRow) -> dict[str, Any]:
     columns = ("digest", "ranks", "max_rank", "weight_bytes", "source", "created_at")
     return {column: getattr(row, column) for column in columns}
-
-
-def sqlite_url(file: Path) -> str:
-    """The URL of a SQLite file."""
-    return URL.create("sqlite", database=str(file)).render_as_string(hide_password=False)
-
-
-def _with_driver(url: URL) -> URL:
-    """Name the driver that the ``postgres`` extra installs; users write plain ``postgresql://``."""
-    if url.drivername in ("postgresql", "postgres"):
-        return url.set(drivername="postgresql+psycopg")
-    return url
-
-
-def _tune_sqlite(connection: Any, _record: Any) -> None:
-    """Readers and the writer do not wait for each other (WAL); two writers wait up to 10 s.
-
-    A new file changes to WAL once. Connections that ask for it at the same moment could wait for each other
-    forever, so SQLite refuses some of them at once, whatever the busy timeout; they ask again.
-    """
-    cursor = connection.cursor()
-    for pragma in ("busy_timeout=10000", "synchronous=NORMAL", "foreign_keys=ON"):
-        cursor.execute(f"PRAGMA {pragma}")
-    deadline_s = time.monotonic() + 10.0
-    while True:
-        try:
-            cursor.execute("PRAGMA journal_mode=WAL")
-            break
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)
-    cursor.close()

@@ -6,10 +6,11 @@ Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolat
 are ours (docs/decisions/loraserve-placement.md).
 """
 
-from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
+
+import msgspec
 
 from lorikeet.core.ids import AdapterDigest
 
@@ -62,17 +63,37 @@ def _weights(points: int) -> tuple[float, ...]:
     return tuple(1 / points + (points - middle) * (x - middle) / spread for x in range(points))
 
 
-class _Adapter:
-    """What is remembered of one adapter."""
+class AdapterCounts(msgspec.Struct):
+    """What is remembered of one adapter.
 
-    def __init__(self, rank: int, size_bytes: int) -> None:
-        self.rank = rank
-        self.size_bytes = size_bytes
-        self.history: deque[float] = deque(maxlen=WINDOW)
-        self.requests = 0
-        self.prompt_tokens = 0
-        self.outputs = 0
-        self.mean_output_tokens = 0.0
+    Attributes:
+        rank, size_bytes: as in :class:`AdapterDemand`.
+        history: demand of the last ``WINDOW`` periods, tokens per second.
+        requests, prompt_tokens: of this period so far.
+        outputs: complete answers so far.
+        mean_output_tokens: exponential mean of their lengths.
+    """
+
+    rank: int
+    size_bytes: int
+    history: list[float] = []
+    requests: int = 0
+    prompt_tokens: int = 0
+    outputs: int = 0
+    mean_output_tokens: float = 0.0
+
+
+class DemandState(msgspec.Struct, frozen=True):
+    """All that an estimator remembers, to go on from after a restart.
+
+    Attributes:
+        adapters: counts of each.
+        outputs, output_tokens: complete answers of all adapters, and their tokens.
+    """
+
+    adapters: dict[AdapterDigest, AdapterCounts]
+    outputs: int
+    output_tokens: int
 
 
 class DemandEstimator:
@@ -87,13 +108,13 @@ class DemandEstimator:
 
     def __init__(self, now: float) -> None:
         self._started_s = now
-        self._adapters: dict[AdapterDigest, _Adapter] = {}
+        self._adapters: dict[AdapterDigest, AdapterCounts] = {}
         self._outputs = 0
         self._output_tokens = 0
 
     def know(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
         """Count from now on for an adapter, which may be known already."""
-        self._adapters.setdefault(adapter, _Adapter(rank, size_bytes))
+        self._adapters.setdefault(adapter, AdapterCounts(rank, size_bytes))
 
     def drop(self, adapter: AdapterDigest) -> None:
         """Forget an adapter.
@@ -102,6 +123,10 @@ class DemandEstimator:
             KeyError: it is not known.
         """
         del self._adapters[adapter]
+
+    def __contains__(self, adapter: AdapterDigest) -> bool:
+        """Whether an adapter is known."""
+        return adapter in self._adapters
 
     def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
         """Count a request that has come, wherever it is sent."""
@@ -131,7 +156,8 @@ class DemandEstimator:
         cluster_mean = self._output_tokens / self._outputs if self._outputs else 0.0
         for known in self._adapters.values():
             mean = known.mean_output_tokens if known.outputs >= OUTPUTS_KNOWN else cluster_mean
-            known.history.append((known.prompt_tokens + known.requests * mean) / length_s)
+            tokens_per_s = (known.prompt_tokens + known.requests * mean) / length_s
+            known.history = [*known.history, tokens_per_s][-WINDOW:]
             known.requests = known.prompt_tokens = 0
 
     def demands(self) -> tuple[AdapterDemand, ...]:
@@ -145,6 +171,22 @@ class DemandEstimator:
             for adapter, known in self._adapters.items()
         )
 
+    def state(self) -> DemandState:
+        """Return all that is remembered, a copy."""
+        state = DemandState(self._adapters, self._outputs, self._output_tokens)
+        return msgspec.convert(msgspec.to_builtins(state), DemandState)
 
-def _next(known: _Adapter) -> float:
+    def resume(self, state: DemandState, now: float) -> None:
+        """Go on from what an earlier estimator remembered; what came in between was seen by nobody.
+
+        Args:
+            state: of the earlier one.
+            now: start of the period that begins.
+        """
+        self._started_s = now
+        self._adapters = dict(state.adapters)
+        self._outputs, self._output_tokens = state.outputs, state.output_tokens
+
+
+def _next(known: AdapterCounts) -> float:
     return extrapolate(tuple(known.history)) if known.history else 0.0

@@ -5,7 +5,7 @@ entry is taken out of the counters before it changes and put in again after. So 
 of it, in whatever order. One that was sent and of which nothing has been heard counts as queued.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -58,6 +58,10 @@ class Fleet:
     def info(self, index: int) -> ReplicaInfo:
         """Return one replica."""
         return self._replicas[index].info
+
+    def members(self) -> Sequence[Member]:
+        """Return what is remembered of each replica, by index; to read."""
+        return self._replicas
 
     def join(self, info: ReplicaInfo) -> list[RequestId]:
         """Take a replica in; if an earlier incarnation was there, it leaves, and its requests are returned.
@@ -153,6 +157,10 @@ class Fleet:
         """Return where a request is; None if it is nowhere."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.replica.info.replica
+
+    def entry(self, request_id: RequestId) -> Entry | None:
+        """Return what is remembered of a request that is somewhere; to read."""
+        return self._entries.get(request_id)
 
     # --- adapters ------------------------------------------------------------------------------------
 

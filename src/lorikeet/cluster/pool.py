@@ -153,6 +153,10 @@ class AdapterPool:
         self._retired.add(adapter)
         return Todo(deletes=self._collect([adapter]))
 
+    def keep(self, adapter: AdapterDigest) -> None:
+        """An adapter is wanted, perhaps again after it was retired."""
+        self._retired.discard(adapter)
+
     def leave(self, replica: ReplicaId) -> tuple[Todo, list[AdapterDigest]]:
         """A replica is gone with its copies and its requests, which whoever lost them routes again.
 

@@ -33,3 +33,9 @@ def parse_slo(text: str) -> Slo:
         if not limit_s >= 0:
             raise SloError(f"{part!r} is no limit; write for example ttft=0.5,tpot=0.1,e2e=10 (seconds)")
     return Slo(**limits)
+
+
+def slo_words(slo: Slo) -> str:
+    """Return limits as :func:`parse_slo` reads them; empty for none."""
+    limits = {name: getattr(slo, field) for name, field in _NAMES.items()}
+    return ",".join(f"{name}={limit_s:g}" for name, limit_s in limits.items() if limit_s is not None)

@@ -14,6 +14,7 @@ import tomli_w
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.slo import Slo
 
 FORMAT = 1
 """Version of the file format; others are refused."""
@@ -198,6 +199,28 @@ class HostLora(msgspec.Struct, frozen=True, omit_defaults=True):
     fit: Fit | None = None
 
 
+class OperatingLoads(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The highest loads of one replica under an SLO, by the rank of its adapters; found by simulation.
+
+    Attributes:
+        kernel_form: of the adapters.
+        slo: that enough of the requests met.
+        prompt_tokens, output_tokens: of every request.
+        max_running, max_step_tokens: of the engine.
+        tokens_per_s: by rank; prompts and answers.
+        source: how they were found, in words.
+    """
+
+    kernel_form: KernelForm
+    slo: Slo
+    prompt_tokens: int
+    output_tokens: int
+    max_running: int
+    max_step_tokens: int
+    tokens_per_s: dict[int, float]
+    source: str = ""
+
+
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """See the module.
 
@@ -219,6 +242,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         switching, host_lora: of mechanisms that not every profile knows.
         weight_bytes: of the base model over all ranks; None where nobody needs it.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
+        operating_points: what placements of a cluster go by, for each setting that was asked for.
         format: of the file.
     """
 
@@ -240,6 +264,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     host_lora: HostLora | None = None
     weight_bytes: int | None = None
     kernel_efficiency: dict[str, Figure] = {}
+    operating_points: tuple[OperatingLoads, ...] = ()
     format: int = FORMAT
 
     def need(self, value: T | None, field: str) -> T:
@@ -283,14 +308,14 @@ def decode_profile(text: str, where: str) -> CostProfile:
         tables = tomllib.loads(text)
         if tables.get("format") != FORMAT:
             raise ProfileError(f"{where}: format {tables.get('format')!r}, this version reads {FORMAT}")
-        return msgspec.convert(tables, CostProfile)
+        return msgspec.convert(tables, CostProfile, str_keys=True)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ProfileError(f"{where}: {error}") from error
 
 
 def encode_profile(profile: CostProfile) -> str:
     """Return a profile as TOML."""
-    return tomli_w.dumps(msgspec.to_builtins(profile) | {"format": FORMAT})
+    return tomli_w.dumps(msgspec.to_builtins(profile, str_keys=True) | {"format": FORMAT})
 
 
 def write_profile(profile: CostProfile, path: Path) -> None:

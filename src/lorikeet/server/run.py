@@ -20,7 +20,8 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.messages import Hello
-from lorikeet.engine.client import EngineClient, EngineError
+from lorikeet.engine.client import EngineClient, Engines
+from lorikeet.engine.connection import EngineError
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
 from lorikeet.server.announce import Announcer, fail
@@ -66,7 +67,7 @@ async def _serve(settings: Settings) -> None:
         config = read_model_config(model.path)
         texts = Texts.read(model.path, settings.model.chat_template)
 
-        client = EngineClient(_with_folder(settings, model.path))
+        client = _open_engines(_with_folder(settings, model.path), stack)
         stack.push_async_callback(client.close)
         hello = await client.start(lambda progress: announcer.show(progress.stage, progress.done, progress.total))
         catalog = await to_thread.run_sync(_open_catalog, settings, config, hello, model)
@@ -94,6 +95,17 @@ async def _serve(settings: Settings) -> None:
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         await server.serve(sockets=[listener])
+
+
+def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
+    cluster = settings.cluster
+    if cluster.replicas == 1 and not cluster.max_replicas and not cluster.ray_address:
+        return EngineClient(settings)
+    try:
+        from lorikeet.cluster.open import open_cluster  # an extra, which a server with one engine does without
+    except ImportError as error:
+        raise ConfigError(f"several replicas need more: pip install 'lorikeet[cluster]' ({error})") from error
+    return open_cluster(settings, stack)
 
 
 class _Server(uvicorn.Server):

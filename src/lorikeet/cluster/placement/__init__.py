@@ -1,1 +1,55 @@
 """Placement policies: which replicas serve an adapter, and what share of its requests each."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.burst import BurstTolerance
+from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams
+from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.core.ids import ReplicaId
+
+
+class PlacementOptions(msgspec.Struct, frozen=True):
+    """What policies are made with.
+
+    Attributes:
+        seed: of whatever is drawn.
+        points: operating points; LoRAServe's placements need them.
+        memory_bytes: of each replica, for adapters and KV; ``dlora`` needs it.
+        request_bytes: KV of a mean request; ``dlora`` needs it.
+    """
+
+    seed: int = 0
+    points: OperatingPoints | None = None
+    memory_bytes: int = 0
+    request_bytes: float = 0.0
+
+
+Replicas = Sequence[ReplicaId]
+
+
+def _loraserve(replicas: Replicas, options: PlacementOptions, params: LoRAServeParams | None = None) -> LoRAServe:
+    if options.points is None:
+        raise ValueError("LoRAServe's placement needs operating points: run lorikeet profile --operating-points")
+    return LoRAServe(replicas, options.points, params)
+
+
+def _burst_tolerance(replicas: Replicas, options: PlacementOptions) -> BurstTolerance:
+    if options.memory_bytes <= 0 or options.request_bytes <= 0:
+        raise ValueError("dLoRA's placement needs the memory of a replica and that of a mean request's KV")
+    return BurstTolerance(replicas, options.memory_bytes, options.request_bytes)
+
+
+PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {
+    "everywhere": lambda replicas, _: FullReplication(replicas),
+    "random": lambda replicas, options: Random(replicas, options.seed),
+    "random-iid": lambda replicas, options: Random(replicas, options.seed, balanced=False),
+    "contiguous": lambda replicas, _: Contiguous(replicas),
+    "loraserve": _loraserve,
+    "loraserve:literal": lambda replicas, options: _loraserve(replicas, options, LITERAL),
+    "dlora": _burst_tolerance,
+}
+"""What a row's ``placement`` may name. A new one is one file and one line here."""

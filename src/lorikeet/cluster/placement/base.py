@@ -1,11 +1,11 @@
 """The contract of a placement policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.tables import RoutingTable
-from lorikeet.core.ids import ReplicaId
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class Placement(ABC):
@@ -21,6 +21,7 @@ class Placement(ABC):
 
     def __init__(self, replicas: Sequence[ReplicaId]) -> None:
         self.replicas = replicas
+        self._table = RoutingTable(0, {})
 
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
@@ -45,3 +46,13 @@ class Placement(ABC):
             A table of exactly these adapters and of replicas that exist; the one of the last call, with its epoch, if
             nothing changes.
         """
+
+    def resume(self, table: RoutingTable) -> None:
+        """Take a table that an earlier placement made for the one of the last call."""
+        self._table = table
+
+    def _replaced(self, shares: Mapping[AdapterDigest, tuple[Share, ...]]) -> RoutingTable:
+        """Return the table with these shares: the one of the last call, if they are the same."""
+        if shares != self._table.shares:
+            self._table = RoutingTable(self._table.epoch + 1, shares)
+        return self._table

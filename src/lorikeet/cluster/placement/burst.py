@@ -179,7 +179,6 @@ class BurstTolerance(Placement):
         self._memory_bytes = memory_bytes
         self._request_bytes = request_bytes
         self._reserved_bytes = int(reserved_share * memory_bytes)
-        self._table: RoutingTable | None = None
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """See the contract. Tokens per second stand for requests per second: only ratios count."""
@@ -193,9 +192,7 @@ class BurstTolerance(Placement):
             demand.adapter: tuple(Share(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
             for demand, has in zip(demands, copies, strict=True)
         }
-        if self._table is None or shares != self._table.shares:
-            self._table = RoutingTable(0 if self._table is None else self._table.epoch + 1, shares)
-        return self._table
+        return self._replaced(shares)
 
 
 def _give_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:

@@ -60,7 +60,6 @@ class LoRAServe(Placement):
         self._points = points
         self._params = params or LoRAServeParams()
         self._held = held
-        self._table = RoutingTable(0, {})
         self.packing: Packing | None = None
         """What the last call made of the demands, whether it came to be the table or not."""
 
@@ -73,19 +72,14 @@ class LoRAServe(Placement):
                 return self._table
             demands = [demand._replace(tokens_per_s=COLD_TOKENS_PER_S) for demand in demands]
         if not demands:
-            return self._replace({})
+            return self._replaced({})
         demands = floored(demands, self._params.demand_floor)
         packing = self.packing = Packing(demands, len(self.replicas), self._points, self._params.packing)
         if covered and margin is not None:
             before = utilisations(self._table, demands, self._points)
             if max(before.values()) <= packing.utilisations.max() * (1 + margin):
                 return self._table
-        return self._replace(self._shares(packing, demands))
-
-    def _replace(self, shares: dict[AdapterDigest, tuple[Share, ...]]) -> RoutingTable:
-        if shares != self._table.shares:
-            self._table = RoutingTable(self._table.epoch + 1, shares)
-        return self._table
+        return self._replaced(self._shares(packing, demands))
 
     def _covers(self, demands: Sequence[AdapterDemand]) -> bool:
         """Whether the last table has exactly these adapters, all of them on replicas that there are."""

@@ -24,7 +24,6 @@ class OneHome(Placement):
     def __init__(self, replicas: Sequence[ReplicaId]) -> None:
         super().__init__(replicas)
         self._homes: dict[AdapterDigest, ReplicaId] = {}
-        self._table = RoutingTable(0, {})
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return the homes; demand has no part in it."""
@@ -35,9 +34,13 @@ class OneHome(Placement):
             self._homes = stay
             self._homes |= self._settle(homeless, {adapter: known[adapter] for adapter in stay})
             alone = {replica: (Share(replica, 1.0),) for replica in self.replicas}
-            shares = {adapter: alone[home] for adapter, home in self._homes.items()}
-            self._table = RoutingTable(self._table.epoch + 1, shares)
+            return self._replaced({adapter: alone[home] for adapter, home in self._homes.items()})
         return self._table
+
+    def resume(self, table: RoutingTable) -> None:
+        """Take the homes of an earlier placement."""
+        super().resume(table)
+        self._homes = {adapter: shares[0].replica for adapter, shares in table.shares.items()}
 
     @abstractmethod
     def _settle(
@@ -107,14 +110,7 @@ class FullReplication(Placement):
         replicas: that there are.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaId]) -> None:
-        super().__init__(replicas)
-        self._table = RoutingTable(0, {})
-
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return everything everywhere."""
         everywhere = tuple(Share(replica, 1 / len(self.replicas)) for replica in self.replicas)
-        shares = {demand.adapter: everywhere for demand in demands}
-        if shares != self._table.shares:
-            self._table = RoutingTable(self._table.epoch + 1, shares)
-        return self._table
+        return self._replaced({demand.adapter: everywhere for demand in demands})

@@ -1,0 +1,235 @@
+"""From a row to the policies of a cluster: who serves which adapter, and who gets which request."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import TypeVar
+
+import msgspec
+
+from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.routing.base import Router, RoutingOptions
+from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
+from lorikeet.config import ConfigError
+from lorikeet.core.ids import ReplicaId
+from lorikeet.core.plan import KernelForm
+from lorikeet.core.slo import Slo, slo_words
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
+from lorikeet.costs.transfers import TransferModel, Way
+from lorikeet.rows import Row
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+"""Of a mean request where nothing better is known; those of LoRAServe's motivation."""
+
+_BATCHES = (4, 8, 16, 32)
+_RANKS = (8, 16, 32, 64)
+"""Steps that performance models are fitted to: those of TOPPINGS (section 5)."""
+
+T = TypeVar("T")
+
+
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What policies are made with beside row and profile: plain values, to be sent to other processes.
+
+    Attributes:
+        seed: of whatever is drawn.
+        ttft_s, tpot_s: the SLO; 0 for no limit.
+        memory_bytes: of each replica, for adapters and KV; 0 for what the profile says.
+        kv_token_bytes: of a token of KV, over all ranks; 0 for what the profile says.
+        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
+        prompt_tokens, output_tokens: of a mean request.
+        tokens_per_s: operating points by rank; empty for the profile's.
+    """
+
+    seed: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    memory_bytes: int = 0
+    kv_token_bytes: float = 0.0
+    link_bytes_per_s: float = 0.0
+    prompt_tokens: int = PROMPT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
+    tokens_per_s: dict[int, float] = {}
+
+    @property
+    def slo(self) -> Slo:
+        """The SLO as requests carry it."""
+        return Slo(self.ttft_s or None, self.tpot_s or None)
+
+
+def build_cluster_policies(
+    row: Row, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
+) -> tuple[Router, Placement]:
+    """Build both policies of a cluster; see :func:`build_router` and :func:`build_placement`."""
+    return build_router(row, profile, options), build_placement(row, replicas, profile, options)
+
+
+def build_router(row: Row, profile: CostProfile | None, options: ClusterOptions) -> Router:
+    """Build the row's routing policy.
+
+    Args:
+        row: of all replicas.
+        profile: of one of them; None if there is none.
+        options: everything else.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs something that profile or options lack.
+    """
+    make = _policy("routing", row.routing, ROUTING)
+    needed = _FOR_ROUTING.get(row.routing)
+    return make(RoutingOptions(options.seed) if needed is None else needed(row, profile, options))
+
+
+def build_placement(
+    row: Row, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
+) -> Placement:
+    """Build the row's placement policy.
+
+    Args:
+        row: of all replicas.
+        replicas: to place on, at least one.
+        profile: of one of them; None if there is none.
+        options: everything else.
+
+    Raises:
+        ConfigError: there is no such policy, or it needs something that profile or options lack.
+        ValueError: no replica.
+    """
+    make = _policy("placement", row.placement, PLACEMENT)
+    needed = _FOR_PLACEMENT.get(row.placement)
+    return make(replicas, PlacementOptions(options.seed) if needed is None else needed(row, profile, options))
+
+
+def needs_operating_points(row: Row) -> bool:
+    """Whether the row's placement goes by operating points."""
+    return _FOR_PLACEMENT.get(row.placement) is _for_loraserve
+
+
+def loads_that_fit(
+    profile: CostProfile, form: KernelForm, slo: Slo, prompt_tokens: int, output_tokens: int
+) -> OperatingLoads | None:
+    """Return the operating points of a kernel form and an SLO; None if the profile has none.
+
+    Of several those of requests nearest in length.
+    """
+
+    def apart(loads: OperatingLoads) -> int:
+        return abs(loads.prompt_tokens - prompt_tokens) + abs(loads.output_tokens - output_tokens)
+
+    fitting = [loads for loads in profile.operating_points if (loads.kernel_form, loads.slo) == (form, slo)]
+    return min(fitting, key=apart, default=None)
+
+
+def performance_models(
+    profile: CostProfile, form: KernelForm, prompt_tokens: int, output_tokens: int
+) -> tuple[PerformanceModel, PerformanceModel]:
+    """Return PrePerf and DecPerf: fitted to steps of several batches and ranks as the profile has them.
+
+    As in the paper a step's requests have one rank, each an adapter of its own, and tokens are in no model: a prompt's
+    are in its slope.
+
+    Args:
+        profile: what steps cost.
+        form: of the kernel.
+        prompt_tokens, output_tokens: of a mean request; one that decodes has half of its answer.
+
+    Raises:
+        ValueError: there is no such model of the form.
+        ProfileError: the profile does not know the form.
+    """
+    context_tokens = prompt_tokens + output_tokens // 2
+    prefill = _fit(profile, form, lambda adapter, rank: SequenceWork(0, prompt_tokens, True, adapter, rank))
+    decode = _fit(profile, form, lambda adapter, rank: SequenceWork(context_tokens, 1, True, adapter, rank))
+    return prefill, decode
+
+
+def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], SequenceWork]) -> PerformanceModel:
+    model = CostModel(profile, form)
+    steps = []
+    for rank in _RANKS:
+        for batch in _BATCHES:
+            work = step_work((sequence(adapter, rank) for adapter in range(batch)), form)
+            steps.append(((rank,) * batch, model.step_s(work)))
+    return fit_performance(form, steps)
+
+
+def _for_toppings(row: Row, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
+    known = _needed(profile, "routing toppings needs to know what steps cost")
+    try:
+        prefill, decode = performance_models(known, row.kernel_form, options.prompt_tokens, options.output_tokens)
+    except ValueError as error:
+        raise ConfigError(f"routing toppings: {error}") from error
+    return RoutingOptions(options.seed, prefill, decode, slo_s=options.tpot_s or inf)
+
+
+def _for_pending_time(row: Row, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
+    known = _needed(profile, "routing dlora needs to know what it takes to load an adapter")
+    try:
+        link = TransferModel(known, 1, options.link_bytes_per_s).link(Way.IN)
+    except ProfileError as error:
+        raise ConfigError(f"routing dlora: {error}") from error
+    return RoutingOptions(options.seed, load_s=link.fixed.value, load_bytes_per_s=link.bandwidth.value)
+
+
+def _for_loraserve(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
+    tokens_per_s = options.tokens_per_s
+    if not tokens_per_s:
+        lengths = options.prompt_tokens, options.output_tokens
+        loads = None if profile is None else loads_that_fit(profile, row.kernel_form, options.slo, *lengths)
+        if loads is None:
+            raise ConfigError(_no_points(row, profile, options.slo))
+        tokens_per_s = loads.tokens_per_s
+    try:
+        return PlacementOptions(options.seed, OperatingPoints(tokens_per_s))
+    except ValueError as error:
+        raise ConfigError(f"placement {row.placement}: {error}") from error
+
+
+def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
+    memory_bytes, token_bytes = options.memory_bytes, options.kv_token_bytes
+    if not (memory_bytes and token_bytes):
+        known = _needed(profile, "placement dlora needs to know the memory of a replica and of a token's KV")
+        memory_bytes = memory_bytes or known.pool_bytes
+        token_bytes = token_bytes or known.geometry.block_bytes(1)
+    request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
+    return PlacementOptions(options.seed, memory_bytes=memory_bytes, request_bytes=request_bytes)
+
+
+_FOR_ROUTING: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], RoutingOptions]] = {
+    "toppings": _for_toppings,
+    "dlora": _for_pending_time,
+}
+_FOR_PLACEMENT: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], PlacementOptions]] = {
+    "loraserve": _for_loraserve,
+    "loraserve:literal": _for_loraserve,
+    "dlora": _for_burst_tolerance,
+}
+"""How policies that need more than a seed get it."""
+
+
+def _policy(axis: str, name: str, table: Mapping[str, T]) -> T:
+    if name not in table:
+        raise ConfigError(f"no {axis} is called {name!r}; there are: {', '.join(table)}")
+    return table[name]
+
+
+def _needed(profile: CostProfile | None, why: str) -> CostProfile:
+    if profile is None:
+        raise ConfigError(f"{why}: run lorikeet profile, and name its file with --profile")
+    return profile
+
+
+def _no_points(row: Row, profile: CostProfile | None, slo: Slo) -> str:
+    what = f"of the kernel form {row.kernel_form} under {slo_words(slo)}" if slo != Slo() else "and so an SLO"
+    there = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
+    return (
+        f"placement {row.placement} needs operating points {what}{there}: run lorikeet profile --operating-points, and "
+        "name its file with --profile"
+    )
+
+
+def _kinds(profile: CostProfile) -> Iterable[str]:
+    return dict.fromkeys(f"{loads.kernel_form} under {slo_words(loads.slo)}" for loads in profile.operating_points)

@@ -1,0 +1,394 @@
+"""The API process's side of a cluster: it keeps the replicas' engines, sends requests, and owns the clients' streams.
+
+The same face as one engine's client. A request whose replica dies goes on at another from the tokens that have arrived
+here; one that is moved does the same while its old replica goes on with others.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import count
+
+import msgspec
+import structlog
+import zmq.asyncio
+
+from lorikeet.cluster.asked import Asked, asked
+from lorikeet.cluster.carrier import Carrier
+from lorikeet.cluster.describe import cluster_state
+from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.hearing import gauges
+from lorikeet.cluster.orchestrator import Known
+from lorikeet.cluster.placer import Placer
+from lorikeet.cluster.placing import PlacementService
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.replica import Replica
+from lorikeet.cluster.retiring import Retiring
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.cluster.tasks import Tasks
+from lorikeet.cluster.transport import Transport, TransportError
+from lorikeet.config import Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvent, AdapterEvicted, Finished, FinishReason
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import Abort, EngineStats, Hello, Progress, StepOutputs, Submit
+from lorikeet.core.request import Request
+from lorikeet.engine.connection import EngineError, EngineHost
+from lorikeet.engine.keeper import EngineKeeper
+from lorikeet.engine.streams import RequestHandle, Streams
+from lorikeet.engine.views import ClusterState, EngineView
+from lorikeet.memory.tree import block_keys
+
+log = structlog.get_logger("lorikeet")
+
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+_DRAIN_CHECK_S = 0.05
+_AGAIN_S = 1.0
+
+
+class ClusterClient:
+    """Many engines; see ``lorikeet.engine.client.Engines``.
+
+    Args:
+        settings: of every replica.
+        hosts: makes the place where a replica's engines run.
+        transport: moves adapters between replicas.
+        placement: says where adapters are to be served.
+        router: chooses replicas.
+        period_s: time between two placements.
+        prefetch: replicas fetch what a new placement gives them at once.
+    """
+
+    _hello: Hello
+
+    def __init__(
+        self,
+        settings: Settings,
+        hosts: Callable[[ReplicaId], EngineHost],
+        transport: Transport,
+        placement: PlacementService,
+        router: Router,
+        period_s: float,
+        prefetch: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._hosts = hosts
+        self._context = zmq.asyncio.Context()
+        self._replicas: dict[ReplicaId, Replica] = {}
+        self._numbers = count()
+        self._streams = Streams()
+        self._dispatcher = Dispatcher(router, prefetch=prefetch)
+        self._placer = Placer(placement, period_s, self._follow)
+        self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._carrier = Carrier(transport, self._refs, self)
+        self._retiring = Retiring()
+        self._failure: EngineError | None = None
+        self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
+        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
+        self._tasks = Tasks()
+
+    # --- the face of an engine's client --------------------------------------------------------------
+
+    @property
+    def hello(self) -> Hello:
+        """Sizes of one replica; they are the same on all."""
+        return self._hello
+
+    @property
+    def alive(self) -> bool:
+        """Whether any replica is ready right now."""
+        return any(replica.keeper.alive for replica in self._replicas.values())
+
+    @property
+    def views(self) -> Mapping[ReplicaId, EngineView]:
+        """Every replica by its id."""
+        return {replica_id: replica.keeper for replica_id, replica in self._replicas.items()}
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> Hello:
+        """See ``Engines``: all replicas that the settings ask for, side by side; the progress shown is the first's."""
+        try:
+            async with asyncio.TaskGroup() as starts:
+                starts.create_task(self.add_replica(on_progress))
+                for _ in range(1, self._settings.cluster.replicas):
+                    starts.create_task(self.add_replica())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._tasks.run(self._placer.run())
+        return self.hello
+
+    def submit(self, request: Request) -> RequestHandle:
+        """See ``Engines``."""
+        if self._failure is not None:
+            raise self._failure
+        handle = self._streams.open(request, self._abort)
+        if request.digest is not None:
+            self._placer.arrived(request.digest, len(request.prompt_token_ids))
+        self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
+        return handle
+
+    def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """See ``Engines``; they come to a replica when they are first asked for there."""
+        new = {ref.digest: ref for ref in refs}
+        self._refs |= new
+        for digest in new:
+            self._dispatcher.know(digest)
+            self._retiring.cancel(digest)
+        known = [Known(ref.digest, ref.max_rank, ref.weight_bytes) for ref in new.values()]
+        self._tasks.run(self._placer.know(known))
+
+    async def drop_adapter(self, digest: AdapterDigest) -> int:
+        """See ``Engines``: from all replicas."""
+        if self._failure is not None:
+            raise self._failure
+        freed = self._retiring.begin(digest)
+        await self._placer.drop(digest)
+        self._do(self._dispatcher.retire(digest))
+        return await freed
+
+    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
+        """See ``Engines``."""
+        self._on_adapter_event.append(callback)
+
+    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
+        """See ``Engines``."""
+        self._on_stats.append(callback)
+
+    def describe(self) -> ClusterState:
+        """See ``Engines``."""
+        return cluster_state(self._replicas, self._dispatcher, self._carrier, self._placer.table)
+
+    async def close(self) -> None:
+        """See ``Engines``."""
+        await self._tasks.close()
+        await asyncio.gather(*(replica.keeper.close() for replica in list(self._replicas.values())))
+        await self._carrier.close()
+        self._give_up(EngineError("the server is shutting down"))
+        self._context.destroy(linger=0)
+
+    # --- replicas come and go ------------------------------------------------------------------------
+
+    async def add_replica(self, on_progress: Callable[[Progress], None] = lambda progress: None) -> ReplicaId:
+        """See ``Engines``; ``on_progress`` is called while it starts."""
+        replica_id = ReplicaId(f"replica-{next(self._numbers)}")
+        encoded = msgspec.json.encode(self._settings)
+        keeper = EngineKeeper(replica_id, self._hosts(replica_id), self._context, encoded, self)
+        replica = self._replicas[replica_id] = Replica(keeper)
+        try:
+            self._hello = await keeper.start(on_progress)
+        except BaseException:
+            del self._replicas[replica_id]
+            keeper.host.close()
+            raise
+        await self._join(replica)
+        await self._placer.set_replicas(self._there())
+        return replica_id
+
+    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
+        """See ``Engines``."""
+        replica = self._replicas[replica_id]
+        if len(self._replicas) == 1:
+            raise EngineError(f"replica {replica_id} is the only one")
+        until_s = time.monotonic() + drain_s
+        if replica.is_joined:
+            self._dispatcher.drain(replica_id)
+        while time.monotonic() < until_s and any(handle.replica == replica_id for handle in self._streams):
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
+        self._leave(replica)
+        await self._placer.set_replicas(self._there())
+        await replica.keeper.close()
+
+    def _there(self) -> tuple[ReplicaId, ...]:
+        """Return the replicas to place on: also those whose engine is being started again."""
+        return tuple(replica_id for replica_id, replica in self._replicas.items() if replica.epoch)
+
+    async def _join(self, replica: Replica) -> None:
+        """Send a replica requests from now on; its engine has just started."""
+        keeper = replica.keeper
+        replica.epoch += 1
+        epoch = replica.epoch
+        held = await self._carrier.find(keeper.replica)
+        if not keeper.alive or replica.epoch != epoch:
+            return  # it died in between, and joins when it is back
+        keeper.know(self._carrier.placed_at(keeper.replica))
+        replica.is_joined = True
+        self._do(self._dispatcher.join(replica.info(self._settings.engine.max_running), time.monotonic(), held))
+
+    async def _rejoin(self, replica: Replica) -> None:
+        while replica.keeper.alive:
+            try:
+                await self._join(replica)
+            except TransportError as error:
+                log.warning("a replica's adapters cannot be listed", replica=replica.keeper.replica, reason=str(error))
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+
+    def _leave(self, replica: Replica, *, died: bool = False, code: int | None = None) -> None:
+        """Let a replica's requests go on elsewhere; in its death they had a part, perhaps."""
+        for digest in replica.drops:
+            replica.drops.ended(digest, 0)
+        if not replica.is_joined:
+            return
+        replica.is_joined = False
+        actions, homeless = self._dispatcher.leave(replica.keeper.replica)
+        self._do(actions)
+        for handle in [self._streams[request_id] for request_id in homeless]:
+            was_there, handle.replica = handle.replica is not None, None
+            if not (died and was_there) or self._streams.died(handle, code):
+                self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
+
+    # --- what keepers tell ---------------------------------------------------------------------------
+
+    def engine_told(self, keeper: EngineKeeper, outputs: StepOutputs) -> None:
+        """Hand tokens and events on, and learn from them."""
+        replica_id, now = keeper.replica, time.monotonic()
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return  # it was removed, and says its last words
+        self._note_answers(replica_id, outputs)
+        self._streams.take(replica_id, outputs)
+        for event in outputs.adapter_events:
+            if isinstance(event, AdapterEvicted) and event.dropped:
+                replica.drops.ended(event.digest, event.freed_bytes)
+            for on_event in self._on_adapter_event:
+                on_event(event)
+        if replica.is_joined:
+            self._do(self._dispatcher.hear(replica_id, outputs, now))
+            if outputs.stats is not None:
+                told = gauges(replica_id, replica.epoch, outputs.stats, keeper.hello.block_tokens)
+                self._do(self._dispatcher.gauges(told, now))
+        if outputs.stats is not None:
+            for on_stats in self._on_stats:
+                on_stats(replica_id, outputs.stats)
+
+    def engine_died(self, keeper: EngineKeeper, code: int | None) -> None:
+        """Let its requests go on elsewhere, or wait if there is nowhere."""
+        if (replica := self._replicas.get(keeper.replica)) is not None:
+            log.warning("a replica died", replica=keeper.replica, code=code)
+            self._leave(replica, died=True, code=code)
+
+    def engine_back(self, keeper: EngineKeeper) -> None:
+        """Send it requests again."""
+        if (replica := self._replicas.get(keeper.replica)) is not None:
+            self._tasks.run(self._rejoin(replica))
+
+    def engine_lost(self, keeper: EngineKeeper, failure: EngineError) -> None:
+        """Go on without it; if it was the last, nobody will answer any more."""
+        replica = self._replicas.pop(keeper.replica, None)
+        if replica is None:
+            return
+        log.error("a replica is given up", replica=keeper.replica, reason=str(failure))
+        self._leave(replica)
+        if self._replicas:
+            self._tasks.run(self._placer.set_replicas(self._there()))
+        else:
+            self._give_up(failure)
+
+    def _note_answers(self, replica_id: ReplicaId, outputs: StepOutputs) -> None:
+        """Count the tokens of complete answers: those that came before, and those of these outputs."""
+        for event in outputs.events:
+            if not isinstance(event, Finished) or event.request_id not in self._streams:
+                continue
+            handle, is_complete = self._streams[event.request_id], event.reason in _COMPLETE
+            if is_complete and handle.replica == replica_id and handle.request.digest is not None:
+                now_tokens = sum(output.request_id == event.request_id for output in outputs.tokens)
+                self._placer.answered(handle.request.digest, len(handle.token_ids) + now_tokens)
+
+    def _follow(self, table: RoutingTable) -> None:
+        self._do(self._dispatcher.swap(table, time.monotonic()))
+
+    # --- adapters ------------------------------------------------------------------------------------
+
+    def copy_done(self, copy: Fetch | Provision) -> None:
+        """Tell the engine there, and send it those who waited."""
+        done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
+        replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
+        if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
+            replica.keeper.know([self._carrier.placed(copy.adapter, replica_id)])
+        self._do(done)
+
+    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
+        """Try another way, or fail those who waited."""
+        if isinstance(copy, Fetch):
+            self._do(self._dispatcher.fetch_failed(copy), reason)
+        else:
+            self._do(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
+
+    async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
+        if (replica := self._replicas.get(replica_id)) is not None:
+            self._retiring.freed(digest, await replica.drop(digest))
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def move(self, request_id: RequestId, target: ReplicaId) -> bool:
+        """Let a request go on at another replica; its client sees no gap. Return False if it cannot be moved now.
+
+        Its tokens travel, its KV is computed anew at the target.
+        """
+        if request_id not in self._streams or target not in self._replicas or not self._replicas[target].is_joined:
+            return False
+        handle = self._streams[request_id]
+        if handle.replica is None or handle.replica == target:
+            return False
+        self._replicas[handle.replica].keeper.send(Abort(request_id))
+        handle.replica = None
+        self._do(self._dispatcher.move(self._asked(handle), target, time.monotonic()))
+        return True
+
+    def _asked(self, handle: RequestHandle) -> Asked:
+        request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
+        keys: list[bytes] = []
+        if self._dispatcher.router.wants_keys and self._replicas:
+            keys = block_keys(request.digest, request.prompt_token_ids, self.hello.block_tokens)
+        return asked(request, tuple(keys))
+
+    def _do(self, actions: Actions, reason: str = "") -> None:
+        """Carry out what the dispatcher wants; ``reason`` is why requests failed, if any did."""
+        for digest, replica_id in actions.deletes:
+            self._retiring.deletes(digest, 1)
+            task = self._carrier.delete(digest, replica_id, partial(self._drop, digest, replica_id))
+            task.add_done_callback(partial(self._deleted, digest))
+        for fetch in actions.fetches:
+            self._carrier.copy(fetch)
+        for provision in actions.provisions:
+            self._carrier.copy(provision)
+        for send in actions.sends:
+            self._send(self._streams[send.request_id], send.replica)
+        for request_id in actions.failed:
+            self._streams.finish(self._streams[request_id], FinishReason.ERROR, f"its adapter cannot be had: {reason}")
+        self._end_retired()
+
+    def _deleted(self, digest: AdapterDigest, task: "asyncio.Task[None]") -> None:
+        self._retiring.deletes(digest, -1)
+        self._end_retired()
+
+    def _end_retired(self) -> None:
+        for digest in self._retiring.ended(self._dispatcher.uses):
+            self._refs.pop(digest, None)
+
+    def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
+        request = handle.resumed()
+        if request.adapter is not None:
+            placed = self._carrier.placed(request.adapter.digest, replica_id)
+            adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
+            request = msgspec.structs.replace(request, adapter=adapter)
+        handle.replica = replica_id
+        self._replicas[replica_id].keeper.send(Submit(request))
+
+    def _abort(self, handle: RequestHandle) -> None:
+        request_id = handle.request.request_id
+        if request_id in self._streams and self._streams[request_id] is handle:
+            if handle.replica is not None:
+                self._replicas[handle.replica].keeper.send(Abort(request_id))
+            self._streams.finish(handle, FinishReason.ABORT)
+            self._do(self._dispatcher.ended(request_id, time.monotonic(), is_complete=False))
+
+    def _give_up(self, failure: EngineError) -> None:
+        self._failure = failure
+        self._streams.fail(failure)
+        self._retiring.fail(failure)
+        for replica in self._replicas.values():
+            replica.drops.fail(failure)

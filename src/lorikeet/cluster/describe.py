@@ -1,0 +1,34 @@
+"""A live cluster as people see it."""
+
+from collections.abc import Mapping
+
+from lorikeet.cluster.carrier import Carrier
+from lorikeet.cluster.dispatcher import Dispatcher
+from lorikeet.cluster.replica import Replica
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.ids import ReplicaId
+from lorikeet.engine.views import ClusterState, ReplicaState, replica_state
+
+
+def cluster_state(
+    replicas: Mapping[ReplicaId, Replica], dispatcher: Dispatcher, carrier: Carrier, table: RoutingTable
+) -> ClusterState:
+    """Return what there is: replicas, the placement, and what was copied."""
+
+    def state(replica_id: ReplicaId, replica: Replica) -> ReplicaState:
+        held = carrier.placed_at(replica_id)
+        return replica_state(
+            replica_id,
+            replica.keeper,
+            is_open=replica_id in dispatcher.fleet.open_index,
+            held=len(held),
+            held_bytes=sum(ref.weight_bytes for ref in held),
+        )
+
+    return ClusterState(
+        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
+        unrouted=dispatcher.waiting,
+        epoch=table.epoch,
+        shares={adapter: dict(shares) for adapter, shares in table.shares.items()},
+        copies=carrier.counts,
+    )

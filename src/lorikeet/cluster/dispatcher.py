@@ -1,0 +1,386 @@
+"""The data path of a cluster: where each request goes, and which adapter must be where before it is sent.
+
+Brings the fleet, a routing policy and the adapter pool together. Here is decided and remembered; whoever owns a
+dispatcher sends requests, copies adapters and deletes them, and tells of what came of it: over sockets for a live
+cluster, on a virtual clock for a simulated one. Every call returns what is to be done because of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.averages import Averages
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.hearing import hear
+from lorikeet.cluster.pool import AdapterPool, Fetch, Todo
+from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.events import Finished
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import StepOutputs
+
+
+class Send(NamedTuple):
+    """A request to hand to a replica; its adapter's files are there."""
+
+    request_id: RequestId
+    replica: ReplicaId
+
+
+class Provision(NamedTuple):
+    """A copy to make from an adapter's own files, since no replica holds it.
+
+    Attributes:
+        number: names it; its end is reported with it.
+        adapter: what.
+        replica: where to.
+    """
+
+    number: int
+    adapter: AdapterDigest
+    replica: ReplicaId
+
+
+class Actions(NamedTuple):
+    """What follows from a call.
+
+    Attributes:
+        sends: requests to hand over, in order.
+        fetches: copies to make from one replica to another.
+        provisions: copies to make from an adapter's own files.
+        deletes: copies to delete.
+        failed: requests whose adapter can be had from nowhere; they are forgotten here.
+    """
+
+    sends: tuple[Send, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    provisions: tuple[Provision, ...] = ()
+    deletes: tuple[tuple[AdapterDigest, ReplicaId], ...] = ()
+    failed: tuple[RequestId, ...] = ()
+
+
+@dataclass
+class _Collected:
+    """Actions while a call is under way."""
+
+    sends: list[Send] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    provisions: list[Provision] = field(default_factory=list)
+    deletes: list[tuple[AdapterDigest, ReplicaId]] = field(default_factory=list)
+    failed: list[RequestId] = field(default_factory=list)
+
+    def actions(self) -> Actions:
+        return Actions(
+            tuple(self.sends), tuple(self.fetches), tuple(self.provisions), tuple(self.deletes), tuple(self.failed)
+        )
+
+
+@dataclass
+class _Known:
+    """A request from its arrival to its end; ``in_pool`` from when its adapter is held for it or fetched."""
+
+    asked: Asked
+    in_pool: bool = False
+
+
+@dataclass
+class _Provisioning:
+    """A provision under way, with those who wait for it, wherever they are to run."""
+
+    provision: Provision
+    waiting: dict[RequestId, None] = field(default_factory=dict)
+
+
+class Dispatcher:
+    """See the module. Requests that no replica can take wait here, and are tried again in the order of their arrival.
+
+    Args:
+        router: chooses replicas; its table is set by :meth:`swap`.
+        prefetch: a new table's copies are made at once, instead of with the first request.
+        averages: over finished requests.
+
+    Attributes:
+        fleet: what is known of the replicas; to read.
+        pool: who holds which adapter; to read.
+        router: see above.
+    """
+
+    def __init__(self, router: Router, *, prefetch: bool = False, averages: Averages | None = None) -> None:
+        self.router = router
+        self.fleet = Fleet(averages)
+        self.pool = AdapterPool(RoutingTable(0, {}), prefetch)
+        self._requests: dict[RequestId, _Known] = {}
+        self._waiting: dict[RequestId, None] = {}
+        self._provisioning: dict[AdapterDigest, _Provisioning] = {}
+        self._retired: set[AdapterDigest] = set()
+        self._numbers = count()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica has taken."""
+        return len(self._waiting)
+
+    def uses(self, adapter: AdapterDigest) -> bool:
+        """Whether a request needs an adapter, or a replica holds it or soon will."""
+        is_asked_for = any(known.asked.adapter == adapter for known in self._requests.values())
+        return is_asked_for or adapter in self._provisioning or bool(self.pool.table.holders(adapter))
+
+    # --- replicas ------------------------------------------------------------------------------------
+
+    def join(self, info: ReplicaInfo, now: float, adapters: Iterable[AdapterDigest] = ()) -> Actions:
+        """Take a replica in, with the adapters that lie in its folder already.
+
+        Raises:
+            ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
+        """
+        if info.replica in {each.replica for each in self.fleet.infos()}:
+            raise ValueError(f"Replica {info.replica} is there and has not left")
+        self.fleet.join(info)
+        for adapter in adapters:
+            self.pool.seed(adapter, info.replica)
+        collected = _Collected()
+        self._try_waiting(collected, now)
+        return collected.actions()
+
+    def leave(self, replica: ReplicaId) -> tuple[Actions, list[RequestId]]:
+        """Drop a replica that is gone. Its requests are returned: they are unknown here until they arrive again.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        collected = _Collected()
+        homeless = self.fleet.leave(replica)
+        for each in homeless:
+            del self._requests[each]
+        todo, _ = self.pool.leave(replica)  # what it alone held is provided anew when it is asked for
+        self._take(todo, collected)
+        for provisioning in list(self._provisioning.values()):
+            for each in homeless:
+                provisioning.waiting.pop(each, None)
+            if provisioning.provision.replica == replica:
+                del self._provisioning[provisioning.provision.adapter]
+                self._begin_all(provisioning.waiting, collected)
+        return collected.actions(), homeless
+
+    def drain(self, replica: ReplicaId) -> None:
+        """Send a replica no more requests; those that are there go on."""
+        self.fleet.drain(replica)
+
+    def hear(self, replica: ReplicaId, outputs: StepOutputs, now: float) -> Actions:
+        """Take in what an engine told, except its gauges; a request that it has finished is forgotten here."""
+        finished = [
+            event
+            for event in outputs.events
+            if isinstance(event, Finished) and self.fleet.where(event.request_id) == replica
+        ]
+        hear(self.fleet, replica, outputs)
+        collected = _Collected()
+        for event in finished:
+            self._forget(event.request_id, collected)
+        if finished:
+            self._try_waiting(collected, now)
+        return collected.actions()
+
+    def gauges(self, gauges: Gauges, now: float) -> Actions:
+        """Take in what a replica counts."""
+        collected = _Collected()
+        if self.fleet.gauges(gauges):
+            self._try_waiting(collected, now)
+        return collected.actions()
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def arrive(self, asked: Asked, now: float) -> Actions:
+        """Route a request that is new, or goes on after its replica has left.
+
+        Raises:
+            ValueError: it is here.
+        """
+        if asked.request_id in self._requests:
+            raise ValueError(f"Request {asked.request_id} is here")
+        self._requests[asked.request_id] = _Known(asked)
+        collected = _Collected()
+        self._waiting[asked.request_id] = None
+        self._try_waiting(collected, now)
+        return collected.actions()
+
+    def move(self, asked: Asked, target: ReplicaId, now: float) -> Actions:
+        """Send a request elsewhere. Its owner has taken it back from where it was.
+
+        Args:
+            asked: the request with what it has generated.
+            target: where to.
+            now: the present time.
+
+        Raises:
+            KeyError: the request or the target is not here.
+        """
+        known = self._requests[asked.request_id]
+        if asked.adapter in self._provisioning:
+            self._provisioning[asked.adapter].waiting.pop(asked.request_id, None)
+        collected = _Collected()
+        self._leave_pool(known, collected)
+        known.asked = asked
+        self.fleet.dispatched(asked, target)
+        self._begin(known, target, collected)
+        self._try_waiting(collected, now)
+        return collected.actions()
+
+    def ended(self, request_id: RequestId, now: float, *, is_complete: bool) -> Actions:
+        """A request has ended otherwise than by what its engine told: its client left, say. Unknown ones are ignored.
+
+        Args:
+            request_id: which.
+            now: the present time.
+            is_complete: it has got its whole answer.
+        """
+        collected = _Collected()
+        if request_id in self._requests:
+            replica = self.fleet.where(request_id)
+            if replica is not None:
+                self.fleet.ended(replica, request_id, now, is_complete=is_complete)
+            self._forget(request_id, collected)
+            self._try_waiting(collected, now)
+        return collected.actions()
+
+    # --- adapters ------------------------------------------------------------------------------------
+
+    def fetched(self, fetch: Fetch) -> Actions:
+        """A fetch has ended well."""
+        return self._done(self.pool.fetched(fetch))
+
+    def fetch_failed(self, fetch: Fetch) -> Actions:
+        """A fetch has ended badly; the next holder is tried, and at last the adapter's own files."""
+        return self._done(self.pool.fetch_failed(fetch))
+
+    def provided(self, provision: Provision) -> Actions:
+        """A provision has ended well; one of a replica that has left is ignored."""
+        collected = _Collected()
+        provisioning = self._provisioning.get(provision.adapter)
+        if provisioning is not None and provisioning.provision == provision:
+            del self._provisioning[provision.adapter]
+            self.pool.seed(provision.adapter, provision.replica)
+            self._begin_all(provisioning.waiting, collected)
+            if provision.adapter in self._retired:
+                self._take(self.pool.retire(provision.adapter), collected)
+        return collected.actions()
+
+    def provision_failed(self, provision: Provision, now: float) -> Actions:
+        """A provision has ended badly: nobody has the adapter, and those who wait for it have failed."""
+        collected = _Collected()
+        provisioning = self._provisioning.get(provision.adapter)
+        if provisioning is not None and provisioning.provision == provision:
+            del self._provisioning[provision.adapter]
+            for request_id in provisioning.waiting:
+                replica = self.fleet.where(request_id)
+                assert replica is not None  # those who wait were dispatched
+                self.fleet.ended(replica, request_id, now, is_complete=False)
+                del self._requests[request_id]
+                collected.failed.append(request_id)
+        return collected.actions()
+
+    def provide(self, adapter: AdapterDigest, replica: ReplicaId) -> Actions:
+        """Have a copy made before anybody asks for it, unless somebody holds the adapter or will soon."""
+        if adapter in self._provisioning or self.pool.table.holders(adapter):
+            return Actions()
+        return Actions(provisions=(self._provision(adapter, replica).provision,))
+
+    def know(self, adapter: AdapterDigest) -> None:
+        """An adapter may be asked for, perhaps again after it was retired."""
+        self._retired.discard(adapter)
+        self.pool.keep(adapter)
+
+    def retire(self, adapter: AdapterDigest) -> Actions:
+        """An adapter is not wanted any longer; its copies are deleted when no request uses them."""
+        self._retired.add(adapter)
+        return self._done(self.pool.retire(adapter))
+
+    def swap(self, table: RoutingTable, now: float) -> Actions:
+        """Take a new placement. Requests stay where they were sent; those that wait are tried by it."""
+        self.router.table = table
+        collected = _Collected()
+        self._take(self.pool.swap(table), collected)
+        self._try_waiting(collected, now)
+        return collected.actions()
+
+    # --- within --------------------------------------------------------------------------------------
+
+    def _route(self, asked: Asked, collected: _Collected, now: float) -> bool:
+        """Send a request, or have its adapter brought first; False if it must wait."""
+        replica = self.router.route(asked, self.fleet, now) if len(self.fleet.open) else None
+        if replica is None:
+            return False
+        self.fleet.dispatched(asked, replica)
+        self._begin(self._requests[asked.request_id], replica, collected)
+        return True
+
+    def _try_waiting(self, collected: _Collected, now: float) -> None:
+        """Route those that wait, first come first served: the first that must go on waiting ends it."""
+        while self._waiting:
+            request_id = next(iter(self._waiting))
+            if not self._route(self._requests[request_id].asked, collected, now):
+                return
+            del self._waiting[request_id]
+
+    def _begin(self, known: _Known, replica: ReplicaId, collected: _Collected) -> None:
+        """See to the adapter of a request that has been given a replica."""
+        asked = known.asked
+        if asked.adapter is None:
+            collected.sends.append(Send(asked.request_id, replica))
+        elif (provisioning := self._provisioning.get(asked.adapter)) is not None:
+            provisioning.waiting[asked.request_id] = None
+        else:
+            known.in_pool = True
+            self._take(self.pool.begin(asked.request_id, asked.adapter, replica), collected)
+
+    def _begin_all(self, waiting: Iterable[RequestId], collected: _Collected) -> None:
+        for request_id in waiting:
+            replica = self.fleet.where(request_id)
+            assert replica is not None  # those who wait were dispatched
+            self._begin(self._requests[request_id], replica, collected)
+
+    def _take(self, todo: Todo, collected: _Collected) -> None:
+        """Collect what the pool asks for. Whoever it has failed is provided for from the adapter's own files."""
+        for request_id in todo.ready:
+            replica = self.fleet.where(request_id)
+            assert replica is not None  # it was dispatched before it began
+            collected.sends.append(Send(request_id, replica))
+        collected.fetches += todo.fetches
+        collected.deletes += todo.deletes
+        for request_id in todo.failed:
+            known, replica = self._requests[request_id], self.fleet.where(request_id)
+            known.in_pool = False
+            adapter = known.asked.adapter
+            assert adapter is not None  # the base model is in no pool
+            assert replica is not None
+            provisioning = self._provisioning.get(adapter)
+            if provisioning is None:
+                provisioning = self._provision(adapter, replica)
+                collected.provisions.append(provisioning.provision)
+            provisioning.waiting[request_id] = None
+
+    def _provision(self, adapter: AdapterDigest, replica: ReplicaId) -> _Provisioning:
+        provisioning = _Provisioning(Provision(next(self._numbers), adapter, replica))
+        self._provisioning[adapter] = provisioning
+        return provisioning
+
+    def _leave_pool(self, known: _Known, collected: _Collected) -> None:
+        if known.in_pool:
+            known.in_pool = False
+            self._take(self.pool.end(known.asked.request_id), collected)
+
+    def _forget(self, request_id: RequestId, collected: _Collected) -> None:
+        known = self._requests.pop(request_id)
+        self._waiting.pop(request_id, None)
+        if known.asked.adapter in self._provisioning:
+            self._provisioning[known.asked.adapter].waiting.pop(request_id, None)
+        self._leave_pool(known, collected)
+
+    def _done(self, todo: Todo) -> Actions:
+        collected = _Collected()
+        self._take(todo, collected)
+        return collected.actions()

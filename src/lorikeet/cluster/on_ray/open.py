@@ -1,0 +1,63 @@
+"""What a cluster needs of Ray, from settings."""
+
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from lorikeet.adapters.catalog import registry_url
+from lorikeet.cluster.on_ray.host import RayHost, Resources
+from lorikeet.cluster.on_ray.orchestrator_actor import MakeOrchestrator, RayPlacement
+from lorikeet.cluster.on_ray.start import start_ray, stop_ray
+from lorikeet.cluster.on_ray.transport import RayTransport
+from lorikeet.config import Settings
+from lorikeet.core.ids import ReplicaId
+
+_OVERBOOKED = 16
+"""On one machine engines share the cores among themselves, so Ray is not to refuse a replica that is added."""
+
+
+class OnRay(NamedTuple):
+    """A cluster's parts that Ray runs.
+
+    Attributes:
+        host: makes the place where a replica's engines run.
+        transport: moves adapters between replicas.
+        placement: asks the orchestrator's actor.
+    """
+
+    host: Callable[[ReplicaId], RayHost]
+    transport: RayTransport
+    placement: RayPlacement
+
+
+def open_ray(settings: Settings, pool_dir: Path, make: MakeOrchestrator, stack: AsyncExitStack) -> OnRay:
+    """Start Ray or join it, and start the orchestrator.
+
+    Args:
+        settings: all.
+        pool_dir: folder for adapters on every machine.
+        make: makes the orchestrator.
+        stack: ends what was started here.
+
+    Raises:
+        RayError: Ray cannot be started or joined.
+        ValueError: the registry's URL is none.
+    """
+    cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
+    info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _OVERBOOKED)
+    stack.callback(stop_ray)
+    threads = settings.engine.threads * settings.engine.tensor_parallel
+    cpus = threads or (cores / cluster.replicas if info.is_embedded else 1.0)
+    gpus = settings.engine.tensor_parallel if settings.engine.device == "cuda" else 0
+    hosts: dict[ReplicaId, RayHost] = {}
+
+    def host(replica: ReplicaId) -> RayHost:
+        hosts[replica] = RayHost(info, replica, pool_dir, Resources(cpus, gpus))
+        return hosts[replica]
+
+    url = cluster.registry_url or registry_url(settings.adapters)
+    placement = RayPlacement(make, url, settings.model.model)
+    stack.callback(placement.close)
+    return OnRay(host, RayTransport(hosts), placement)

@@ -1,0 +1,128 @@
+"""The owner of placement: it hears what is asked for, and says which replicas serve which adapters.
+
+Source: LoRAServe, section IV (its cluster orchestrator).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from lorikeet.cluster.demand import DemandEstimator, DemandState
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+
+class Known(msgspec.Struct, frozen=True):
+    """An adapter as placement sees it.
+
+    Attributes:
+        adapter: its version.
+        rank: its largest.
+        size_bytes: of its weights.
+    """
+
+    adapter: AdapterDigest
+    rank: int
+    size_bytes: int
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What a head has seen since it told last.
+
+    Attributes:
+        arrivals: adapter and prompt tokens of each request that came.
+        answers: adapter and tokens of each complete answer.
+    """
+
+    arrivals: tuple[tuple[AdapterDigest, int], ...] = ()
+    answers: tuple[tuple[AdapterDigest, int], ...] = ()
+
+
+class OrchestratorState(msgspec.Struct, frozen=True):
+    """What an orchestrator goes on from after a restart.
+
+    Attributes:
+        epoch, shares: of its table.
+        demand: what it had counted.
+    """
+
+    epoch: int
+    shares: dict[AdapterDigest, tuple[tuple[ReplicaId, float], ...]]
+    demand: DemandState
+
+
+class Orchestrator:
+    """See the module. It decides when it is told something: by the end of a period, and when replicas come or go.
+
+    Args:
+        placement: the policy.
+        now: start of the first period, seconds.
+
+    Attributes:
+        table: the placement that counts.
+    """
+
+    def __init__(self, placement: Placement, now: float) -> None:
+        self.table = RoutingTable(0, {})
+        self._placement = placement
+        self._demand = DemandEstimator(now)
+
+    def know(self, adapters: Iterable[Known], now: float) -> RoutingTable:
+        """Place adapters that are new; those that are known already change nothing."""
+        for known in adapters:
+            self._demand.know(known.adapter, known.rank, known.size_bytes)
+        return self._place(now)
+
+    def drop(self, adapter: AdapterDigest, now: float) -> RoutingTable:
+        """Forget an adapter; one that is not known changes nothing."""
+        if adapter in self._demand:
+            self._demand.drop(adapter)
+        return self._place(now)
+
+    def set_replicas(self, replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
+        """Take the replicas that there are from now on, and place anew.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self._placement.replicas = replicas
+        return self._place(now)
+
+    def tell(self, seen: Seen) -> None:
+        """Count what a head has seen."""
+        for adapter, prompt_tokens in seen.arrivals:
+            if adapter in self._demand:  # else it was dropped while this was on its way
+                self._demand.arrived(adapter, prompt_tokens)
+        for adapter, output_tokens in seen.answers:
+            self._demand.finished(adapter, output_tokens)
+
+    def close_period(self, now: float) -> RoutingTable:
+        """End a period of demand, and place for the next.
+
+        Raises:
+            ValueError: no time has passed since the last one.
+        """
+        self._demand.close(now)
+        return self._place(now)
+
+    def state(self) -> OrchestratorState:
+        """Return what another orchestrator needs to go on from here."""
+        shares = {
+            adapter: tuple((each.replica, each.share) for each in of_one)
+            for adapter, of_one in self.table.shares.items()
+        }
+        return OrchestratorState(self.table.epoch, shares, self._demand.state())
+
+    def resume(self, state: OrchestratorState, now: float, replicas: Sequence[ReplicaId] | None = None) -> RoutingTable:
+        """Go on from where an earlier one was, which may have had other replicas than those that there are now."""
+        if replicas is not None:
+            self._placement.replicas = replicas
+        shares = {adapter: tuple(Share(*each) for each in of_one) for adapter, of_one in state.shares.items()}
+        self._placement.resume(RoutingTable(state.epoch, shares))
+        self._demand.resume(state.demand, now)
+        return self._place(now)
+
+    def _place(self, now: float) -> RoutingTable:
+        self.table = self._placement.place(self._demand.demands(), now)
+        return self.table

@@ -1,0 +1,84 @@
+"""A head's dealings with the orchestrator: it tells what it sees, and follows the tables that come back."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import structlog
+
+from lorikeet.cluster.orchestrator import Known, Seen
+from lorikeet.cluster.placing import OrchestratorGone, PlacementService
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+log = structlog.get_logger("lorikeet")
+
+
+class Placer:
+    """See the module. While the orchestrator is gone, the last table counts; what it has missed it is told later.
+
+    Args:
+        service: the orchestrator.
+        period_s: time between two placements.
+        on_table: called with every table, in the order in which they were made.
+
+    Attributes:
+        table: the last one.
+    """
+
+    def __init__(self, service: PlacementService, period_s: float, on_table: Callable[[RoutingTable], None]) -> None:
+        self.table = RoutingTable(0, {})
+        self._service = service
+        self._period_s = period_s
+        self._on_table = on_table
+        self._lock = asyncio.Lock()
+        self._missed: list[Callable[[], Awaitable[RoutingTable]]] = []
+        self._arrivals: list[tuple[AdapterDigest, int]] = []
+        self._answers: list[tuple[AdapterDigest, int]] = []
+
+    def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
+        """A request has come."""
+        self._arrivals.append((adapter, prompt_tokens))
+
+    def answered(self, adapter: AdapterDigest, output_tokens: int) -> None:
+        """A request has got its whole answer."""
+        self._answers.append((adapter, output_tokens))
+
+    async def know(self, adapters: Sequence[Known]) -> None:
+        """Have new adapters placed."""
+        await self._ask(partial(self._service.know, adapters))
+
+    async def drop(self, adapter: AdapterDigest) -> None:
+        """Have an adapter placed no longer."""
+        await self._ask(partial(self._service.drop, adapter))
+
+    async def set_replicas(self, replicas: Sequence[ReplicaId]) -> None:
+        """Have everything placed on these replicas."""
+        await self._ask(partial(self._service.set_replicas, replicas))
+
+    async def run(self) -> None:
+        """Tell of every period, for ever."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            missed, self._missed = self._missed, []
+            for call in missed:
+                await self._ask(call)
+            arrivals, answers = len(self._arrivals), len(self._answers)
+            seen = Seen(tuple(self._arrivals), tuple(self._answers))
+            if await self._follow(partial(self._service.period, seen)):
+                del self._arrivals[:arrivals], self._answers[:answers]
+
+    async def _ask(self, call: Callable[[], Awaitable[RoutingTable]]) -> None:
+        if not await self._follow(call):
+            self._missed.append(call)
+
+    async def _follow(self, call: Callable[[], Awaitable[RoutingTable]]) -> bool:
+        """Follow the table that a call returns; False if there is none."""
+        async with self._lock:
+            try:
+                self.table = await call()
+            except OrchestratorGone as error:
+                log.warning("requests go on by the last placement", reason=str(error))
+                return False
+            self._on_table(self.table)
+            return True

@@ -1,0 +1,180 @@
+"""One replica's part of the adapter pool on its machine's disk: a folder for each adapter that it holds."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.adapters.checkpoint import WEIGHTS_FILE, inspect_adapter
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.peft_config import CONFIG_FILE
+from lorikeet.adapters.store import MANIFEST_FILE, Manifest, compute_digest
+from lorikeet.core.ids import AdapterDigest
+
+Files = dict[str, NDArray[np.uint8]]
+"""Content of an adapter's two files by name. Arrays, since those travel through shared memory without being copied."""
+
+_LOCK_FILE = ".lock"
+_INCOMING = ".incoming"
+
+
+class PoolFolderError(RuntimeError):
+    """A copy cannot be read, written or trusted; the message names the adapter and the reason."""
+
+
+def read_files(folder: Path) -> Files:
+    """Read the two files of an adapter.
+
+    Raises:
+        PoolFolderError: one is missing or cannot be read.
+    """
+    try:
+        return {name: np.fromfile(folder / name, np.uint8) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    except OSError as error:
+        raise PoolFolderError(f"{error.filename or folder}: {error.strerror or error}") from error
+
+
+def bytes_of(files: Mapping[str, NDArray[np.uint8]]) -> int:
+    """Return how many bytes the files have."""
+    return sum(content.nbytes for content in files.values())
+
+
+class PoolFolder:
+    """Owner of ``<root>/<digest>/``. Calls may come from several threads.
+
+    What lies there outlives its owner: the replica's next incarnation on this machine finds it. A version is there as a
+    whole or not at all, and what arrives is hashed before it counts, so a file that was damaged on its way is an error
+    and never becomes an answer.
+
+    Args:
+        root: made if missing.
+
+    Raises:
+        PoolFolderError: another process owns it, or it cannot be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._incoming = root / _INCOMING
+        self._publishing = threading.Lock()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = (root / _LOCK_FILE).open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                raise PoolFolderError(f"the pool folder {root} is in use by another process") from None
+            shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier owner did not finish
+            self._incoming.mkdir()
+        except OSError as error:
+            raise PoolFolderError(f"the pool folder {root} cannot be written: {error}") from error
+
+    def close(self) -> None:
+        """Let another process own the folder."""
+        self._lock.close()
+
+    def folder(self, digest: AdapterDigest) -> Path:
+        """Where a version lies, whether it is there or not."""
+        return self._root / digest
+
+    def held(self) -> dict[AdapterDigest, str]:
+        """Return the folders of the versions that are there unharmed; damaged ones are deleted."""
+        found = sorted(AdapterDigest(each.name) for each in os.scandir(self._root) if not each.name.startswith("."))
+        intact = {digest: str(self.folder(digest)) for digest in found if self._problem(digest) is None}
+        for digest in found:
+            if digest not in intact:
+                self.delete(digest)
+        return intact
+
+    def read(self, digest: AdapterDigest) -> Files:
+        """Return the files of a version.
+
+        Raises:
+            PoolFolderError: it is not there, or was changed since it was stored.
+        """
+        problem = self._problem(digest)
+        if problem is not None:
+            raise PoolFolderError(f"adapter {digest}: {problem}")
+        return read_files(self.folder(digest))
+
+    def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
+        """Check what has arrived and put it in its place; a version that is there unharmed stays as it is.
+
+        Returns:
+            The version's folder, which a loader can read.
+
+        Raises:
+            PoolFolderError: the content is not what the digest says, or the folder cannot be written.
+        """
+        place = self.folder(digest)
+        if self._problem(digest) is None:
+            return place
+        try:
+            with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
+                staged = Path(parent) / "version"
+                staged.mkdir()
+                for name in (CONFIG_FILE, WEIGHTS_FILE):
+                    (staged / name).write_bytes(files[name].data)
+                _check_content(staged, digest)
+                weights = (staged / WEIGHTS_FILE).stat()
+                manifest = Manifest(weights.st_size, weights.st_mtime_ns)
+                (staged / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+                with self._publishing:
+                    if self._problem(digest) is not None:  # else another call was faster
+                        self._remove(digest)
+                        os.rename(staged, place)
+        except OSError as error:
+            raise PoolFolderError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
+        return place
+
+    def delete(self, digest: AdapterDigest) -> None:
+        """Delete a version; one that is not there is no error.
+
+        Raises:
+            PoolFolderError: the folder cannot be written.
+        """
+        try:
+            with self._publishing:
+                self._remove(digest)
+        except OSError as error:
+            raise PoolFolderError(f"adapter {digest} cannot be deleted from {self._root}: {error}") from error
+
+    def _remove(self, digest: AdapterDigest) -> None:
+        """Delete a version. Renamed first, so that nobody sees half of it."""
+        with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
+            try:
+                os.rename(self.folder(digest), Path(parent) / "version")
+            except FileNotFoundError:
+                return
+
+    def _problem(self, digest: AdapterDigest) -> str | None:
+        """Return what is wrong with a version by the looks of its files, None if nothing."""
+        place = self.folder(digest)
+        try:
+            manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
+            weights = (place / WEIGHTS_FILE).stat()
+        except FileNotFoundError as error:
+            return f"there is no {error.filename}"
+        except (OSError, msgspec.DecodeError) as error:
+            return f"{place} cannot be read: {error}"
+        if (weights.st_size, weights.st_mtime_ns) != (manifest.weight_bytes, manifest.weight_mtime_ns):
+            return f"{place / WEIGHTS_FILE} was changed after it was stored"
+        return None
+
+
+def _check_content(folder: Path, digest: AdapterDigest) -> None:
+    """Raise if the files in a folder are not the version that they should be."""
+    try:
+        found = compute_digest(inspect_adapter(folder))
+    except AdapterError as error:
+        raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
+    if found != digest:
+        raise PoolFolderError(f"adapter {digest} arrived damaged: its content has the digest {found}")

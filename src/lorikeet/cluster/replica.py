@@ -1,0 +1,42 @@
+"""A replica of a live cluster, as its head knows it."""
+
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.engine.drops import Drops
+from lorikeet.engine.keeper import EngineKeeper
+
+
+class Replica:
+    """A replica from its first start to its last end.
+
+    Attributes:
+        keeper: of its engine.
+        epoch: incarnation of the engine; rises with every start.
+        is_joined: the dispatcher knows it.
+        drops: adapters that its engine was told to drop.
+    """
+
+    def __init__(self, keeper: EngineKeeper) -> None:
+        self.keeper = keeper
+        self.epoch = 0
+        self.is_joined = False
+        self.drops = Drops()
+
+    def info(self, max_batch: int) -> ReplicaInfo:
+        """Return what the fleet must know of it; ``max_batch`` requests at most are in a step."""
+        hello = self.keeper.hello
+        return ReplicaInfo(
+            replica=self.keeper.replica,
+            epoch=self.epoch,
+            total_tokens=hello.total_blocks * hello.block_tokens,
+            max_batch=max_batch,
+            kv_token_bytes=hello.block_bytes / hello.block_tokens,
+        )
+
+    async def drop(self, adapter: AdapterDigest) -> int:
+        """Have its engine forget an adapter that no request uses there; return the bytes freed."""
+        if not self.keeper.alive:
+            return 0
+        freed = self.drops.begin(adapter)
+        self.keeper.drop(adapter)
+        return await freed

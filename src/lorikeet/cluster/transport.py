@@ -1,0 +1,50 @@
+"""How an adapter's files come to a replica, as the owner of a dispatcher sees it."""
+
+from typing import Protocol
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+
+class TransportError(RuntimeError):
+    """A copy was not made or not deleted; the message names the adapter, the replicas and the reason."""
+
+
+class Transport(Protocol):
+    """Carries adapters between replicas. Calls may be made at the same time, also for the same adapter."""
+
+    async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
+        """Copy an adapter from one replica to another.
+
+        Returns:
+            The adapter with ``folder`` as the destination's engine has to be told.
+
+        Raises:
+            TransportError: the source has not got it or is gone, the destination is gone or cannot keep it, or it
+                was damaged on its way.
+        """
+        ...
+
+    async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
+        """Copy an adapter from ``adapter.folder`` on this machine to a replica. Otherwise as :meth:`copy`."""
+        ...
+
+    async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
+        """Delete a replica's copy; one that is not there is no error.
+
+        Raises:
+            TransportError: the replica is gone, or cannot delete it.
+        """
+        ...
+
+    async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
+        """Return where copies lie at a replica, those of its earlier incarnations included.
+
+        Raises:
+            TransportError: the replica is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; the copies stay."""
+        ...

@@ -1,0 +1,243 @@
+"""From a row to the policies of a cluster: every row with a published profile, and what is said where one lacks."""
+
+import msgspec
+import pytest
+
+from lorikeet.cluster.build import (
+    ClusterOptions,
+    build_cluster_policies,
+    build_placement,
+    build_router,
+    loads_that_fit,
+    performance_models,
+)
+from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
+from lorikeet.cluster.placement.burst import BurstTolerance
+from lorikeet.cluster.placement.loraserve import LoRAServe
+from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.routing.dlora import PendingTime
+from lorikeet.cluster.routing.toppings import Toppings
+from lorikeet.config import ConfigError
+from lorikeet.core.plan import KernelForm
+from lorikeet.core.slo import Slo
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import CostProfile, OperatingLoads, Transfers, decode_profile, encode_profile
+from lorikeet.rows import ROWS, Row
+from tests.support.fleets import ask, fleet_of, run, several
+from tests.support.placement import DEMANDS_B, digest, replicas_of
+from tests.support.profiles import round_profile
+
+REPLICAS = replicas_of(4)
+OPTIONS = ClusterOptions(tpot_s=0.1, tokens_per_s={8: 1000.0, 128: 600.0})
+
+
+@pytest.fixture(scope="module")
+def published() -> CostProfile:
+    return load_profile("a100-80-llama-2-7b")
+
+
+def loads(form: KernelForm, slo: Slo, prompt_tokens: int = 512, level: float = 1000.0) -> OperatingLoads:
+    return OperatingLoads(form, slo, prompt_tokens, 128, 64, 512, {8: level, 128: level / 2})
+
+
+# --- every row ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_places_and_routes_with_a_published_profile(name: str, published: CostProfile) -> None:
+    router, placement = build_cluster_policies(ROWS[name], REPLICAS, published, OPTIONS)
+    router.table = placement.place(DEMANDS_B, 0.0)
+    assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
+    fleet = fleet_of(*REPLICAS)
+    for demand in DEMANDS_B:
+        adapter = demand.adapter
+        asked = ask(f"of {adapter}", demand.rank, adapter, adapter_bytes=demand.size_bytes, keys=(b"1",))
+        replica = router.route(asked, fleet, 0.0)
+        assert replica in router.table.replicas(adapter)
+        fleet.dispatched(asked, replica)
+
+
+def test_every_policy_is_in_a_row_and_every_row_names_policies_that_there_are() -> None:
+    assert {row.routing for row in ROWS.values()} == set(ROUTING)
+    assert {row.placement for row in ROWS.values()} == set(PLACEMENT)
+
+
+def test_rows_that_need_no_profile_do_without() -> None:
+    built, refused = set(), set()
+    for row in ROWS.values():
+        try:
+            build_cluster_policies(row, REPLICAS, None, ClusterOptions())
+            built.add((row.routing, row.placement))
+        except ConfigError:
+            refused.add((row.routing, row.placement))
+    assert {routing for routing, _ in built}.isdisjoint({"toppings", "dlora"})
+    assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
+    assert all(
+        routing in ("toppings", "dlora") or placement in ("loraserve", "loraserve:literal", "dlora")
+        for routing, placement in refused
+    )
+
+
+def test_the_seed_decides_what_is_drawn() -> None:
+    def homes(seed: int) -> object:
+        placement = build_placement(ROWS["loraserve:random"], REPLICAS, None, ClusterOptions(seed=seed))
+        return placement.place(DEMANDS_B, 0.0).shares
+
+    def drawn(seed: int) -> list[object]:
+        router, fleet = build_router(Row(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
+        return [router.route(ask(str(number)), fleet, 0.0) for number in range(20)]
+
+    assert homes(1) == homes(1) != homes(2)
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (Row(placement="nowhere"), "no placement is called 'nowhere'; there are: everywhere, random"),
+        (Row(routing="nobody"), "no routing is called 'nobody'; there are: random, round-robin"),
+    ],
+)
+def test_a_policy_that_there_is_not_is_named_with_its_axis(row: Row, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_cluster_policies(row, REPLICAS, None, OPTIONS)
+
+
+def test_options_survive_the_way_to_another_process() -> None:
+    packed = msgspec.msgpack.encode(OPTIONS)
+    assert msgspec.msgpack.decode(packed, type=ClusterOptions) == OPTIONS
+
+
+# --- TOPPINGS' performance models --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [KernelForm.PADDED, KernelForm.UNPADDED])
+@pytest.mark.parametrize("batch", [6, 24])
+@pytest.mark.parametrize("rank", [16, 48])
+def test_decode_steps_that_were_not_fitted_are_predicted(
+    form: KernelForm, batch: int, rank: int, published: CostProfile
+) -> None:
+    _, decode = performance_models(published, form, 512, 128)
+    work = step_work((SequenceWork(576, 1, True, number, rank) for number in range(batch)), form)
+    fleet = fleet_of("a")
+    run(fleet, "a", *several(batch, rank))
+    counted = fleet.loads
+    predicted = decode.seconds(counted.requests, counted.rows, counted.largest_rank, counted.total_rank)
+    assert predicted.item() == pytest.approx(CostModel(published, form).step_s(work), rel=0.2)
+
+
+def test_a_prefill_costs_more_the_longer_the_prompt_and_the_larger_the_rank(published: CostProfile) -> None:
+    short, _ = performance_models(published, KernelForm.PADDED, 128, 128)
+    long, _ = performance_models(published, KernelForm.PADDED, 1024, 128)
+    assert 0 < short.slope_s < long.slope_s
+    assert 0 < short.fixed_s < long.fixed_s
+
+
+def test_toppings_keeps_the_target_for_a_token_and_without_one_has_no_limit(published: CostProfile) -> None:
+    fleet = fleet_of("a", "b")
+    run(fleet, "a", *several(30, 64))
+    broken = []
+    for tpot_s in (0.0, 1e-4):
+        router = build_router(ROWS["toppings"], published, ClusterOptions(tpot_s=tpot_s))
+        assert isinstance(router, Toppings)
+        broken.append(router.costs(ask("new", 64), fleet).breaks_slo.tolist())
+    assert broken == [[False, False], [True, True]]
+
+
+def test_toppings_has_no_model_of_einsums(published: CostProfile) -> None:
+    with pytest.raises(ConfigError, match=r"routing toppings: .* einsum"):
+        build_router(Row(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["toppings", "dlora"])
+def test_routers_that_need_costs_say_where_to_get_them(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"routing {name} needs .*lorikeet profile.*--profile"):
+        build_router(ROWS[name], None, OPTIONS)
+
+
+# --- dLoRA -------------------------------------------------------------------------------------------
+
+
+def test_pending_time_loads_by_the_profiles_link_or_the_declared_one(published: CostProfile) -> None:
+    asked = ask("new", 8, adapter_bytes=100_000_000)
+    link = published.transfers.host_to_device
+    assert link is not None
+    for declared, expected_s in ((0.0, link.seconds(100_000_000)), (1e9, 0.1)):
+        router, fleet = build_router(ROWS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)), fleet_of("a")
+        assert isinstance(router, PendingTime)
+        assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)).tolist() == pytest.approx([expected_s])
+
+
+def test_a_profile_without_a_link_is_no_help_to_pending_time() -> None:
+    with pytest.raises(ConfigError, match=r"routing dlora: profile round knows no transfers\.host_to_device"):
+        build_router(ROWS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
+
+
+def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile(published: CostProfile) -> None:
+    """With as much memory as all adapters take twice, not all have a copy on each of four replicas."""
+    row, needed_bytes = ROWS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
+    copies = []
+    for options in (ClusterOptions(), ClusterOptions(memory_bytes=needed_bytes // 2)):
+        placement = build_placement(row, REPLICAS, published, options)
+        assert isinstance(placement, BurstTolerance)
+        copies.append(len(list(placement.place(DEMANDS_B, 0.0).pairs())))
+    assert copies[0] > copies[1]
+    told = ClusterOptions(memory_bytes=needed_bytes // 2, kv_token_bytes=published.geometry.block_bytes(1))
+    assert len(list(build_placement(row, REPLICAS, None, told).place(DEMANDS_B, 0.0).pairs())) == copies[1]
+    with pytest.raises(ConfigError, match=r"placement dlora needs .*memory"):
+        build_placement(row, REPLICAS, None, ClusterOptions(memory_bytes=needed_bytes))
+
+
+# --- operating points --------------------------------------------------------------------------------
+
+
+def test_the_operating_points_of_the_kernel_form_and_the_slo_are_taken_and_survive_their_file() -> None:
+    ttft = Slo(ttft_s=10.0)
+    entries = (
+        loads(KernelForm.UNPADDED, ttft, level=1.0),
+        loads(KernelForm.PADDED, Slo(ttft_s=5.0), level=2.0),
+        loads(KernelForm.PADDED, ttft, 128, level=3.0),
+        loads(KernelForm.PADDED, ttft, 512, level=4.0),
+    )
+    profile = decode_profile(encode_profile(round_profile(operating_points=entries)), "here")
+    assert profile.operating_points == entries
+    assert loads_that_fit(profile, KernelForm.PADDED, ttft, 600, 128) == entries[3]
+    assert loads_that_fit(profile, KernelForm.PADDED, ttft, 200, 128) == entries[2]
+    assert loads_that_fit(profile, KernelForm.UNPADDED, ttft, 200, 128) == entries[0]
+    assert loads_that_fit(profile, KernelForm.EINSUM, ttft, 512, 128) is None
+    placement = build_placement(ROWS["loraserve"], REPLICAS, profile, ClusterOptions(ttft_s=10.0))
+    assert isinstance(placement, LoRAServe)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (ClusterOptions(ttft_s=2.0), "form padded under ttft=2; profile round has padded under ttft=10,tpot=0.1: run"),
+        (ClusterOptions(), "and so an SLO; profile round has padded under ttft=10,tpot=0.1: run"),
+        (ClusterOptions(tokens_per_s={8: 0.0}), "Operating points"),
+    ],
+)
+def test_operating_points_that_are_not_there_are_named_beside_those_that_are(
+    options: ClusterOptions, complaint: str
+) -> None:
+    profile = round_profile(operating_points=(loads(KernelForm.PADDED, Slo(10.0, 0.1)),))
+    with pytest.raises(ConfigError, match=f"placement loraserve.*{complaint}"):
+        build_placement(ROWS["loraserve"], REPLICAS, profile, options)
+
+
+def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
+    with pytest.raises(ConfigError, match="under ttft=10: run lorikeet profile --operating-points"):
+        build_placement(ROWS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
+    assert build_placement(ROWS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
+
+
+@pytest.mark.parametrize("name", ["loraserve", "loraserve:literal", "dlora"])
+def test_a_placement_made_by_hand_says_what_it_lacks(name: str) -> None:
+    with pytest.raises(ValueError, match="needs"):
+        PLACEMENT[name](REPLICAS, PlacementOptions())
+
+
+def test_a_target_of_zero_is_none() -> None:
+    assert ClusterOptions().slo == Slo()
+    assert ClusterOptions(ttft_s=0.5).slo == Slo(ttft_s=0.5)

@@ -1,0 +1,342 @@
+"""A cluster of real engine processes, without Ray: streams outlive replicas, adapters are where they must be."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.local_transport import LocalTransport
+from lorikeet.cluster.orchestrator import Orchestrator, Seen
+from lorikeet.cluster.placement.static import FullReplication, Random
+from lorikeet.cluster.placing import InProcess, OrchestratorGone
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.config import ClusterSettings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.request import Request
+from lorikeet.engine.build import build_replica
+from lorikeet.engine.connection import EngineError, LocalHost
+from lorikeet.engine.streams import RequestHandle
+from tests.support.live import (
+    TIE,
+    finish,
+    greedy,
+    is_idle,
+    live_settings,
+    make_adapter,
+    make_model,
+    prompt,
+    run,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, AdapterRef]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(folder / name, model, seed) for seed, name in enumerate("abc")}
+
+
+class Gone(InProcess):
+    """An orchestrator that may be gone."""
+
+    is_gone = False
+
+    async def period(self, seen: Seen) -> RoutingTable:
+        if self.is_gone:
+            raise OrchestratorGone("it was killed")
+        return await super().period(seen)
+
+
+@asynccontextmanager
+async def cluster(
+    model: Path, pool_dir: Path, router: Router | None = None, *, replicas: int = 2, one_home: bool = False
+) -> AsyncIterator[ClusterClient]:
+    """Start a cluster, and close it at the end."""
+    there = [ReplicaId(f"replica-{number}") for number in range(replicas)]
+    placement = Random(there, seed=1) if one_home else FullReplication(there)
+    settings = msgspec.structs.replace(live_settings(model, max_repeat=1), cluster=ClusterSettings(replicas=replicas))
+    transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
+    router = router or RoundRobin()
+    client = ClusterClient(settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05)
+    try:
+        await client.start(lambda progress: None)
+        yield client
+    finally:
+        await client.close()
+        transport.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
+    """Two replicas, round robin, for all tests that leave them as they were, or better."""
+    async with cluster(model, tmp_path_factory.mktemp("pool")) as started:
+        yield started
+
+
+def both_there(client: ClusterClient) -> bool:
+    return [replica.is_open for replica in client.describe().replicas] == [True, True]
+
+
+def all_idle(client: ClusterClient) -> bool:
+    return all(is_idle(view.stats) for view in client.views.values())
+
+
+async def begun(*handles: RequestHandle, tokens: int = 1) -> None:
+    await until(lambda: all(len(handle.token_ids) >= tokens for handle in handles))
+
+
+def kill(client: ClusterClient, replica: ReplicaId) -> None:
+    pid = client.views[replica].process_id
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def mixed(adapters: dict[str, AdapterRef], count: int = 12, tokens: int = 100) -> list[Request]:
+    versions = [None, *adapters.values()]
+    return [
+        greedy(f"{index}", prompt(10 + index, seed=index), tokens + index, versions[index % 4])
+        for index in range(count)
+    ]
+
+
+def answers_alone(model: Path, requests: list[Request]) -> list[list[int]]:
+    """What one engine says to each when it has nothing else to do."""
+    engine = build_replica(live_settings(model)).engine
+    try:
+        return [run(engine, [request])[0] for request in requests]
+    finally:
+        engine.close()
+
+
+async def check_answers(model: Path, handles: list[RequestHandle]) -> None:
+    """Every answer is what an engine with nothing else to do says, but for ties."""
+    ties = 0
+    ends = [await finish(handle) for handle in handles]
+    alone = await asyncio.to_thread(answers_alone, model, [handle.request for handle in handles])
+    for handle, expected, (finished, gaps) in zip(handles, alone, ends, strict=True):
+        assert finished.reason is FinishReason.LENGTH, finished
+        assert len(gaps) == len(handle.token_ids) == handle.request.sampling.max_tokens, "each token came once"
+        if expected != handle.token_ids:
+            pairs = zip(expected, handle.token_ids, strict=True)
+            first = next(at for at, (one, other) in enumerate(pairs) if one != other)
+            assert gaps[first] < TIE, f"{handle.request.request_id} differs from token {first} on"
+            ties += 1
+    assert ties <= 1
+
+
+async def test_requests_and_adapters_go_round_and_answers_are_those_of_one_engine(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    client.know_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters)]
+    await begun(*handles)
+    assert {handle.replica for handle in handles} == {FIRST, SECOND}
+    await check_answers(model, handles)
+    await until(lambda: all_idle(client))
+    state = client.describe()
+    assert state.copies.provisions == 3
+    assert state.copies.fetches >= 1
+    assert state.copies.failed == 0
+    assert [replica.held for replica in state.replicas] == [3, 3]
+    folders = [Path(ref.folder) for ref in adapters.values()]
+    assert all(folder.is_dir() for folder in folders), "the adapters' own files are left alone"
+
+
+async def test_streams_of_a_killed_replica_go_on_at_the_other(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    client.know_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, tokens=200)]
+    await begun(*handles, tokens=3)
+    assert not any(handle.timings.finished_s for handle in handles), "all are in flight when the replica dies"
+    there = [handle for handle in handles if handle.replica == FIRST]
+    assert there
+    kill(client, FIRST)
+    await check_answers(model, handles)
+    assert all(handle.deaths == (handle in there) for handle in handles)
+    await until(lambda: both_there(client))
+    assert client.views[FIRST].restarts >= 1
+    held = client.describe().replicas[0].held
+    assert held == 3, "what lay in its folder was found again"
+
+
+async def test_with_every_replica_down_requests_wait_for_the_first_that_is_back(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    await until(lambda: both_there(client))
+    client.know_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, count=4, tokens=150)]
+    await begun(*handles)
+    kill(client, FIRST)
+    kill(client, SECOND)
+    await until(lambda: not client.alive)
+    handles.append(client.submit(greedy("newcomer", prompt(5), 10, adapters["a"])))
+    await check_answers(model, handles)
+    await until(lambda: both_there(client))
+
+
+async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    await until(lambda: both_there(client))
+    client.know_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=150)]
+    handles.append(
+        client.submit(greedy("sampled", prompt(9), 120, adapters["b"], temperature=1.0, seed=3, presence_penalty=0.5))
+    )
+    for round_ in range(4):
+        await begun(*handles, tokens=5 + 10 * round_)
+        for handle in handles:
+            target = SECOND if handle.replica == FIRST else FIRST
+            assert client.move(handle.request.request_id, target)
+            assert not client.move(handle.request.request_id, target), "it is on its way"
+        await until(lambda: all(handle.replica is not None for handle in handles))
+    await check_answers(model, handles)
+    assert not client.move(RequestId("sampled"), FIRST), "it has ended"
+    assert all(handle.deaths == 0 for handle in handles)
+    await until(lambda: all_idle(client))
+
+
+async def test_an_aborted_request_gives_its_blocks_back_wherever_it_is(
+    client: ClusterClient, adapters: dict[str, AdapterRef]
+) -> None:
+    await until(lambda: both_there(client))
+    client.know_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, count=8, tokens=400)]
+    await begun(*handles)
+    for handle in handles:
+        handle.abort()
+        handle.abort()
+    for handle in handles:
+        assert (await finish(handle))[0].reason is FinishReason.ABORT
+    await until(lambda: all_idle(client))
+    assert client.describe().unrouted == 0
+
+
+async def test_a_dropped_adapter_leaves_every_replica_once_its_requests_have_ended(
+    client: ClusterClient, model: Path, tmp_path: Path
+) -> None:
+    await until(lambda: both_there(client))
+    ref = make_adapter(tmp_path / "d", model, seed=7)
+    client.know_adapters([ref])
+    before = [replica.held for replica in client.describe().replicas]
+    handles = [client.submit(greedy(f"under d {number}", prompt(8), 60, ref)) for number in range(4)]
+    await begun(*handles)
+    dropping = asyncio.create_task(client.drop_adapter(ref.digest))
+    await check_answers(model, handles)
+    assert await dropping > 0
+    assert [replica.held for replica in client.describe().replicas] == before
+    assert Path(ref.folder).is_dir()
+    assert await client.drop_adapter(ref.digest) == 0
+    for view in client.views.values():
+        await until(lambda view=view: view.stats and ref.digest not in view.stats.resident_adapters)  # type: ignore[misc]
+
+
+async def test_an_adapter_whose_files_are_gone_fails_its_requests_and_no_others(
+    client: ClusterClient, model: Path, tmp_path: Path
+) -> None:
+    await until(lambda: both_there(client))
+    ref = msgspec.structs.replace(make_adapter(tmp_path / "e", model, seed=8), folder=str(tmp_path / "nowhere"))
+    client.know_adapters([ref])
+    handle, other = client.submit(greedy("e", prompt(8), 5, ref)), client.submit(greedy("base", prompt(8), 5))
+    finished, _ = await finish(handle)
+    assert finished.reason is FinishReason.ERROR
+    assert "cannot be had" in (finished.error or "")
+    assert (await finish(other))[0].reason is FinishReason.LENGTH
+    await client.drop_adapter(ref.digest)
+
+
+async def test_without_the_orchestrator_requests_go_on_by_the_last_placement(
+    model: Path, adapters: dict[str, AdapterRef], tmp_path: Path
+) -> None:
+    async with cluster(model, tmp_path, ByTable(seed=1), one_home=True) as client:
+        client.know_adapters(adapters.values())
+        await until(lambda: len(client.describe().shares) == 3)
+        homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
+        gone = client._placer._service  # no other way to take it from a running head
+        assert isinstance(gone, Gone)
+        gone.is_gone = True
+        handles = [client.submit(request) for request in mixed(adapters)]
+        await begun(*handles)
+        for handle in handles:
+            assert handle.request.digest is None or handle.replica == homes[handle.request.digest]
+        await check_answers(model, handles)
+        assert client.describe().copies.fetches == 0
+
+
+async def test_replicas_come_and_go_under_load(model: Path, adapters: dict[str, AdapterRef], tmp_path: Path) -> None:
+    async with cluster(model, tmp_path, LeastLoaded(), replicas=1) as client:
+        with pytest.raises(EngineError, match="the only one"):
+            await client.remove_replica(FIRST)
+        client.know_adapters(adapters.values())
+        handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=250)]
+        await begun(*handles)
+        assert await client.add_replica() == SECOND
+        handles += [client.submit(greedy(f"late {n}", prompt(9, seed=n), 200, adapters["a"])) for n in range(4)]
+        await begun(*handles)
+        assert SECOND in {handle.replica for handle in handles[-4:]}, "the newcomer has nothing to do"
+        process = psutil.Process(client.views[FIRST].process_id)
+        await client.remove_replica(FIRST)
+        assert not process.is_running()
+        assert list(client.views) == [SECOND]
+        await check_answers(model, handles)
+        assert all(handle.deaths == 0 for handle in handles)
+
+
+async def test_a_drained_replica_ends_what_it_has(model: Path, tmp_path: Path) -> None:
+    async with cluster(model, tmp_path) as client:
+        handles = [client.submit(greedy(str(number), prompt(8, seed=number), 40)) for number in range(4)]
+        await begun(*handles)
+        there = [handle for handle in handles if handle.replica == FIRST]
+        await client.remove_replica(FIRST, drain_s=60.0)
+        assert there
+        assert all(handle.replica == FIRST for handle in there)
+        await check_answers(model, handles)
+
+
+async def test_a_replica_that_cannot_start_ends_the_start_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    children = processes()
+    with pytest.raises(EngineError, match="nowhere"):
+        async with cluster(Path("/nowhere/at-all"), tmp_path):
+            pass
+    await until(lambda: processes() <= children)
+
+
+def processes() -> set[int]:
+    """Process ids of this process's engines."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return {child.pid for child in children if "lorikeet.engine.process" in child.cmdline()}
+
+
+async def test_closing_ends_every_stream_and_every_engine(model: Path, tmp_path: Path) -> None:
+    async with cluster(model, tmp_path) as client:
+        running = [psutil.Process(view.process_id) for view in client.views.values()]
+        handle = client.submit(greedy("long", prompt(8), 450))
+        await begun(handle)
+    with pytest.raises(EngineError, match="shutting down"):
+        await finish(handle)
+    assert not any(process.is_running() for process in running)
+    with pytest.raises(EngineError, match="shutting down"):
+        client.submit(greedy("late", prompt(4), 1))

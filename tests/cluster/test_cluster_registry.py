@@ -1,0 +1,194 @@
+"""The cluster's tables keep the same promises on SQLite and on PostgreSQL."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from lorikeet.adapters.database import sqlite_url
+from lorikeet.adapters.registry import Registry
+from lorikeet.cluster.registry import ClusterRegistry, EpochConflict, RegistryGone, ReplicaRow, StoredState
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+R0, R1 = ReplicaId("r0"), ReplicaId("r1")
+A, B, C = (AdapterDigest(name) for name in "abc")
+TABLES = "cluster_replicas, cluster_state, cluster_copies, adapters, versions"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        yield sqlite_url(tmp_path / "registry.sqlite3")
+        return
+    url = request.getfixturevalue("postgres_url")
+    yield url
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text(f"DROP TABLE IF EXISTS {TABLES}"))
+    engine.dispose()
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[ClusterRegistry]:
+    made = ClusterRegistry(url, "one")
+    yield made
+    made.close()
+
+
+def test_epochs_of_a_replica_only_rise(registry: ClusterRegistry) -> None:
+    assert registry.replicas() == []
+    assert registry.join(R0, "10.0.0.1", 11, "up", 1.5) == 1
+    assert registry.join(R1, "10.0.0.2", 12, "up", 2.5) == 1
+    assert registry.join(R0, "10.0.0.3", 13, "starting", 3.5) == 2
+    registry.set_state(R0, 2, "up")
+    assert registry.replicas() == [
+        ReplicaRow(R0, 2, "10.0.0.3", 13, "up", 3.5),
+        ReplicaRow(R1, 1, "10.0.0.2", 12, "up", 2.5),
+    ]
+    registry.leave(R0, 2)
+    assert [row.replica for row in registry.replicas()] == [R1]
+    assert registry.join(R0, "10.0.0.1", 14, "up", 4.5) == 3
+
+
+def test_an_earlier_incarnation_writes_nothing(registry: ClusterRegistry) -> None:
+    registry.join(R0, "10.0.0.1", 11, "up", 1.5)
+    registry.join(R0, "10.0.0.1", 12, "up", 2.5)
+    registry.add_copy(A, R0)
+    with pytest.raises(EpochConflict, match="r0"):
+        registry.set_state(R0, 1, "draining")
+    with pytest.raises(EpochConflict):
+        registry.leave(R0, 1)
+    with pytest.raises(EpochConflict):
+        registry.set_state(R1, 1, "up")
+    assert registry.replicas() == [ReplicaRow(R0, 2, "10.0.0.1", 12, "up", 2.5)]
+    assert registry.copies() == {R0: {A}}
+
+
+def test_heads_that_join_a_replica_at_once_get_different_epochs(url: str) -> None:
+    heads = [ClusterRegistry(url, "one") for _ in range(4)]
+    epochs: list[int] = []
+    barrier = threading.Barrier(len(heads))
+
+    def join(head: ClusterRegistry) -> None:
+        barrier.wait()
+        epochs.extend([head.join(R0, "10.0.0.1", 1, "up", 1.0) for _ in range(5)])
+
+    threads = [threading.Thread(target=join, args=(head,)) for head in heads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(epochs) == list(range(1, 21))
+    for head in heads:
+        head.close()
+
+
+def test_copies_are_noted_and_go_with_their_replica(registry: ClusterRegistry) -> None:
+    registry.add_copy(A, R0)
+    registry.add_copy(A, R0)
+    registry.add_copy(A, R1)
+    registry.add_copy(B, R1)
+    registry.remove_copy(B, R0)
+    registry.remove_copy(B, R1)
+    assert registry.copies() == {R0: {A}, R1: {A}}
+    registry.set_copies(R0, [B, C, C])
+    registry.set_copies(R1, [])
+    assert registry.copies() == {R0: {B, C}}
+    registry.leave(R0, registry.join(R0, "10.0.0.1", 11, "up", 1.5))
+    assert registry.copies() == {}
+
+
+def test_clusters_share_a_database_with_each_other_and_with_adapters(url: str) -> None:
+    one, other, adapters = ClusterRegistry(url, "one"), ClusterRegistry(url, "other"), Registry(url, "base")
+    for cluster, pid in ((one, 1), (other, 2)):
+        cluster.join(R0, "10.0.0.1", pid, "up", 1.5)
+        cluster.add_copy(A, R0)
+        cluster.save_state(f"state {pid}", 0)
+    one.leave(R0, 1)
+    one.save_state("state 3", 1)
+    assert one.replicas() == []
+    assert other.replicas() == [ReplicaRow(R0, 1, "10.0.0.1", 2, "up", 1.5)]
+    assert other.copies() == {R0: {A}}
+    assert other.load_state() == StoredState(1, "state 2")
+    assert adapters.load() == []
+    for each in (one, other, adapters):
+        each.close()
+
+
+def test_of_two_orchestrators_one_writes(url: str) -> None:
+    one, other = ClusterRegistry(url, "one"), ClusterRegistry(url, "one")
+    assert one.load_state() is None
+    assert one.save_state("first", 0) == 1
+    with pytest.raises(EpochConflict):
+        other.save_state("late", 0)
+    assert other.load_state() == StoredState(1, "first")
+    assert other.save_state("second", 1) == 2
+    with pytest.raises(EpochConflict, match="epoch 1"):
+        one.save_state("stale", 1)
+    assert one.load_state() == StoredState(2, "second")
+    one.close()
+    other.close()
+
+
+def test_no_write_is_lost_among_orchestrators_that_write_at_once(url: str) -> None:
+    writers = [ClusterRegistry(url, "one") for _ in range(4)]
+    barrier = threading.Barrier(len(writers))
+
+    def count(writer: ClusterRegistry) -> None:
+        barrier.wait()
+        left = 10
+        while left:
+            stored = writer.load_state() or StoredState(0, "0")
+            try:
+                writer.save_state(str(int(stored.content) + 1), stored.epoch)
+                left -= 1
+            except EpochConflict:
+                continue
+
+    threads = [threading.Thread(target=count, args=(writer,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert writers[0].load_state() == StoredState(40, "40")
+    for writer in writers:
+        writer.close()
+
+
+def test_a_sqlite_file_that_cannot_be_opened_may_come_later(tmp_path: Path) -> None:
+    registry = ClusterRegistry(sqlite_url(tmp_path / "later" / "registry.sqlite3"), "one")
+    with pytest.raises(RegistryGone, match="unable to open"):
+        registry.load_state()
+    (tmp_path / "later").mkdir()
+    assert registry.load_state() is None
+    assert registry.save_state("first", 0) == 1
+    registry.close()
+
+
+def test_a_postgresql_that_goes_away_and_comes_back_is_used_again(postgres_url: str) -> None:
+    admin = create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as server:
+        server.execute(text("CREATE DATABASE elsewhere"))
+        registry = ClusterRegistry(postgres_url.removesuffix("/postgres") + "/elsewhere", "one")
+        registry.save_state("first", 0)
+        server.execute(text("ALTER DATABASE elsewhere ALLOW_CONNECTIONS false"))
+        ending = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = 'elsewhere'"
+        server.execute(text(ending))
+        for _ in range(2):
+            with pytest.raises(RegistryGone, match="elsewhere"):
+                registry.save_state("second", 1)
+        server.execute(text("ALTER DATABASE elsewhere ALLOW_CONNECTIONS true"))
+        assert registry.load_state() == StoredState(1, "first")
+        assert registry.save_state("second", 1) == 2
+        registry.close()
+        server.execute(text("DROP DATABASE elsewhere WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.mark.parametrize("url", ["mysql://host/db", "nonsense"])
+def test_other_databases_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"SQLite or PostgreSQL|cannot be used"):
+        ClusterRegistry(url, "one")

@@ -1,0 +1,72 @@
+"""What co-migration is told of a fleet."""
+
+from lorikeet.cluster.comigration.observe import observe
+from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.reports import Gauges
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from tests.support.fleets import ask, fleet_of, run, send
+
+A, B = ReplicaId("a"), ReplicaId("b")
+
+
+def info(replica: str) -> ReplicaInfo:
+    """1000 tokens of KV, 2 bytes each."""
+    return ReplicaInfo(ReplicaId(replica), total_tokens=1000, kv_token_bytes=2.0)
+
+
+def sent(**at_s: float) -> dict[RequestId, float]:
+    return {RequestId(name): each for name, each in at_s.items()}
+
+
+def no_cost(tokens: int) -> float:
+    return 0.0
+
+
+def test_requests_are_told_with_what_they_hold_and_what_moving_them_takes() -> None:
+    fleet = fleet_of(info("a"), execution_s=3.0)
+    run(fleet, "a", ask("x", 8, "one", known_tokens=100, adapter_bytes=70))
+    fleet.generated(A, RequestId("x"), 5)
+    send(fleet, "a", ask("y", known_tokens=40))
+    observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, lambda tokens: tokens / 10, now=2.0)
+    assert observed.requests == [
+        Movable(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=10.5, moved_s=0.5),
+        Movable(RequestId("y"), None, A, 80, 3.0, move_s=4.0),
+    ]
+    assert observed.adapter_bytes == {AdapterDigest("one"): 70}
+
+
+def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request_has_waited() -> None:
+    fleet = fleet_of(info("a"), info("b"))
+    run(fleet, "a", ask("x", known_tokens=100))
+    send(fleet, "a", ask("y"), ask("z"))
+    fleet.loaded(A, AdapterDigest("one"))
+    fleet.gauges(Gauges(A, 0, 1, requests=3, free_tokens=850.0))
+    observed = observe(fleet, sent(x=0.0, y=6.0, z=4.0), {}, no_cost, now=10.0, reserved_share=0.05)
+    assert observed.replicas == [
+        ReplicaLoad(A, 2000, 1700, 6.0, frozenset({AdapterDigest("one")}), reserved_bytes=100),
+        ReplicaLoad(B, 2000, 2000, 0.0, reserved_bytes=100),
+    ]
+
+
+def test_who_was_preempted_has_had_its_turn() -> None:
+    fleet = fleet_of(info("a"))
+    run(fleet, "a", ask("x"))
+    fleet.preempted(A, RequestId("x"))
+    (load,) = observe(fleet, sent(x=0.0), {}, no_cost, now=10.0).replicas
+    assert load.queue_delay_s == 0
+
+
+def test_who_was_not_handed_over_yet_and_replicas_that_take_nobody_are_left_out() -> None:
+    fleet = fleet_of(info("a"), info("b"), "unknown")
+    send(fleet, "a", ask("x", 8, "one"), ask("y"))
+    fleet.drain(B)
+    observed = observe(fleet, sent(y=0.0), {}, no_cost, now=1.0)
+    assert [load.replica for load in observed.replicas] == [A]
+    assert [request.request_id for request in observed.requests] == ["y"]
+    assert observed.adapter_bytes == {}
+
+
+def test_an_empty_fleet_has_nothing_to_tell() -> None:
+    assert observe(Fleet(), {}, {}, no_cost, now=0.0) == ([], [], {})

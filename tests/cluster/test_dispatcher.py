@@ -1,0 +1,306 @@
+"""The dispatcher: no request is lost or sent twice, none runs where its adapter is not."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision, Send
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import StepOutputs
+from tests.support.placement import digest
+
+A, B = digest("A"), digest("B")
+S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
+
+
+def asked(name: str, adapter: AdapterDigest | None = A, tokens: int = 10) -> Asked:
+    return Asked(RequestId(name), adapter, 8, 1000, tokens, 10)
+
+
+def table(epoch: int, **homes: Iterable[ReplicaId]) -> RoutingTable:
+    """By the adapters' names their replicas, with equal shares."""
+    shares = {digest(name): tuple(Share(each, 1 / len(list(where))) for each in where) for name, where in homes.items()}
+    return RoutingTable(epoch, shares)
+
+
+def dispatcher_of(*replicas: ReplicaId, **homes: Iterable[ReplicaId]) -> Dispatcher:
+    dispatcher = Dispatcher(ByTable(seed=1))
+    for replica in replicas:
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    dispatcher.swap(table(1, **homes), 0.0)
+    return dispatcher
+
+
+def only_provision(actions: Actions) -> Provision:
+    (provision,) = actions.provisions
+    return provision
+
+
+def only_fetch(actions: Actions) -> Fetch:
+    (fetch,) = actions.fetches
+    return fetch
+
+
+def finished(name: str) -> StepOutputs:
+    return StepOutputs((), (Finished(RequestId(name), 1.0, FinishReason.LENGTH),), ())
+
+
+def test_an_adapter_that_nobody_holds_is_provided_once_for_all_who_wait() -> None:
+    dispatcher = dispatcher_of(S1, S2, A=[S1])
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    assert provision[1:] == (A, S1)
+    assert dispatcher.arrive(asked("r2"), 0.0) == Actions()
+    assert dispatcher.provided(provision) == Actions(sends=(Send(RequestId("r1"), S1), Send(RequestId("r2"), S1)))
+    assert dispatcher.arrive(asked("r3"), 0.0).sends == (Send(RequestId("r3"), S1),)
+
+
+def test_who_waits_elsewhere_fetches_from_where_it_was_provided() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    assert provision.replica == S1
+    assert dispatcher.arrive(asked("r2"), 0.0) == Actions()
+    actions = dispatcher.provided(provision)
+    assert actions.sends == (Send(RequestId("r1"), S1),)
+    fetch = only_fetch(actions)
+    assert fetch[1:] == (A, S1, S2)
+    assert dispatcher.fetched(fetch).sends == (Send(RequestId("r2"), S2),)
+
+
+def test_a_fetch_that_no_holder_can_serve_ends_with_the_adapters_own_files() -> None:
+    dispatcher = dispatcher_of(S2, A=[S1, S2])
+    dispatcher.join(ReplicaInfo(S1), 0.0, [A])
+    dispatcher.swap(table(2, A=[S2]), 0.0)
+    fetch = only_fetch(dispatcher.arrive(asked("r1"), 0.0))
+    assert fetch[1:] == (A, S1, S2)
+    provision = only_provision(dispatcher.fetch_failed(fetch))
+    assert provision[1:] == (A, S2)
+    assert dispatcher.provided(provision).sends == (Send(RequestId("r1"), S2),)
+
+
+def test_files_that_cannot_be_read_fail_those_who_wait_and_nobody_else() -> None:
+    dispatcher = dispatcher_of(S1, A=[S1], B=[S1])
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    other = only_provision(dispatcher.arrive(asked("r2", B), 0.0))
+    assert dispatcher.provision_failed(provision, 0.0) == Actions(failed=(RequestId("r1"),))
+    assert not dispatcher.uses(A)
+    assert dispatcher.fleet.loads.requests.tolist() == [1]
+    assert dispatcher.provided(other).sends == (Send(RequestId("r2"), S1),)
+
+
+def test_requests_wait_for_a_replica_in_the_order_in_which_they_came() -> None:
+    dispatcher = Dispatcher(LeastLoaded())
+    for name in ("r1", "r2", "r3"):
+        assert dispatcher.arrive(asked(name, None), 0.0) == Actions()
+    assert dispatcher.ended(RequestId("r2"), 0.0, is_complete=False) == Actions()
+    assert dispatcher.waiting == 2
+    assert dispatcher.join(ReplicaInfo(S1), 0.0).sends == (Send(RequestId("r1"), S1), Send(RequestId("r3"), S1))
+
+
+def test_who_comes_later_does_not_overtake_one_that_waits_for_room() -> None:
+    dispatcher = Dispatcher(FirstFit())
+    dispatcher.join(ReplicaInfo(S1, total_tokens=100), 0.0)
+    assert len(dispatcher.arrive(asked("r1", None, 60), 0.0).sends) == 1
+    assert dispatcher.arrive(asked("large", None, 90), 0.0) == Actions()
+    assert dispatcher.arrive(asked("small", None, 5), 0.0) == Actions()
+    actions = dispatcher.hear(S1, finished("r1"), 1.0)
+    assert actions.sends == (Send(RequestId("large"), S1), Send(RequestId("small"), S1))
+
+
+def test_requests_of_a_replica_that_left_arrive_again() -> None:
+    dispatcher = dispatcher_of(S1, S2, A=[S1])
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    dispatcher.provided(provision)
+    actions, homeless = dispatcher.leave(S1)
+    assert (actions, homeless) == (Actions(), ["r1"])
+    again = only_provision(dispatcher.arrive(asked("r1"), 1.0))
+    assert again[1:] == (A, S2), "its only home is gone, so another serves it, and nobody has its adapter"
+    assert dispatcher.provided(provision) == Actions(), "what ends late ended in vain"
+    assert dispatcher.provided(again).sends == (Send(RequestId("r1"), S2),)
+
+
+def test_a_provision_whose_replica_left_begins_again_for_who_waits_elsewhere() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    dispatcher.arrive(asked("r1"), 0.0)
+    dispatcher.arrive(asked("r2"), 0.0)
+    actions, homeless = dispatcher.leave(S1)
+    assert homeless == ["r1"]
+    assert only_provision(actions)[1:] == (A, S2)
+
+
+def test_a_moved_request_has_its_adapter_brought_and_frees_what_it_leaves() -> None:
+    dispatcher = dispatcher_of(S1, S2, A=[S1])
+    dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
+    dispatcher.swap(table(2, A=[S2]), 0.0)
+    fetch = only_fetch(dispatcher.move(asked("r1", A, 15), S2, 1.0))
+    assert fetch[1:] == (A, S1, S2)
+    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions(), "what its old replica still says is of the past"
+    assert dispatcher.fetched(fetch) == Actions(sends=(Send(RequestId("r1"), S2),), deletes=((A, S1),))
+    dispatcher.hear(S2, finished("r1"), 2.0)
+    assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
+
+
+def test_a_retired_adapter_is_deleted_when_its_last_request_ends() -> None:
+    dispatcher = dispatcher_of(S1, A=[S1])
+    dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
+    assert dispatcher.retire(A) == Actions()
+    assert dispatcher.uses(A)
+    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions(deletes=((A, S1),))
+    assert not dispatcher.uses(A)
+
+
+def test_an_adapter_retired_while_it_is_provided_does_not_stay() -> None:
+    dispatcher = dispatcher_of(S1, A=[S1])
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    dispatcher.retire(A)
+    dispatcher.ended(RequestId("r1"), 0.0, is_complete=False)
+    assert dispatcher.provided(provision) == Actions(deletes=((A, S1),))
+
+
+def test_an_adapter_that_is_known_again_stays() -> None:
+    dispatcher = dispatcher_of(S1, A=[S1])
+    dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
+    dispatcher.retire(A)
+    dispatcher.know(A)
+    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions()
+    assert dispatcher.pool.table.holders(A) == {S1}
+
+
+def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
+    dispatcher = dispatcher_of(S1)
+    dispatcher.arrive(asked("r1", None), 0.0)
+    with pytest.raises(ValueError, match="r1 is here"):
+        dispatcher.arrive(asked("r1", None), 0.0)
+    with pytest.raises(ValueError, match="S1 is there"):
+        dispatcher.join(ReplicaInfo(S1, epoch=1), 0.0)
+
+
+ADAPTERS = (None, A, B, digest("C"))
+REPLICAS = (S1, S2, S3)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Carries out what the dispatcher wants, in any order, while replicas and requests come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatcher = Dispatcher(ByTable(seed=0))
+        self.copies: list[Fetch | Provision] = []
+        self.late: list[Fetch | Provision] = []  # given up, since a replica left, and not ended yet
+        self.holds: dict[ReplicaId, set[AdapterDigest]] = {}
+        self.sent: dict[str, tuple[ReplicaId, AdapterDigest | None]] = {}
+        self.open: dict[str, AdapterDigest | None] = {}
+        self.epoch = 0
+        self.arrived = 0
+
+    def do(self, actions: Actions) -> None:
+        for adapter, replica in actions.deletes:
+            self.holds[replica].discard(adapter)
+            used = {(where, which) for where, which in self.sent.values()}
+            assert (replica, adapter) not in used, "in use"
+            assert not any(
+                isinstance(copy, Fetch) and (copy.source, copy.adapter) == (replica, adapter) for copy in self.copies
+            ), "being copied"
+        self.copies += [*actions.fetches, *actions.provisions]
+        for request_id, replica in actions.sends:
+            adapter = self.open[request_id]
+            assert request_id not in self.sent, "sent twice"
+            assert replica in self.holds
+            assert adapter is None or adapter in self.holds[replica]
+            self.sent[request_id] = replica, adapter
+        for request_id in actions.failed:
+            assert request_id not in self.sent
+            del self.open[request_id]
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.holds) < len(REPLICAS))
+    def join(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from([each for each in REPLICAS if each not in self.holds]))
+        held = data.draw(st.sets(st.sampled_from(ADAPTERS[1:])))
+        self.holds[replica] = {each for each in held if each is not None}
+        self.epoch += 1
+        self.do(self.dispatcher.join(ReplicaInfo(replica, self.epoch), 0.0, self.holds[replica]))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.holds)
+    def leave(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.holds)))
+        del self.holds[replica]
+        self.late += [copy for copy in self.copies if replica in copy]
+        self.copies = [copy for copy in self.copies if replica not in copy]
+        actions, homeless = self.dispatcher.leave(replica)
+        assert {name for name, (where, _) in self.sent.items() if where == replica} <= set(homeless)
+        for name in homeless:
+            self.sent.pop(name, None)
+        self.do(actions)
+        for name in homeless:
+            self.do(self.dispatcher.arrive(asked(name, self.open[name]), 0.0))
+
+    @rule(adapter=st.sampled_from(ADAPTERS))
+    def arrive(self, adapter: AdapterDigest | None) -> None:
+        self.arrived += 1
+        name = f"r{self.arrived}"
+        self.open[name] = adapter
+        self.do(self.dispatcher.arrive(asked(name, adapter), 0.0))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open)
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        where = self.sent.pop(name, None)
+        del self.open[name]
+        if where is None:
+            self.do(self.dispatcher.ended(RequestId(name), 0.0, is_complete=False))
+        else:
+            self.do(self.dispatcher.hear(where[0], finished(name), 0.0))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.sent and self.holds)
+    def move(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.sent)))
+        target = data.draw(st.sampled_from(sorted(self.holds)))
+        _, adapter = self.sent.pop(name)
+        self.do(self.dispatcher.move(asked(name, adapter, 20), target, 0.0))
+
+    @rule(data=st.data(), works=st.booleans())
+    @precondition(lambda self: self.copies or self.late)
+    def copied(self, data: st.DataObject, works: bool) -> None:
+        copy = data.draw(st.sampled_from([*self.copies, *self.late]))
+        (self.copies if copy in self.copies else self.late).remove(copy)
+        where = copy.destination if isinstance(copy, Fetch) else copy.replica
+        if works and where in self.holds:
+            self.holds[where].add(copy.adapter)
+        if isinstance(copy, Fetch):
+            self.do(self.dispatcher.fetched(copy) if works else self.dispatcher.fetch_failed(copy))
+        else:
+            self.do(self.dispatcher.provided(copy) if works else self.dispatcher.provision_failed(copy, 0.0))
+
+    @rule(homes=st.lists(st.sets(st.sampled_from(REPLICAS), min_size=1), min_size=3, max_size=3))
+    def swap(self, homes: list[set[ReplicaId]]) -> None:
+        self.epoch += 1
+        named = dict(zip(("A", "B", "C"), map(sorted, homes), strict=True))
+        self.do(self.dispatcher.swap(table(self.epoch, **named), 0.0))
+
+    @invariant()
+    def every_request_is_somewhere(self) -> None:
+        pending = len(self.open) - len(self.sent)
+        if self.holds and not self.copies:
+            assert pending == 0, "nobody waits for nothing"
+        assert self.dispatcher.fleet.loads.requests.sum() + self.dispatcher.waiting == len(self.open)
+
+
+TestCluster = Cluster.TestCase
+TestCluster.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

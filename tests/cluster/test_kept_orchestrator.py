@@ -1,0 +1,145 @@
+"""An orchestrator that is ended and begun again: its state comes back, or its head tells it anew."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lorikeet.adapters.database import sqlite_url
+from lorikeet.cluster.kept_orchestrator import KeptOrchestrator, StateSaver
+from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
+from lorikeet.cluster.placement.static import Random
+from lorikeet.cluster.registry import ClusterRegistry, EpochConflict
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.clock import VirtualClock
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+REPLICAS = [ReplicaId(f"r{number}") for number in range(4)]
+KNOWN = [Known(AdapterDigest(f"a{number}"), 8 << number % 4, 1000 + number) for number in range(12)]
+SEEN = Seen(((KNOWN[0].adapter, 100), (KNOWN[1].adapter, 50)), ((KNOWN[0].adapter, 20),))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "registry"
+
+
+class Life:
+    """Orchestrators, one after the other, each of which draws its homes differently."""
+
+    def __init__(self, folder: Path) -> None:
+        self._url = sqlite_url(folder / "registry.sqlite3")
+        self._made: list[KeptOrchestrator] = []
+        self.clock = VirtualClock()
+
+    def begin(self) -> KeptOrchestrator:
+        self.saver = StateSaver(ClusterRegistry(self._url, "one"), try_again_s=0.01)
+        orchestrator = Orchestrator(Random(REPLICAS, seed=len(self._made)), self.clock.now())
+        self._made.append(KeptOrchestrator(orchestrator, self.saver, self.clock))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for each in self._made:
+            each.close()
+
+
+@pytest.fixture
+def life(folder: Path) -> Iterator[Life]:
+    made = Life(folder)
+    yield made
+    made.close()
+
+
+def test_the_next_one_goes_on_where_the_last_one_was(life: Life, folder: Path) -> None:
+    folder.mkdir()
+    first = life.begin()
+    table = first.know(KNOWN)
+    life.clock.advance(10.0)
+    first.period(SEEN)
+    assert first.drop(KNOWN[11].adapter).shares.keys() == {each.adapter for each in KNOWN[:11]}
+    state, table = first.state(), first.table
+    assert state.demand.adapters[KNOWN[0].adapter].history == [12.0]
+    assert life.saver.wait(60.0)
+    second = life.begin()
+    assert second.state() == state
+    assert (second.table.epoch, second.table.shares) == (table.epoch, table.shares)
+    after = second.know([*KNOWN[:11], KNOWN[11]])
+    assert after.epoch == table.epoch + 1
+    assert {adapter: after.shares[adapter] for adapter in table.shares} == table.shares
+
+
+def test_a_registry_that_is_gone_is_written_to_when_it_is_back(life: Life, folder: Path) -> None:
+    first = life.begin()
+    table = first.know(KNOWN)
+    assert len(table.shares) == len(KNOWN)
+    assert not life.saver.wait(60.0), "told at once that it is gone, not after a minute"
+    first.set_replicas(REPLICAS[:2])
+    folder.mkdir()
+    while not life.saver.wait(60.0):
+        pass
+    assert life.begin().state() == first.state()
+
+
+def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
+    folder.mkdir()
+    first = life.begin()
+    first.know(KNOWN[:3])
+    assert life.saver.wait(60.0)
+    second, saver = life.begin(), life.saver
+    second.know(KNOWN)
+    assert saver.wait(60.0)
+    table = first.drop(KNOWN[0].adapter)
+    assert len(table.shares) == 2, "it goes on for its own head"
+    assert life.begin().state() == second.state()
+
+
+def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:
+    folder.mkdir()
+    url = sqlite_url(folder / "registry.sqlite3")
+    registry = ClusterRegistry(url, "one")
+    saver = StateSaver(registry, try_again_s=0.01)
+    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    kept.know(KNOWN)
+    assert saver.wait(60.0)
+    registry.close()
+    for file in folder.iterdir():
+        file.unlink()
+    kept.drop(KNOWN[0].adapter)
+    while not saver.wait(60.0):
+        pass
+    other = ClusterRegistry(url, "one")
+    with pytest.raises(EpochConflict):
+        other.save_state("", 0)
+    other.close()
+    kept.close()
+
+
+def test_a_head_tells_a_new_one_what_it_missed(life: Life, folder: Path) -> None:
+    folder.mkdir()
+    first = life.begin()
+    first.know(KNOWN[:6])
+    life.clock.advance(10.0)
+    stored = first.period(SEEN)
+    assert life.saver.wait(60.0)
+
+    shares = {each.adapter: stored.shares.get(each.adapter, stored.shares[KNOWN[0].adapter]) for each in KNOWN[1:8]}
+    newer = RoutingTable(stored.epoch + 5, shares)
+    second = life.begin()
+    table = second.begin(KNOWN[1:8], REPLICAS, newer)
+    assert (table.epoch, table.shares) == (newer.epoch, shares), "the head's table counts, and fits"
+    assert second.state().demand.adapters.keys() == {each.adapter for each in KNOWN[1:8]}
+    assert second.state().demand.adapters[KNOWN[1].adapter].history == [7.0]
+
+    older = RoutingTable(1, {KNOWN[1].adapter: stored.shares[KNOWN[1].adapter]})
+    assert second.begin(KNOWN[1:8], None, older).shares == shares, "what is newer than the head's table counts"
+    assert second.begin(None, REPLICAS[:1], None).replicas(KNOWN[1].adapter) == {REPLICAS[0]}
+    assert second.table.epoch == newer.epoch + 1
+
+
+def test_without_a_registry_it_is_an_orchestrator_like_any_other() -> None:
+    clock = VirtualClock()
+    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), clock.now()), None, clock)
+    clock.advance(1.0)
+    assert kept.know(KNOWN).shares.keys() == {each.adapter for each in KNOWN}
+    assert kept.period(SEEN) is kept.table
+    kept.close()

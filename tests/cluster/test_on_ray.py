@@ -1,0 +1,408 @@
+"""Real actors of an embedded Ray: engines and actors that die, adapters that travel, an orchestrator that restarts."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+import ray
+import ray.exceptions
+import zmq.asyncio
+
+from lorikeet.adapters.database import sqlite_url
+from lorikeet.adapters.store import check_unchanged, reference
+from lorikeet.cluster.on_ray.host import RayHost, RayProcess, Resources
+from lorikeet.cluster.on_ray.orchestrator_actor import Placed, RayPlacement
+from lorikeet.cluster.on_ray.start import RayError, RayInfo, start_ray, stop_ray
+from lorikeet.cluster.on_ray.transport import RayTransport
+from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
+from lorikeet.cluster.placement.static import Random
+from lorikeet.cluster.placing import OrchestratorGone
+from lorikeet.cluster.transport import TransportError
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import Progress, Shutdown, StepOutputs, Submit
+from lorikeet.engine.connection import connect
+from tests.adapters.builders import geometry, lora_tensors, write_adapter
+from tests.support.live import greedy, live_settings, make_model, prompt
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+R0, R1, R2 = REPLICAS = tuple(ReplicaId(f"r{number}") for number in range(3))
+KNOWN = [Known(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
+NOWHERE = "tcp://127.0.0.1:9"
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def terminations() -> Iterator[list[int]]:
+    """Signals that a server heard which set its handler before it started Ray."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    yield heard
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def ray_info(terminations: list[int]) -> Iterator[RayInfo]:
+    info = start_ray(cpus=8)
+    yield info
+    stop_ray()
+
+
+@pytest.fixture
+def make_host(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[[ReplicaId], RayHost]]:
+    """Hosts that share a pool folder and are closed at the end."""
+    made: list[RayHost] = []
+
+    def make(replica: ReplicaId) -> RayHost:
+        made.append(RayHost(ray_info, replica, tmp_path / "pool", Resources(cpus=1.0)))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
+@pytest.fixture
+def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> AdapterRef:
+    """One that no other test has put anywhere."""
+    tensors = lora_tensors(seed=zlib.crc32(request.node.name.encode()))
+    return reference("a", write_adapter(tmp_path / "source", tensors), geometry())
+
+
+async def start_idle(host: RayHost) -> RayProcess:
+    """Start an engine that has nobody to talk to."""
+    return await host.start(NOWHERE, b"{}")
+
+
+async def killed_actor(host: RayHost) -> None:
+    """Kill an actor's process as the kernel would."""
+    place = await host.actor.describe.remote()
+    os.kill(place.pid, signal.SIGKILL)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hosts(ray_info: RayInfo, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[ReplicaId, RayHost]]:
+    """Three replicas with actors, whose engines have ended."""
+    pool_dir = tmp_path_factory.mktemp("pool")
+    made = {replica: RayHost(ray_info, replica, pool_dir, Resources(cpus=1.0)) for replica in REPLICAS}
+    processes = await asyncio.gather(*map(start_idle, made.values()))
+    for process in processes:
+        process.kill()
+    assert await asyncio.gather(*(process.wait() for process in processes)) == [-signal.SIGKILL] * 3
+    yield made
+    for host in made.values():
+        host.close()
+
+
+# --- starting ------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_starts_ray_still_drains_when_told_to_end(
+    ray_info: RayInfo, terminations: list[int]
+) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert terminations == [signal.SIGTERM]
+
+
+async def test_ray_runs_once_in_a_process(ray_info: RayInfo) -> None:
+    with pytest.raises(RayError, match="already"):
+        start_ray()
+    assert ray.is_initialized()
+
+
+async def test_another_process_joins_by_address(ray_info: RayInfo) -> None:
+    assert ray_info.is_embedded
+    code = (
+        "from lorikeet.cluster.on_ray.start import RayInfo, start_ray, stop_ray; import sys\n"
+        "info = start_ray(sys.argv[1]); print(repr(info)); stop_ray()"
+    )
+    joined = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code, ray_info.address], capture_output=True, text=True, timeout=120
+    )
+    assert joined.stdout.splitlines() == [repr(ray_info._replace(is_embedded=False))], joined.stderr
+
+
+async def test_what_cannot_be_joined_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RayError, match="host:port"):
+        start_ray("ray://10.0.0.1:10001")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RayError, match=r"pip install 'lorikeet\[cluster\]'"):
+        start_ray()
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
+    make_host: Callable[[ReplicaId], RayHost], tmp_path: Path
+) -> None:
+    host = make_host(R0)
+    assert host.bind_address() == "tcp://127.0.0.1:*"
+    settings = live_settings(make_model(tmp_path / "model"), threads=0)
+    stages: list[Progress] = []
+    context = zmq.asyncio.Context()
+    connection = await connect(host, context, msgspec.json.encode(settings), stages.append)
+    process = connection.process
+    assert isinstance(process, RayProcess)
+    assert stages
+    assert connection.hello.max_model_tokens > 0
+
+    engine = psutil.Process(process.pid)
+    assert engine.nice() == psutil.Process().nice(), "as important as this process"
+    assert engine.environ()["OMP_NUM_THREADS"] == "1", "as many threads as it has CPUs"
+    assert engine.cwd() == str(Path.cwd()), "relative paths mean what they mean here"
+    place = await host.actor.describe.remote()
+    assert (place.pid, place.engine_pid) == (engine.ppid(), process.pid)
+    assert psutil.Process(place.pid).nice() == psutil.Process().nice()
+
+    request = greedy("one", prompt(5), 7)
+    connection.send(Submit(request))
+    tokens = 0
+    async for message in connection.messages():
+        assert isinstance(message, StepOutputs)
+        tokens += len(message.tokens)
+        if any(isinstance(event, Finished) for event in message.events):
+            break
+    assert tokens == 7
+
+    os.kill(process.pid, signal.SIGKILL)
+    async for _ in connection.messages():
+        pass
+    assert process.returncode == -signal.SIGKILL
+    assert await process.wait() == -signal.SIGKILL
+    connection.close()
+
+    again = await connect(host, context, msgspec.json.encode(settings), stages.append)
+    assert again.process.pid != process.pid
+    assert (await host.actor.describe.remote()).pid == place.pid, "the same actor"
+    again.send(Shutdown())
+    assert await again.process.wait() == 0
+    again.close()
+    context.destroy(linger=0)
+
+
+async def test_kill_does_not_wait_and_a_second_one_does_nothing(make_host: Callable[[ReplicaId], RayHost]) -> None:
+    process = await start_idle(make_host(R0))
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+    process.kill()
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_a_second_start_ends_the_first_engine(make_host: Callable[[ReplicaId], RayHost]) -> None:
+    host = make_host(R0)
+    first, second = await start_idle(host), await start_idle(host)
+    assert await first.wait() == -signal.SIGKILL
+    assert psutil.pid_exists(second.pid)
+    assert second.returncode is None
+
+
+async def test_an_engine_ends_with_its_actor_and_the_next_start_makes_another(
+    make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef
+) -> None:
+    host = make_host(R0)
+    process = await start_idle(host)
+    engine, actor = psutil.Process(process.pid), host.actor
+    placed = await RayTransport({R0: host}).provide(adapter, R0)
+    await killed_actor(host)
+    assert await process.wait() is None
+    assert process.returncode is None
+    process.kill()  # nobody is left to do it
+    await asyncio.to_thread(engine.wait, 60)
+
+    again = await start_idle(host)
+    assert host.actor is not actor
+    assert again.returncode is None
+    assert await RayTransport({R0: host}).held(R0) == {adapter.digest: placed.folder}, "its folder outlives an actor"
+
+
+async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaId], RayHost]) -> None:
+    first, twin = make_host(R0), make_host(R0)
+    await start_idle(first)
+    with pytest.raises(RayError, match="in use by another process"):
+        await start_idle(twin)
+    assert twin.actor is None
+
+
+async def test_a_replica_for_which_there_is_no_room_is_told_of(
+    ray_info: RayInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.cluster.on_ray.host.STARTS_WITHIN_S", 0.5)
+    host = RayHost(ray_info, R0, tmp_path, Resources(cpus=64.0))
+    with pytest.raises(RayError, match=r"64 CPUs .* it has 8 CPUs"):
+        await start_idle(host)
+    assert host.actor is None
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+async def test_adapters_travel_between_replicas(hosts: dict[ReplicaId, RayHost], adapter: AdapterRef) -> None:
+    transport = RayTransport(hosts)
+    first, second = await asyncio.gather(transport.provide(adapter, R0), transport.provide(adapter, R1))
+    third = await transport.copy(adapter, R0, R2)
+    for replica, ref in zip(REPLICAS, (first, second, third), strict=True):
+        assert Path(ref.folder).parts[-2:] == (replica, adapter.digest)
+        check_unchanged(ref)
+        assert reference("a", Path(ref.folder), geometry()).digest == adapter.digest
+    await transport.delete(adapter, R0)
+    await transport.delete(adapter, R0)
+    held = [(await transport.held(replica)).get(adapter.digest) for replica in REPLICAS]
+    assert held == [None, second.folder, third.folder]
+
+
+async def test_large_adapters_travel_through_the_object_store(hosts: dict[ReplicaId, RayHost], tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "large", r=4)
+    text = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").write_text(text + " " * 1_000_000)  # beyond what goes along with a call
+    large = reference("large", folder, geometry())
+    transport = RayTransport(hosts)
+    await transport.provide(large, R0)
+    copied = await transport.copy(large, R0, R1)
+    for name in ("adapter_config.json", WEIGHTS):
+        assert (Path(copied.folder) / name).read_bytes() == (folder / name).read_bytes()
+
+
+async def test_what_cannot_be_read_or_is_damaged_is_an_error(
+    hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
+) -> None:
+    transport = RayTransport(hosts)
+    with pytest.raises(TransportError, match=r"'a' from r0 to r1: .*there is no"):
+        await transport.copy(adapter, R0, R1)
+    placed = await transport.provide(adapter, R0)
+    weights = Path(placed.folder) / WEIGHTS
+    stored = weights.stat()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(stored.st_atime_ns, stored.st_mtime_ns))
+    with pytest.raises(TransportError, match=r"'a' from r0 to r1: .*damaged"):
+        await transport.copy(adapter, R0, R1)
+    assert adapter.digest not in await transport.held(R1)
+    (Path(adapter.folder) / WEIGHTS).unlink()
+    with pytest.raises(TransportError, match=WEIGHTS):
+        await transport.provide(adapter, R2)
+
+
+async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
+    hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
+) -> None:
+    transport = RayTransport(hosts)
+    placed = await transport.provide(adapter, R0)
+    config = Path(placed.folder) / "adapter_config.json"
+    config.unlink()
+    os.mkfifo(config)  # nobody writes to it, so reading it never ends
+    copying = asyncio.ensure_future(transport.copy(adapter, R0, R1))
+    await killed_actor(hosts[R0])
+    with pytest.raises(TransportError, match="'a' from r0 to r1: r0 cannot be read"):
+        await copying
+    assert adapter.digest not in await transport.held(R1)
+    with pytest.raises(TransportError, match="'a' to r0"):
+        await transport.provide(adapter, R0)
+    with pytest.raises(TransportError, match="r7 is not there"):
+        await transport.copy(adapter, R1, ReplicaId("r7"))
+    config.unlink()  # so that the next actor does not wait for it, either
+    (await start_idle(hosts[R0])).kill()
+    await transport.provide(adapter, R0)
+
+
+# --- the orchestrator ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., RayPlacement]]:
+    made: list[RayPlacement] = []
+    url = sqlite_url(tmp_path / "registry.sqlite3")
+
+    def make(url: str = url, seed: int = 0, patience_s: float = 60.0) -> RayPlacement:
+        def orchestrator(now: float, replicas: tuple[ReplicaId, ...] = REPLICAS) -> Orchestrator:
+            return Orchestrator(Random(replicas, seed), now)
+
+        # What is defined here travels by value: the actors know nothing of this file.
+        made.append(RayPlacement(orchestrator, url, "one", patience_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+async def incarnation(placement: RayPlacement) -> str:
+    """Return who answers, "" if nobody does just now."""
+    try:
+        placed: Placed = await placement.actor.drop.remote("", AdapterDigest("none"))
+    except ray.exceptions.RayActorError:
+        return ""
+    return placed.incarnation
+
+
+async def restarted(placement: RayPlacement) -> None:
+    """Kill the actor's process, and wait until Ray has begun another."""
+    before = await incarnation(placement)
+    ray.kill(placement.actor, no_restart=False)
+    while await incarnation(placement) in ("", before):
+        await asyncio.sleep(0.05)
+
+
+async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: Callable[..., RayPlacement]) -> None:
+    placement = make_placement()
+    await placement.set_replicas(REPLICAS)
+    table = await placement.know(KNOWN)
+    assert table.shares.keys() == {each.adapter for each in KNOWN}
+    await placement.period(Seen(((KNOWN[0].adapter, 100),)))
+    state = await placement.state()
+    await restarted(placement)
+    assert await placement.state() == state
+    after = await placement.period(Seen(((KNOWN[0].adapter, 1_000_000),)))
+    assert (after.epoch, after.shares) == (table.epoch, table.shares)
+    assert await placement.state() == state, "a period of a moment is not counted"
+    await placement.period(Seen())
+    assert len((await placement.state()).demand.adapters[KNOWN[0].adapter].history) == 2
+
+    dropped = await placement.drop(KNOWN[0].adapter)
+    assert dropped.epoch == table.epoch + 1
+    later = make_placement(seed=1)
+    assert (await later.know(KNOWN[2:])).shares == {each.adapter: table.shares[each.adapter] for each in KNOWN[2:]}, (
+        "another head's orchestrator goes on from there, without what is no longer"
+    )
+
+
+async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
+    make_placement: Callable[..., RayPlacement], tmp_path: Path
+) -> None:
+    placement = make_placement(sqlite_url(tmp_path / "never" / "registry.sqlite3"))
+    await placement.know(KNOWN[:4])
+    await placement.set_replicas(REPLICAS[:2])
+    table = await placement.drop(KNOWN[3].adapter)
+    await restarted(placement)
+    after = await placement.know(KNOWN[3:5])
+    assert {each: after.shares[each] for each in table.shares} == table.shares
+    assert after.shares.keys() == {each.adapter for each in KNOWN[:5]}
+    assert after.epoch > table.epoch
+    assert {replica for _, replica in after.pairs()} == set(REPLICAS[:2])
+
+
+async def test_an_orchestrator_that_is_gone_for_good_is_told_of(make_placement: Callable[..., RayPlacement]) -> None:
+    placement = make_placement(patience_s=0.0)
+    while not await incarnation(placement):
+        await asyncio.sleep(0.05)
+    await placement.know(KNOWN)
+    placement.close()
+
+    async def ask_until_killed() -> None:
+        while True:
+            await placement.period(Seen())
+
+    with pytest.raises(OrchestratorGone):
+        await ask_until_killed()

@@ -1,0 +1,88 @@
+"""The orchestrator: it places by what it is told, and another goes on from its state."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.orchestrator import Known, Orchestrator, OrchestratorState, Seen
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.loraserve import LoRAServe
+from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.core.ids import ReplicaId
+from tests.support.placement import digest
+
+S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
+SMALL = [Known(digest(f"s{number}"), 8, 100) for number in range(4)]
+LARGE = [Known(digest(f"l{number}"), 128, 1600) for number in range(4)]
+POINTS = OperatingPoints({8: 1000.0, 128: 500.0})
+
+
+def loraserve() -> LoRAServe:
+    return LoRAServe((S1, S2), POINTS)
+
+
+def busy(known: Known, requests: int) -> Seen:
+    return Seen(((known.adapter, 100),) * requests, ((known.adapter, 10),) * requests)
+
+
+def test_before_anything_is_asked_for_every_adapter_has_a_home() -> None:
+    orchestrator = Orchestrator(loraserve(), 0.0)
+    table = orchestrator.know([*SMALL, *LARGE], 0.0)
+    assert table is orchestrator.table
+    assert table.shares.keys() == {known.adapter for known in (*SMALL, *LARGE)}
+
+
+def test_demand_of_a_period_moves_shares_in_the_next() -> None:
+    orchestrator = Orchestrator(loraserve(), 0.0)
+    before = orchestrator.know([*SMALL, *LARGE], 0.0)
+    orchestrator.tell(busy(LARGE[0], 500))
+    after = orchestrator.close_period(10.0)
+    assert after.epoch > before.epoch
+    assert len(after.replicas(LARGE[0].adapter)) == 2, "more than one replica can serve"
+
+
+def test_replicas_that_leave_serve_nothing() -> None:
+    orchestrator = Orchestrator(FullReplication((S1, S2, S3)), 0.0)
+    orchestrator.know(SMALL, 0.0)
+    table = orchestrator.set_replicas((S1, S3), 1.0)
+    assert table.replicas(SMALL[0].adapter) == {S1, S3}
+    with pytest.raises(ValueError, match="needs a replica"):
+        orchestrator.set_replicas((), 2.0)
+
+
+def test_what_was_dropped_is_placed_no_longer_and_its_late_requests_count_for_nothing() -> None:
+    orchestrator = Orchestrator(loraserve(), 0.0)
+    orchestrator.know(SMALL, 0.0)
+    assert SMALL[0].adapter not in orchestrator.drop(SMALL[0].adapter, 1.0).shares
+    orchestrator.drop(SMALL[0].adapter, 1.0)
+    orchestrator.tell(busy(SMALL[0], 3))
+    assert SMALL[0].adapter not in orchestrator.close_period(10.0).shares
+
+
+@pytest.mark.parametrize(
+    "make", [loraserve, lambda: Random((S1, S2), 5), lambda: Contiguous((S1, S2)), lambda: FullReplication((S1, S2))]
+)
+def test_another_goes_on_from_its_state(make: Callable[[], Placement]) -> None:
+    first = Orchestrator(make(), 0.0)
+    first.know([*SMALL, *LARGE], 0.0)
+    for period in range(1, 4):
+        first.tell(busy(LARGE[period], 20 * period))
+        first.close_period(10.0 * period)
+    encoded = msgspec.json.encode(first.state())
+    second = Orchestrator(make(), 100.0)
+    table = second.resume(msgspec.json.decode(encoded, type=OrchestratorState), 100.0)
+    assert (table.epoch, table.shares) == (first.table.epoch, first.table.shares)
+    first.tell(busy(SMALL[1], 50))
+    second.tell(busy(SMALL[1], 50))
+    assert first.close_period(40.0).shares == second.close_period(110.0).shares
+
+
+def test_its_state_is_a_copy() -> None:
+    orchestrator = Orchestrator(loraserve(), 0.0)
+    orchestrator.know(SMALL, 0.0)
+    state = orchestrator.state()
+    orchestrator.tell(busy(SMALL[0], 5))
+    orchestrator.close_period(10.0)
+    assert state.demand.adapters[SMALL[0].adapter].history == []

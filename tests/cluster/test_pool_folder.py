@@ -1,0 +1,149 @@
+"""One replica's folder of adapters: whole or not there, checked on arrival, found again after a restart."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
+from lorikeet.adapters.weights import load_weights
+from lorikeet.cluster.pool_folder import Files, PoolFolder, PoolFolderError, read_files
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest
+from tests.adapters.builders import geometry, lora_tensors, write_adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> AdapterRef:
+    return reference("a", write_adapter(tmp_path / "source"), geometry())
+
+
+@pytest.fixture
+def files(adapter: AdapterRef) -> Files:
+    return read_files(Path(adapter.folder))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "pool" / "r0"
+
+
+def entries(root: Path) -> set[str]:
+    """All that lies in a folder and in its corner for what arrives."""
+    return {path.name for path in root.iterdir()} | {path.name for path in (root / ".incoming").iterdir()}
+
+
+def test_what_is_stored_is_read_back_and_a_loader_takes_it(root: Path, adapter: AdapterRef, files: Files) -> None:
+    folder = PoolFolder(root)
+    place = folder.store(adapter.digest, files)
+    assert place == folder.folder(adapter.digest)
+    assert folder.held() == {adapter.digest: str(place)}
+    back = folder.read(adapter.digest)
+    assert {name: content.tobytes() for name, content in back.items()} == {
+        name: content.tobytes() for name, content in files.items()
+    }
+    stored = msgspec.structs.replace(adapter, folder=str(place))
+    check_unchanged(stored)
+    for ours, theirs in zip(
+        load_weights(stored, geometry(), "float32"), load_weights(adapter, geometry(), "float32"), strict=True
+    ):
+        assert np.array_equal(ours.a, theirs.a)
+    assert (place / MANIFEST_FILE).exists()
+    os.utime(place / WEIGHTS)
+    with pytest.raises(AdapterError, match="was changed"):
+        check_unchanged(stored)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_damage_on_the_way_is_an_error_and_leaves_nothing(
+    root: Path, adapter: AdapterRef, files: Files, name: str
+) -> None:
+    folder = PoolFolder(root)
+    damaged = {each: content.copy() for each, content in files.items()}
+    if name == WEIGHTS:
+        damaged[name][-1] ^= 1
+    else:
+        text = damaged[name].tobytes().replace(b'"lora_alpha": 8', b'"lora_alpha": 9')
+        damaged[name] = np.frombuffer(text, np.uint8)
+    with pytest.raises(PoolFolderError, match=f"{adapter.digest}.*damaged.*digest"):
+        folder.store(adapter.digest, damaged)
+    damaged = {**files, name: files[name][:-1]}
+    with pytest.raises(PoolFolderError, match="damaged"):
+        folder.store(adapter.digest, damaged)
+    assert folder.held() == {}
+    assert entries(root) == {".incoming", ".lock"}
+
+
+def test_the_next_owner_finds_what_is_whole_and_deletes_what_is_not(
+    root: Path, tmp_path: Path, adapter: AdapterRef, files: Files
+) -> None:
+    other = reference("b", write_adapter(tmp_path / "other", lora_tensors(seed=1)), geometry())
+    folder = PoolFolder(root)
+    kept, damaged = folder.store(adapter.digest, files), folder.store(other.digest, read_files(Path(other.folder)))
+    (damaged / WEIGHTS).write_bytes(b"short")
+    (root / ".incoming" / "unfinished").mkdir()
+    (root / "unfinished").mkdir()
+    folder.close()
+    after = PoolFolder(root)
+    assert after.held() == {adapter.digest: str(kept)}
+    assert entries(root) == {".incoming", ".lock", adapter.digest}
+    with pytest.raises(PoolFolderError, match=other.digest):
+        after.read(other.digest)
+
+
+def test_a_folder_has_one_owner(root: Path) -> None:
+    folder = PoolFolder(root)
+    with pytest.raises(PoolFolderError, match="in use by another process"):
+        PoolFolder(root)
+    folder.close()
+    PoolFolder(root).close()
+
+
+def test_a_damaged_version_is_replaced_and_a_whole_one_is_kept(root: Path, adapter: AdapterRef, files: Files) -> None:
+    folder = PoolFolder(root)
+    place = folder.store(adapter.digest, files)
+    inode = (place / WEIGHTS).stat().st_ino
+    folder.store(adapter.digest, files)
+    assert (place / WEIGHTS).stat().st_ino == inode
+    (place / WEIGHTS).write_bytes(b"short")
+    folder.store(adapter.digest, files)
+    assert (place / WEIGHTS).stat().st_ino != inode
+    assert folder.read(adapter.digest)[WEIGHTS].tobytes() == files[WEIGHTS].tobytes()
+
+
+def test_a_deleted_version_is_gone_and_may_be_deleted_again(root: Path, adapter: AdapterRef, files: Files) -> None:
+    folder = PoolFolder(root)
+    folder.store(adapter.digest, files)
+    folder.delete(adapter.digest)
+    folder.delete(adapter.digest)
+    assert entries(root) == {".incoming", ".lock"}
+    with pytest.raises(PoolFolderError, match="there is no"):
+        folder.read(adapter.digest)
+
+
+def test_one_version_may_arrive_several_times_at_once(root: Path, adapter: AdapterRef, files: Files) -> None:
+    folder = PoolFolder(root)
+    with ThreadPoolExecutor(4) as pool:
+        places = list(pool.map(lambda _: folder.store(adapter.digest, files), range(16)))
+    assert set(places) == {folder.folder(adapter.digest)}
+    assert folder.read(adapter.digest)[WEIGHTS].tobytes() == files[WEIGHTS].tobytes()
+    assert entries(root) == {".incoming", ".lock", adapter.digest}
+
+
+def test_files_that_are_not_there_are_named(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(PoolFolderError, match=CONFIG):
+        read_files(tmp_path)
+    with pytest.raises(PoolFolderError, match=MANIFEST_FILE):
+        PoolFolder(root).read(AdapterDigest("0" * 64))
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PoolFolderError, match="cannot be written"):
+        PoolFolder(tmp_path / "file" / "r0")

@@ -1,0 +1,97 @@
+"""Builders for simulated clusters of a profile in which all is easy to add up."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lorikeet.bench.in_process import Collector, Run, Watch, WorkloadArrivals
+from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.replicas import Modelled, build_modelled
+from lorikeet.bench.synthetic import synthetic_adapters
+from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.demand import AdapterDemand
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.static import FullReplication
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.plain import LeastLoaded
+from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import ReplicaId
+from lorikeet.costs.profile import CostProfile
+from lorikeet.simulator.cluster_figures import ClusterFigures
+from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
+from lorikeet.simulator.replica import SimulatedReplica
+from tests.support.profiles import GEOMETRY, round_profile
+
+BLOCK = 16
+"""Tokens of prefix blocks."""
+
+
+class Always(Router):
+    """Sends everything to one replica."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = ReplicaId(replica)
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        return self._replica
+
+
+class Fixed(Placement):
+    """Has everything on one replica."""
+
+    def __init__(self, replicas: Sequence[ReplicaId], home: str) -> None:
+        super().__init__(replicas)
+        self._home = ReplicaId(home)
+
+    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+        return self._replaced({demand.adapter: (Share(self._home, 1.0),) for demand in demands})
+
+
+def names(count: int) -> list[ReplicaId]:
+    return [ReplicaId(f"replica-{number}") for number in range(count)]
+
+
+def settings(**engine: object) -> Settings:
+    given = {"max_repeat": 1, "row": "lorikeet:plain", **engine}
+    return Settings(ModelSettings(), EngineSettings(**given))  # type: ignore[arg-type]
+
+
+def some_adapters(count: int, ranks: Sequence[int] = (1, 2)) -> list[AdapterRef]:
+    return synthetic_adapters(count, ranks, GEOMETRY)
+
+
+class Simulation(NamedTuple):
+    """A cluster that has run."""
+
+    run: Run
+    figures: ClusterFigures
+    cluster: ClusterRun
+    replicas: list[SimulatedReplica]
+    finished: list[int]
+
+
+def simulated(
+    workload: Sequence[WorkloadRequest],
+    replicas: int = 2,
+    adapters: Sequence[AdapterRef] = (),
+    *,
+    profile: CostProfile | None = None,
+    of: Settings | None = None,
+    make: Callable[[Settings, CostProfile], Modelled] = build_modelled,
+    watch: Watch | None = None,
+    **setup: object,
+) -> Simulation:
+    """Run a workload on a cluster: of least load and full replication, unless ``setup`` says otherwise."""
+    known, built = profile or round_profile(), of or settings()
+    engines = [SimulatedReplica(name, make(built, known), built.engine.max_running) for name in names(replicas)]
+    prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
+    arrivals = WorkloadArrivals(workload, {ref.name: ref for ref in adapters}, prompts, 0.0, watch)
+    finished: list[int] = []
+    collector = Collector(workload, arrivals, finished.append)
+    made = {"router": LeastLoaded(), "placement": FullReplication(names(replicas)), **setup}
+    cluster = ClusterRun(engines, ClusterSetup(**made), adapters, arrivals, collector)  # type: ignore[arg-type]
+    figures = cluster.run()
+    return Simulation(collector.run(), figures, cluster, engines, finished)
