@@ -67,17 +67,18 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
 
 
 def _rows() -> str:
-    """Return the table of axes, and that of rows with what differs from the first one."""
-    meanings, plain = _read_docstring(Row)[1], next(iter(ROWS))
+    """Return the table of axes, and that of rows with what differs from the defaults."""
+    meanings, default = _read_docstring(Row)[1], Row()
     lines = [
         f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today. Axes may "
         "be set otherwise\nbehind the name: `vllm-static,adapter_share=0.35`. What the rows are is told in "
-        f"[memory.md](memory.md#rows).\n\n| axis | `{plain}` | meaning |\n|---|---|---|\n"
+        "[memory.md](memory.md#rows),\n[admission.md](admission.md), [modes.md](modes.md) and, for several replicas, "
+        "[cluster.md](cluster.md#rows).\n\n| axis | default | meaning |\n|---|---|---|\n"
     ]
-    lines += [f"| `{axis}` | `{_toml(getattr(ROWS[plain], axis))}` | {meanings[axis]} |\n" for axis in _AXES]
-    lines.append(f"\n| row | what differs from `{plain}` |\n|---|---|\n")
+    lines += [f"| `{axis}` | `{_toml(getattr(default, axis))}` | {meanings[axis]} |\n" for axis in _AXES]
+    lines.append("\n| row | what differs from the defaults |\n|---|---|\n")
     for name, row in ROWS.items():
-        axes = [axis for axis in _AXES if getattr(row, axis) != getattr(ROWS[plain], axis)]
+        axes = [axis for axis in _AXES if getattr(row, axis) != getattr(default, axis)]
         choices = ", ".join(f"{axis} `{_toml(getattr(row, axis))}`" for axis in axes)
         lines.append(f"| `{name}` | {choices} |\n")
     return "".join(lines)

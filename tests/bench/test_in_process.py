@@ -94,3 +94,8 @@ def test_a_turn_after_one_that_failed_still_comes() -> None:
     ]
     exchanges = run(workload, Seen()).exchanges
     assert [exchange.error for exchange in exchanges] == [None, "error", "error", None]
+
+
+def test_a_last_request_that_can_never_run_is_told_of() -> None:
+    exchanges = run([WorkloadRequest(0.0, None, 40, 3), WorkloadRequest(9.0, None, 2000, 5)], Seen()).exchanges
+    assert [exchange.error for exchange in exchanges] == [None, "error"]

@@ -65,7 +65,7 @@ def make_host(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[[ReplicaId
     made: list[RayHost] = []
 
     def make(replica: ReplicaId) -> RayHost:
-        made.append(RayHost(ray_info, replica, tmp_path / "pool", Resources(cpus=1.0)))
+        made.append(RayHost(ray_info, replica, tmp_path / "pool", Resources(cpus=2.0, threads=1)))
         return made[-1]
 
     yield make
@@ -160,7 +160,7 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
 
     engine = psutil.Process(process.pid)
     assert engine.nice() == psutil.Process().nice(), "as important as this process"
-    assert engine.environ()["OMP_NUM_THREADS"] == "1", "as many threads as it has CPUs"
+    assert engine.environ()["OMP_NUM_THREADS"] == "1"
     assert engine.cwd() == str(Path.cwd()), "relative paths mean what they mean here"
     place = await host.actor.describe.remote()
     assert (place.pid, place.engine_pid) == (engine.ppid(), process.pid)

@@ -79,6 +79,48 @@ def test_the_command_writes_the_same_bytes_each_time_and_others_for_another_seed
     assert json.loads(written[0])["figures"]["completed"] == 40
 
 
+@pytest.mark.parametrize("preset", ["lorikeet:plain", "loraserve:random", "toppings:first-fit"])
+def test_several_replicas_are_told_one_by_one_the_same_each_time(preset: str, profile: str, tmp_path: Path) -> None:
+    flags = ["simulate", "--profile", profile, "--preset", f"{preset},kernel_form=unpadded", "--replicas", "3"]
+    flags += ["--count", "60", "--adapters", "6", "--rate", "30", "--ranks", "1,2", "--fetch", "store-and-forward"]
+    written = []
+    for number in range(2):
+        report = tmp_path / f"{number}.json"
+        result = CliRunner().invoke(app, [*flags, "--json", str(report)])
+        assert result.exit_code == 0, result.output
+        assert "replica-2" in result.output
+        written.append(report.read_bytes())
+    assert written[0] == written[1]
+    told = json.loads(written[0])
+    assert told["figures"]["completed"] == 60
+    assert sum(each["requests"] for each in told["cluster"]["replicas"]) == 60
+    assert told["engine"]["total_blocks"] == 3 * 400
+
+
+def test_one_replica_is_no_cluster(profile: str) -> None:
+    report = run_scenario(scenario(profile), quiet).report()
+    assert "cluster" not in report
+    assert report["engine"]["total_blocks"] == 400
+
+
+def test_adapters_begin_in_their_files_if_the_scenario_says_so(profile: str) -> None:
+    found = run_scenario(scenario(profile, replicas=2, provisioned=False), quiet).simulated.cluster
+    assert found is not None
+    assert found.provisions == 4, "each once, from its files; the other replica fetches it"
+    assert run_scenario(scenario(profile, replicas=2), quiet).simulated.cluster.provisions == 0
+
+
+def test_the_peak_of_two_replicas_is_higher(profile: str) -> None:
+    limits = {"slo": "ttft=0.3", "count": 200}
+    (one, _), (two, _) = (
+        find_peak_rate(scenario(profile, replicas=replicas, **limits), quiet, target=0.9, start=1.0)
+        for replicas in (1, 2)
+    )
+    assert one.rate is not None
+    assert two.rate is not None
+    assert two.rate > 1.5 * one.rate
+
+
 def test_flags_win_over_the_file(profile: str, tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_running = 2, threads = 1 }}\n')
@@ -117,7 +159,8 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
         ({"preset": "vllm"}, "no row is called 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
         ({"engine": {"max_running": 0}}, "max_running"),
-        ({"replicas": 2}, "replicas: 2"),
+        ({"replicas": 0}, "$.replicas"),
+        ({"fetch": "by post"}, "$.fetch"),
         ({"ranks": "8;16"}, "8;16"),
         ({"rate": "fast"}, "fast"),
         ({"slo": "ttft"}, "'ttft' is no limit"),

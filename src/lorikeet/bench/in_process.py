@@ -96,17 +96,22 @@ def run_workload(
         UnknownAdapter: the workload names another one.
         ExecutorError: a step failed.
     """
-    for request in workload:
-        if request.adapter is not None and request.adapter not in adapters:
-            raise UnknownAdapter(f"the workload names adapter {request.adapter!r}, which there is not")
-    arrivals = _Arrivals(workload, adapters, prompts, clock.now(), watch or Watch(), predict)
-    collector = _Collector(workload, clock, arrivals, on_finished)
-    drive(engine, clock, arrivals, collector.take, coalesced=coalesced)
+    arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), watch, predict)
+    collector = Collector(workload, arrivals, on_finished)
+    drive(engine, clock, arrivals, lambda outputs: collector.take(outputs, clock.now()), coalesced=coalesced)
     return collector.run()
 
 
-class _Arrivals:
-    """The requests of a workload by the time they are sent; see ``driver.Arrivals``."""
+class WorkloadArrivals:
+    """The requests of a workload by the time they are sent; see ``driver.Arrivals``.
+
+    Args:
+        workload, adapters, prompts, watch, predict: see ``run_workload``.
+        start_s: when the workload starts, on the clock of whoever asks.
+
+    Raises:
+        UnknownAdapter: the workload names an adapter that there is not.
+    """
 
     def __init__(
         self,
@@ -114,9 +119,12 @@ class _Arrivals:
         adapters: Mapping[str, AdapterRef],
         prompts: Prompts,
         start_s: float,
-        watch: Watch,
-        predict: Predictor | None,
+        watch: Watch | None = None,
+        predict: Predictor | None = None,
     ) -> None:
+        for request in workload:
+            if request.adapter is not None and request.adapter not in adapters:
+                raise UnknownAdapter(f"the workload names adapter {request.adapter!r}, which there is not")
         self._workload = workload
         self._adapters = adapters
         self._turns = Turns(workload, prompts)
@@ -124,13 +132,25 @@ class _Arrivals:
         heapify(self._due)
         self._under_way: dict[int, tuple[float, Request]] = {}
         self._predict = predict
-        self.watch = watch
+        self.watch = watch or Watch()
         self.start_s = start_s
 
+    @property
+    def under_way(self) -> int:
+        """Requests that were taken and have not ended."""
+        return len(self._under_way)
+
+    @property
+    def follow_answers(self) -> bool:
+        """Whether requests are still to come that wait for the answer to another."""
+        return self._turns.await_answers
+
     def next_s(self) -> float:
+        """See ``driver.Arrivals``."""
         return self.start_s + self._due[0][0] if self._due else math.inf
 
     def take(self) -> Request:
+        """See ``driver.Arrivals``."""
         sent_s, index = heappop(self._due)
         asked = self._workload[index]
         request = Request(
@@ -161,7 +181,7 @@ class _Arrivals:
 
 @dataclass
 class _Answer:
-    """How far an answer is, with times on the engine's clock."""
+    """How far an answer is, with times on the clock of whoever tells."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -180,33 +200,36 @@ class _Answer:
             self.last_s = now
 
 
-class _Collector:
-    """Makes exchanges of what the engine tells."""
+class Collector:
+    """Makes exchanges of what engines tell.
+
+    Args:
+        workload: by arrival.
+        arrivals: of the same; is told of answers.
+        on_finished: called with the number of requests that have ended.
+    """
 
     def __init__(
         self,
         workload: Sequence[WorkloadRequest],
-        clock: WaitableClock,
-        arrivals: _Arrivals,
+        arrivals: WorkloadArrivals,
         on_finished: Callable[[int], None],
     ) -> None:
         self._workload = workload
-        self._clock = clock
         self._arrivals = arrivals
         self._on_finished = on_finished
         self._answers: dict[RequestId, _Answer] = {}
         self._exchanges: dict[int, Exchange] = {}
         self._gaps_s = array("d")
 
-    def take(self, outputs: StepOutputs) -> None:
-        """Take in what a turn brought: tokens at its end, several of one answer evenly over the time before."""
+    def take(self, outputs: StepOutputs, now: float) -> None:
+        """Take in what a turn that ended ``now`` brought: several tokens of one answer evenly over the time before."""
         self._arrivals.watch.turned(outputs)
         for event in outputs.events:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
                 answer.cached_tokens = answer.cached_tokens or event.cached_tokens
         if outputs.tokens:
-            now = self._clock.now()
             fresh: dict[RequestId, list[int]] = {}
             for output in outputs.tokens:
                 fresh.setdefault(output.request_id, []).append(output.token.token_id)
@@ -239,6 +262,10 @@ class _Collector:
             slo=asked.slo,
         )
         self._on_finished(len(self._exchanges))
+
+    def exchange(self, request_id: RequestId) -> Exchange:
+        """Return what became of a request that has ended."""
+        return self._exchanges[int(request_id)]
 
     def run(self) -> Run:
         """Return all that came, in the order of the workload."""

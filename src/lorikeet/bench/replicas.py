@@ -6,6 +6,7 @@ from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock, WaitableClock
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica, assemble, build_replica
+from lorikeet.engine.modelled import ModelledExecutor
 from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.rows import resolve_row
 
@@ -23,7 +24,22 @@ def live_replica(settings: Settings) -> Started:
     return Started(build_replica(settings), MonotonicClock(), coalesced=False)
 
 
+class Modelled(NamedTuple):
+    """A replica on a virtual clock, with the executor that knows when its transfers end; else as ``Started``."""
+
+    replica: Replica
+    clock: VirtualClock
+    executor: ModelledExecutor
+    coalesced: bool
+
+
 def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
+    """Build a replica that takes its time from a profile, on a virtual clock; see ``build_modelled``."""
+    replica, clock, _, coalesced = build_modelled(settings, profile)
+    return Started(replica, clock, coalesced)
+
+
+def build_modelled(settings: Settings, profile: CostProfile) -> Modelled:
     """Build a replica that takes its time from a profile, on a virtual clock.
 
     With ``engine.max_repeat`` 1 the engine decides anew after every step, and steps that come out alike are run
@@ -40,4 +56,4 @@ def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
     coalesced = settings.engine.max_repeat == 1
     _, row = resolve_row(settings.engine.row)
     executor, sizes = build_modelled_executor(settings, profile, row, clock, coalesced=coalesced)
-    return Started(assemble(settings, executor, sizes, clock), clock, coalesced)
+    return Modelled(assemble(settings, executor, sizes, clock), clock, executor, coalesced)

@@ -34,6 +34,11 @@ class Turns:
         self._asked: dict[int, list[int]] = {}
         self._said: dict[int, list[int]] = {}
 
+    @property
+    def await_answers(self) -> bool:
+        """Whether requests are left that wait for an answer."""
+        return bool(self._after)
+
     def first(self) -> Iterator[int]:
         """Yield the places of the requests that wait for no other."""
         return (index for index, before in enumerate(self._before) if before is None)

@@ -176,7 +176,7 @@ class ClusterRegistry:
         here = (_Replica.cluster == self._cluster, _Replica.state != LEFT)
         with self._transaction() as connection:
             rows = connection.execute(select(*columns).where(*here).order_by(_Replica.replica))
-            return [ReplicaRow(*row) for row in rows]
+            return [ReplicaRow(ReplicaId(row.replica), *row[1:]) for row in rows]
 
     def _set_state(self, connection: Connection, replica: ReplicaId, epoch: int, state: str) -> None:
         this = (_Replica.cluster == self._cluster, _Replica.replica == replica, _Replica.epoch == epoch)

@@ -77,7 +77,6 @@ FOREIGN: dict[str, Foreign] = {
     "--tool-call-parser": Foreign(_TOOLS),
     "--distributed-executor-backend": Foreign("ranks are processes of one machine", same=("mp",)),
     "--pipeline-parallel-size": Foreign("pipeline parallelism is not there", same=("1",), refuse=True),
-    "--data-parallel-size": Foreign("start more servers instead", same=("1",), refuse=True),
     "--quantization": Foreign("only bfloat16, float16 and float32 weights are served", same=("none",), refuse=True),
     "--tokenizer": Foreign("the tokenizer is the one in the model's folder", refuse=True),
     "--speculative-config": Foreign("speculative decoding is not there", refuse=True),

@@ -1,12 +1,17 @@
-"""``lorikeet profile``: measure what this machine and a model cost."""
+"""``lorikeet profile``: measure what this machine and a model cost, and what load they bear."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from lorikeet.commands.console import fail
 from lorikeet.config import ConfigError, EngineSettings, ModelSettings, Settings
+
+if TYPE_CHECKING:
+    from lorikeet.costs.profile import CostProfile
+    from lorikeet.server.announce import Announcer
 
 HOST_MEMORY_BYTES = 2**28
 """Of the tier that copies are measured with: far more than any cache holds."""
@@ -22,37 +27,82 @@ def profile(
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
     max_running: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 64,
     max_step_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a step.")] = 512,
+    operating_points: Annotated[
+        bool, typer.Option("--operating-points", help="Also find, for each rank, the highest load that keeps --slo.")
+    ] = False,
+    known: Annotated[
+        str, typer.Option("--profile", help="Measure nothing; find them for this profile, a name or a .toml file.")
+    ] = "",
+    slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=10 or ttft=2,tpot=0.1.")] = "",
+    preset: Annotated[str, typer.Option(help="The system that is to keep them: a row's name.")] = "auto",
+    ranks: Annotated[str, typer.Option(help="Such as 8,16,64, or 8-128 for all doublings.")] = "8-128",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
 ) -> None:
     """Measure steps, adapters and transfers on this machine, and write their costs to one TOML file.
 
-    Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read.
+    Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read. Operating points, by
+    which a cluster places adapters, are found by simulation with these costs.
     """
+    from lorikeet.bench.choices import parse_slo
     from lorikeet.bench.profiling.rig import RigError
-    from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
+    from lorikeet.bench.synthetic import parse_ranks
     from lorikeet.commands.profile_table import print_profile
+    from lorikeet.costs.catalog import load_profile
     from lorikeet.costs.profile import write_profile
     from lorikeet.engine.executor import ExecutorError
+    from lorikeet.rows import resolve_row
     from lorikeet.server.announce import Announcer
-    from lorikeet.server.model_folder import prepare_model
+    from lorikeet.simulator.operating_points import (
+        BRIEF,
+        THOROUGH,
+        find_operating_loads,
+        host_room_bytes,
+        with_operating_loads,
+    )
 
     if output is not None and not output.absolute().parent.is_dir():
         fail(f"--output: there is no folder {output.absolute().parent}", code=2)
+    if known and not operating_points:
+        fail("--profile: nothing would be measured; it goes with --operating-points", code=2)
+    if operating_points and not slo:
+        fail("--operating-points: under which SLO? for example --slo ttft=10", code=2)
+    engine = EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens, threads=threads)
     try:
+        limits = parse_slo(slo)
+        search = msgspec.structs.replace(BRIEF if quick else THOROUGH, ranks=parse_ranks(ranks))
+        resolve_row(preset)
         with Announcer() as announcer:
-            folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
-            path = output or Path(f"{folder.name.lower()}.toml")
-            settings = Settings(
-                model=ModelSettings(model=str(folder), dtype=dtype),
-                engine=EngineSettings(
-                    host_memory_bytes=HOST_MEMORY_BYTES,
-                    max_running=max_running,
-                    max_step_tokens=max_step_tokens,
-                    threads=threads,
-                ),
-            )
-            measured = run_profile(settings, path.stem, QUICK if quick else FULL, announcer.show)
-        write_profile(measured, path)
+            if known:
+                found, path = load_profile(known), output or Path(known if known.endswith(".toml") else f"{known}.toml")
+            else:
+                found, path = _measure(model, dtype, engine, output, quick, announcer)
+                write_profile(found, path)  # whatever becomes of the search
+            if operating_points:
+                replica = msgspec.structs.replace(
+                    engine, row=preset, max_repeat=1, host_memory_bytes=host_room_bytes(found.geometry, search)
+                )
+                lengths = prompt_tokens, output_tokens
+                loads = find_operating_loads(found, replica, limits, lengths, search=search, show=announcer.show)
+                found = with_operating_loads(found, loads)
+                write_profile(found, path)
     except (ConfigError, ExecutorError, OSError, RigError, ValueError) as error:
         fail(str(error))
-    print_profile(measured)
+    print_profile(found)
     print(f"written to {path}")
+
+
+def _measure(
+    model: str, dtype: str, engine: EngineSettings, output: Path | None, quick: bool, announcer: "Announcer"
+) -> "tuple[CostProfile, Path]":
+    """Measure a profile; return it and where it goes."""
+    from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
+    from lorikeet.server.model_folder import prepare_model
+
+    folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
+    path = output or Path(f"{folder.name.lower()}.toml")
+    settings = Settings(
+        model=ModelSettings(model=str(folder), dtype=dtype),
+        engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES),
+    )
+    return run_profile(settings, path.stem, QUICK if quick else FULL, announcer.show), path

@@ -1,12 +1,13 @@
 """A profile as tables for people."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
-from lorikeet.costs.profile import CostProfile, Curve, Figure, Fit
+from lorikeet.core.slo import slo_words
+from lorikeet.costs.profile import CostProfile, Curve, Figure, Fit, OperatingLoads
 
 _PREFIXES = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (0, "p"))
 
@@ -34,6 +35,19 @@ def print_profile(profile: CostProfile) -> None:
                 fits.add_row(name, f"{value.r2:.4f}", f"{value.worst:.0%}", str(value.points))
     console.print(constants)
     console.print(fits)
+    if profile.operating_points:
+        console.print(_operating_points(profile.operating_points))
+
+
+def _operating_points(all_loads: Sequence[OperatingLoads]) -> Table:
+    table = Table(
+        "operating points", "SLO", "tokens", Column("rank", justify="right"), Column("tokens/s", justify="right")
+    )
+    for loads in all_loads:
+        for rank, tokens_per_s in sorted(loads.tokens_per_s.items()):
+            lengths = f"{loads.prompt_tokens} + {loads.output_tokens}"
+            table.add_row(loads.kernel_form, slo_words(loads.slo), lengths, str(rank), f"{tokens_per_s:,.0f}")
+    return table
 
 
 def _walk(name: str, value: object) -> Iterator[tuple[str, Figure | Curve | Fit]]:

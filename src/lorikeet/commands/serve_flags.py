@@ -72,7 +72,7 @@ FLAGS = (
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
     Flag("--row", "engine.row", str, "Which system to run as; auto."),
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
-    Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced."),
+    Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
     Flag(
         "--host-memory",
@@ -115,6 +115,15 @@ FLAGS = (
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag(
+        "--replicas --data-parallel-size --dp-size -dp",
+        "cluster.replicas",
+        int,
+        "Engines; the row says who serves what.",
+    ),
+    Flag(
+        "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
+    ),
     Flag("--host", "server.host", str, "Address to listen on; 127.0.0.1."),
     Flag("--port", "server.port", int, "Port; 8000, and 0 picks a free one."),
     Flag(

@@ -1,4 +1,4 @@
-"""``lorikeet simulate``: a workload through the engine on a virtual clock, by a profile."""
+"""``lorikeet simulate``: a workload through engines on a virtual clock, by a profile."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +13,7 @@ from lorikeet.commands.console import fail
 
 if TYPE_CHECKING:
     from lorikeet.bench.peak import Peak
+    from lorikeet.simulator.cluster_figures import ClusterFigures
     from lorikeet.simulator.study import Outcome
 
 Text = str | None
@@ -44,7 +45,13 @@ def simulate(
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_tokens: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_running=256.")] = None,
-    replicas: Annotated[Whole, typer.Option(min=1, help="Engines.")] = None,
+    replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the row's placement and routing.")] = None,
+    fetch: Annotated[
+        Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
+    ] = None,
+    provisioned: Annotated[
+        bool | None, typer.Option(help="At first adapters are where they are placed; else in their files.")
+    ] = None,
     slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
     predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
     seed: Annotated[Whole, typer.Option(min=0, help="Of all that is drawn.")] = None,
@@ -56,7 +63,7 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write distributions there, as SVG.", dir_okay=False)] = None,
 ) -> None:
-    """Run a workload through the engine on a virtual clock: the same scenario, the same answer."""
+    """Run a workload through engines on a virtual clock: the same scenario, the same answer."""
     from lorikeet.commands.load_tables import peak_words, probes_table
     from lorikeet.server.announce import Announcer
     from lorikeet.simulator.scenario import make_scenario
@@ -122,10 +129,40 @@ def _print_outcome(console: Console, outcome: "Outcome", top: int) -> None:
     for name, value in counters(outcome.simulated.stats).items():
         table.add_row(name.replace("_", " "), f"{value:,}")
     console.print(table)
+    if outcome.simulated.cluster is not None:
+        _print_cluster(console, outcome.simulated.cluster)
     if top and any(each.adapter is not None for each in figures.adapters):
         console.print(adapters_table(figures.adapters, top))
     if figures.errors:
         console.print(errors_table(figures.errors))
+
+
+def _print_cluster(console: Console, cluster: "ClusterFigures") -> None:
+    table = Table(title="Replicas", title_justify="left", padding=(0, 0))
+    table.add_column("replica", no_wrap=True)
+    for name in (
+        *("requests", "output\ntokens", "busy", "adapters\nrouted, mean", "most"),
+        *("held,\nmean", "most", "GB held,\nmean", "most"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in cluster.replicas:
+        table.add_row(
+            each.replica,
+            f"{each.requests:,}",
+            f"{each.output_tokens:,}",
+            f"{each.busy_share:.1%}",
+            *(f"{each.routed_mean:.1f}", str(each.routed_most), f"{each.held_mean:.1f}", str(each.held_most)),
+            *(f"{size_bytes / 1e9:.2f}" for size_bytes in (each.held_bytes_mean, each.held_bytes_most)),
+        )
+    console.print(table)
+    held = "" if cluster.held_share is None else f", mean per replica {cluster.held_share:.1%} of all"
+    console.print(
+        f"adapters: {cluster.adapters}, {cluster.adapter_bytes / 1e9:.2f} GB{held}; "
+        f"{cluster.fetches} fetched ({cluster.fetched_bytes / 1e9:.2f} GB), {cluster.provisions} from files, "
+        f"{cluster.deletes} copies deleted; {cluster.placements} placements after the first; "
+        f"{cluster.moves} requests moved",
+        soft_wrap=True,
+    )
 
 
 def _json(outcomes: "list[Outcome]", peak: "Peak | None") -> bytes:

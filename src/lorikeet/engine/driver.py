@@ -70,9 +70,11 @@ def drive(
         ExecutorError: a step failed, or no request can ever go on.
     """
     while True:
+        submitted = False
         while (coming_s := arrivals.next_s()) <= clock.now():
             engine.submit(arrivals.take())
-        if not engine.has_requests:
+            submitted = True
+        if not (engine.has_requests or submitted):  # one that was refused has ended, and a turn tells it
             if coming_s == math.inf:
                 return
             if not engine.has_chores:

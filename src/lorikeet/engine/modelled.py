@@ -143,6 +143,10 @@ class ModelledExecutor:
         """Return the transfers whose time has come."""
         return self._link.take_done(self._clock.now())
 
+    def next_transfer_s(self) -> float | None:
+        """Return when the next transfer ends, as things stand; None if none is under way."""
+        return self._link.next_s()
+
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Wait until the next transfer has ended, or for ``timeout_s``.
 

@@ -1,4 +1,4 @@
-"""Runs a workload through an engine on a virtual clock."""
+"""Runs a workload through one engine on a virtual clock."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,14 +12,23 @@ from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.profile import CostProfile
+from lorikeet.simulator.cluster_figures import ClusterFigures
 
 
 class Simulated(NamedTuple):
-    """A simulated run, and the engine's gauges and counters after it."""
+    """A simulated run.
+
+    Attributes:
+        run: what became of the requests.
+        stats: gauges and counters of each engine after it.
+        notes: what was chosen, in words.
+        cluster: what several replicas did; None for one engine alone.
+    """
 
     run: Run
-    stats: EngineStats
+    stats: tuple[EngineStats, ...]
     notes: tuple[str, ...]
+    cluster: ClusterFigures | None = None
 
 
 def simulate(
@@ -52,4 +61,4 @@ def simulate(
     run = run_workload(
         engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished, predict=predict
     )
-    return Simulated(run, engine.stats(), notes)
+    return Simulated(run, (engine.stats(),), notes)

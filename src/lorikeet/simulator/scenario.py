@@ -13,7 +13,8 @@ from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, parse_ranks, spread, synthetic_adapters
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
-from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.cluster.fetch_times import FetchForm
+from lorikeet.config import EngineSettings, ModelSettings, Positive, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.slo import Slo
@@ -32,7 +33,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         profile: name or file of the profile.
         preset: the system, a row's name.
-        replicas: engines; one.
+        replicas: engines, all alike; with several, the row's placement and routing count.
+        fetch: how adapters come from one replica to another: ``pipelined`` or ``store-and-forward``.
+        provisioned: at the start adapters are where the first placement has them; else each is read from its files when
+            it is first asked for.
         trace: workload, Azure's CSV or Mooncake's JSONL to begin with; empty to make requests.
         shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_tokens, most_tokens: as in
             :class:`Recipe`.
@@ -50,7 +54,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     profile: str
     preset: str = "auto"
-    replicas: int = 1
+    replicas: Positive = 1
+    fetch: FetchForm = FetchForm.PIPELINED
+    provisioned: bool = True
     trace: str = ""
     shape: str = "plain"
     arrivals: str = "poisson"
@@ -160,9 +166,6 @@ def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
     if tables.get("engine") and "engine" in given:
         given["engine"] = {**tables["engine"], **given["engine"]}
     try:
-        scenario = msgspec.convert({**tables, **given}, Scenario)
+        return msgspec.convert({**tables, **given}, Scenario)
     except msgspec.ValidationError as error:
         raise ScenarioError(f"{file or 'scenario'}: {error}") from error
-    if scenario.replicas != 1:
-        raise ScenarioError(f"replicas: {scenario.replicas}; one engine can be simulated")
-    return scenario

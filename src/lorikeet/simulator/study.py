@@ -1,6 +1,7 @@
 """A scenario simulated: once, or at rate after rate until its peak is found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,26 +38,29 @@ class Outcome(NamedTuple):
 
     def report(self) -> dict[str, Any]:
         """Return everything but the single requests as plain values, the same for the same scenario."""
-        stats = self.simulated.stats
-        return {
+        simulated = self.simulated
+        told = {
             "scenario": msgspec.structs.asdict(self.scenario),
             "profile": {"name": self.profile.name, "origin": self.profile.origin, "made": self.profile.made},
             "executor": "modelled",
             "rate": self.rate,
-            "notes": self.simulated.notes,
+            "notes": simulated.notes,
             "figures": msgspec.to_builtins(self.figures),
-            "engine": counters(stats),
+            "engine": counters(simulated.stats),
         }
+        if simulated.cluster is not None:
+            told["cluster"] = msgspec.to_builtins(simulated.cluster)
+        return told
 
 
-def counters(stats: EngineStats) -> dict[str, int]:
-    """Return what an engine counted in a run."""
+def counters(stats: Sequence[EngineStats]) -> dict[str, int]:
+    """Return what the engines counted in a run, all together."""
     return {
-        "steps": stats.steps,
-        "preemptions": stats.preemptions,
-        "total_blocks": stats.total_blocks,
-        "prefix_queries_tokens": stats.prefix_queries_tokens,
-        "prefix_hits_tokens": stats.prefix_hits_tokens,
+        "steps": sum(each.steps for each in stats),
+        "preemptions": sum(each.preemptions for each in stats),
+        "total_blocks": sum(each.total_blocks for each in stats),
+        "prefix_queries_tokens": sum(each.prefix_queries_tokens for each in stats),
+        "prefix_hits_tokens": sum(each.prefix_hits_tokens for each in stats),
     }
 
 
@@ -71,13 +75,15 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
 
     Raises:
         ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``ChoiceError``,
-            ``WorkloadError``, ``ConfigError``, ``ProfileError`` and ``UnknownAdapter``; each says which).
+            ``WorkloadError``, ``ConfigError``, ``ProfileError``, ``OperatingPointError`` and ``UnknownAdapter``; each
+            says which).
     """
     profile = load_profile(scenario.profile)
     workload = scenario.recipe(rate).requests()
     if not workload:
         raise ScenarioError("the workload holds no request")
-    simulated = simulate(
+    run: Callable[..., Simulated] = simulate if scenario.replicas == 1 else _cluster(scenario, show)
+    simulated = run(
         scenario.settings(),
         profile,
         workload,
@@ -87,6 +93,20 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         on_finished=lambda done: show(stage, done, len(workload)),
     )
     return Outcome(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
+
+
+def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
+    """Return what runs the scenario's cluster, to be called as ``simulate``.
+
+    Raises:
+        ScenarioError: a package that clusters need is not installed.
+    """
+    try:
+        from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
+    except ModuleNotFoundError as error:
+        raise ScenarioError(f"several replicas need {error.name}: run `pip install 'lorikeet[cluster]'`") from error
+    choice = ClusterChoice(scenario.replicas, scenario.seed, scenario.limits(), scenario.fetch, scenario.provisioned)
+    return partial(simulate_cluster, choice=choice, show=show)
 
 
 def find_peak_rate(

@@ -6,6 +6,7 @@ Ray is an extra. :mod:`.start` may be imported without it and says what to insta
 import os
 
 _VARIABLES = {
+    "RAY_COLOR_PREFIX": "0",  # lines of other processes come in a log, not on a terminal
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a call that comes after the end starts no Ray
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a call whose outcome does not matter may fail in silence
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -22,12 +22,14 @@ class Resources(NamedTuple):
     """What a replica takes of its machine.
 
     Attributes:
-        cpus: that Ray counts for it, at least as many as its engine has threads. Less than one is possible.
+        cpus: that Ray counts for it; less than one is possible.
         gpus: likewise.
+        threads: of each rank of its engine, unless the settings say.
     """
 
     cpus: float
     gpus: float = 0.0
+    threads: int = 1
 
 
 class RayProcess:
@@ -150,18 +152,18 @@ class RayHost:
             num_gpus=self._resources.gpus,
             max_restarts=0,  # another engine must be told everything anew, so its keeper asks for it
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": environment(self._resources.cpus)},
+            runtime_env={"env_vars": environment(self._resources.threads)},
         )
         return options.remote(self._replica, self._pool_dir)
 
 
-def environment(cpus: float) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """Return variables for an actor's process and what it starts.
 
     Ray lets workers run at niceness 15 and, where nobody has said otherwise, with as many threads as they have CPUs.
     Here both is said, so that it does not depend on where Ray was started, and how.
     """
-    return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(max(1, int(cpus)))}
+    return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
 
 
 def reason_of(error: Exception) -> str:

@@ -51,10 +51,11 @@ def open_ray(settings: Settings, pool_dir: Path, make: MakeOrchestrator, stack: 
     threads = settings.engine.threads * settings.engine.tensor_parallel
     cpus = threads or (cores / cluster.replicas if info.is_embedded else 1.0)
     gpus = settings.engine.tensor_parallel if settings.engine.device == "cuda" else 0
+    resources = Resources(cpus, gpus, max(1, int(cpus / settings.engine.tensor_parallel)))
     hosts: dict[ReplicaId, RayHost] = {}
 
     def host(replica: ReplicaId) -> RayHost:
-        hosts[replica] = RayHost(info, replica, pool_dir, Resources(cpus, gpus))
+        hosts[replica] = RayHost(info, replica, pool_dir, resources)
         return hosts[replica]
 
     url = cluster.registry_url or registry_url(settings.adapters)

@@ -6,8 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of an embedded Ray: adapters on their way are all that it holds, and what does not fit goes over the disk."""
@@ -55,12 +54,7 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
         )
     if ray.is_initialized():
         raise RayError("Ray runs in this process already")
-    embedded = {
-        "num_cpus": cpus,
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",  # nobody else has business with it
-    }
+    embedded = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     if not address:
         for name, value in _EMBEDDED.items():
             os.environ.setdefault(name, value)
@@ -77,6 +71,11 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     except Exception as error:  # Ray raises all kinds, plain ones included
         ray.shutdown()
         reason = str(error) or type(error).__name__
+        if "InvalidAuthToken" in str(error.__cause__):
+            raise RayError(
+                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in "
+                f"RAY_AUTH_TOKEN or in ~/.ray/auth_token"
+            ) from error
         if address:
             raise RayError(
                 f"no Ray cluster can be joined at {address}: {reason}; does `ray start` run on this machine, with the "
@@ -91,7 +90,7 @@ def stop_ray() -> None:
     _installed().shutdown()
 
 
-def _installed() -> ModuleType:
+def _installed() -> Any:
     try:
         import ray
         import ray.util

@@ -1,0 +1,64 @@
+"""``lorikeet status``: the replicas of a running server."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
+from lorikeet.commands.sizes import format_size
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Show which replicas serve which adapters.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a running server's replicas: where they are, what they do, which adapters they have."""
+    cluster = ServerApi(url, api_key).get("/v1/cluster")
+    if as_json:
+        print(json.dumps(cluster, indent=1))
+        return
+    console = Console()
+    console.print(_replicas(cluster["replicas"]))
+    if cluster["unrouted"]:
+        console.print(f"{cluster['unrouted']} requests wait for a replica")
+    copies = {name: value for name, value in cluster["copies"].items() if value}
+    if copies:
+        words = (f"{name.replace('_', ' ')} {_amount(name, value)}" for name, value in copies.items())
+        console.print(f"copies of adapters: {', '.join(words)}")
+    if adapters:
+        console.print(_shares(cluster["shares"], cluster["epoch"]))
+
+
+def _replicas(replicas: list[dict[str, Any]]) -> Table:
+    table = Table("replica", "state", "machine", "pid", "running", "waiting", "memory", "on device", "held", "restarts")
+    for replica in replicas:
+        state = "open" if replica["is_open"] else "drains" if replica["alive"] else "down"
+        table.add_row(
+            replica["id"],
+            state,
+            replica["address"],
+            str(replica["pid"] or "-"),
+            str(replica["running"]),
+            str(replica["waiting"]),
+            f"{replica['memory_used']:.0%}",
+            str(len(replica["resident"])),
+            f"{replica['held']}, {format_size(replica['held_bytes'])}",
+            str(replica["restarts"]),
+        )
+    return table
+
+
+def _shares(shares: dict[str, dict[str, float]], epoch: int) -> Table:
+    table = Table("adapter", "share of its requests", title=f"placement {epoch}", title_justify="left")
+    for name in sorted(shares):
+        table.add_row(name, ", ".join(f"{replica} {share:.0%}" for replica, share in shares[name].items()))
+    return table
+
+
+def _amount(name: str, value: int) -> str:
+    return format_size(value) if name.endswith("_bytes") else str(value)

@@ -1,0 +1,148 @@
+"""Runs a workload through several engines on a virtual clock, as a scenario says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.bench.in_process import Collector, WorkloadArrivals
+from lorikeet.bench.predictors import Predictor
+from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.replicas import build_modelled
+from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.build import ClusterOptions, build_cluster_policies, loads_that_fit, needs_operating_points
+from lorikeet.cluster.comigration.times import rebuild_s
+from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
+from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance
+from lorikeet.config import Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import ReplicaId
+from lorikeet.core.slo import Slo
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import CostProfile
+from lorikeet.rows import Row, resolve_row
+from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
+from lorikeet.simulator.operating_points import Show, operating_points_for
+from lorikeet.simulator.replica import SimulatedReplica
+from lorikeet.simulator.run import Simulated
+
+
+class ClusterChoice(NamedTuple):
+    """What a scenario says of its cluster; the row says the rest.
+
+    Attributes:
+        replicas: engines, all alike.
+        seed: of what policies draw.
+        slo: that policies are to keep.
+        fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
+    """
+
+    replicas: int
+    seed: int = 0
+    slo: Slo = Slo()
+    fetch: FetchForm = FetchForm.PIPELINED
+    provisioned: bool = True
+
+
+def simulate_cluster(
+    settings: Settings,
+    profile: CostProfile,
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    prompts: Prompts,
+    choice: ClusterChoice,
+    *,
+    predict: Predictor | None = None,
+    on_finished: Callable[[int], None] = lambda finished: None,
+    show: Show = lambda stage, done, total: None,
+) -> Simulated:
+    """Run ``workload`` on modelled replicas behind the row's routing and placement (see ``cluster_run``).
+
+    Args:
+        settings: of every engine.
+        profile: what things cost. If the row's placement needs operating points and the profile has none, they are
+            searched first (see ``operating_points_for``).
+        workload: by arrival, at least one request.
+        adapters: by the names in the workload.
+        prompts: makes the prompts.
+        choice: of the cluster.
+        predict: predicts the lengths of answers, see ``run_workload``.
+        on_finished: called with the number of requests that have ended.
+        show: called with (stage, done, total) while operating points are searched.
+
+    Raises:
+        ConfigError: a setting does not fit the profile, or a policy lacks something.
+        OperatingPointError: no operating point could be found.
+        ProfileError: the profile lacks something that the workload needs.
+        UnknownAdapter: the workload names an adapter that there is not.
+    """
+    name, row = resolve_row(settings.engine.row)
+    arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predict=predict)
+    collector = Collector(workload, arrivals, on_finished)
+    replicas = [
+        SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_running)
+        for n in range(choice.replicas)
+    ]
+    options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
+    router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
+    copies = CopyCosts(choice.fetch, ranks=profile.tensor_parallel)
+    setup = ClusterSetup(
+        router,
+        placement,
+        period_s=row.placement_period_s,
+        prefetch=row.pool_prefetch,
+        copies=copies,
+        provisioned=choice.provisioned,
+        move_s=_move_s(profile, row, copies) if row.comigration else None,
+        reserved_share=RESERVED_SHARE if isinstance(placement, BurstTolerance) else 0.0,
+    )
+    cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
+    note = f"{choice.replicas} replicas of {name}: placement {row.placement}, routing {row.routing}"
+    stats = tuple(replica.engine.stats() for replica in replicas)
+    return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
+
+
+def _options(
+    settings: Settings,
+    profile: CostProfile,
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    choice: ClusterChoice,
+    replica: SimulatedReplica,
+    show: Show,
+) -> ClusterOptions:
+    """Return what policies are made with: mean requests are those of the workload."""
+    _, row = resolve_row(settings.engine.row)
+    info, slo = replica.info(), choice.slo
+    prompt_tokens = max(1, round(fmean(request.input_tokens for request in workload)))
+    output_tokens = max(1, round(fmean(request.output_tokens for request in workload)))
+    options = ClusterOptions(
+        seed=choice.seed,
+        ttft_s=slo.ttft_s or 0.0,
+        tpot_s=slo.tpot_s or 0.0,
+        memory_bytes=replica.sizes.total_blocks * replica.sizes.block_bytes,
+        kv_token_bytes=info.kv_token_bytes,
+        link_bytes_per_s=settings.engine.link_bytes_per_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    lengths = prompt_tokens, output_tokens
+    if not needs_operating_points(row) or loads_that_fit(profile, row.kernel_form, options.slo, *lengths) is not None:
+        return options
+    points = operating_points_for(
+        profile, settings.engine.row, options.slo, lengths, choice.seed, engine=settings.engine, show=show
+    )
+    ranks = {ref.max_rank for ref in adapters.values()}
+    return msgspec.structs.replace(options, tokens_per_s={rank: points[rank] for rank in sorted(ranks)})
+
+
+def _move_s(profile: CostProfile, row: Row, copies: CopyCosts) -> Callable[[int], float]:
+    """Return what moving a request of so many tokens takes: they travel, and are prefilled alone."""
+    model = CostModel(profile, row.kernel_form)
+
+    def prefill_s(tokens: int) -> float:
+        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
+
+    return partial(rebuild_s, prefill_s=prefill_s, link_bytes_per_s=copies.network_bytes_per_s)

@@ -1,0 +1,293 @@
+"""Many modelled engines on one virtual time, behind the dispatcher and the orchestrator of a live cluster.
+
+Every engine has a clock of its own. A turn that begins at s is computed at s and moves that clock to its end e; what
+it has to tell is heard at e. So whoever decides at t knows what engines had told by t, and nothing else. What is sent
+to an engine during its turn it receives with the next one, as a live engine does, and arrival times stay what they
+are.
+
+With ``max_repeat`` 1 steps that would be planned alike are run in one turn, as long as nothing can reach their engine:
+until the next arrival, copy, placement or review. Where the turns of others may send something, too (requests wait to
+be routed, to be moved, or for the answer to another), also until the next of these turns begins or ends. So repeats
+change neither times nor what routers know of requests; only that a copy was deleted, for which nobody waits, an engine
+hears after them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from lorikeet.bench.in_process import Collector, WorkloadArrivals
+from lorikeet.cluster.asked import Asked, asked
+from lorikeet.cluster.comigration.observe import observe
+from lorikeet.cluster.comigration.review import CoMigration
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Move
+from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes
+from lorikeet.cluster.hearing import gauges
+from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import DropAdapter, KnowAdapters, StepOutputs, Submit
+from lorikeet.core.request import Request
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.memory.tree import block_keys
+from lorikeet.simulator.agenda import Agenda, Kind
+from lorikeet.simulator.cluster_figures import ClusterFigures, Tally
+from lorikeet.simulator.replica import EPOCH, SimulatedReplica
+
+REVIEW_S = 1.0
+"""Time between two reviews of co-migration (docs/decisions/comigration.md)."""
+
+SOLVER_LIMIT_S = 30.0
+"""For each run of co-migration's solver, on this machine's clock, which must not decide what a simulation finds: a live
+cluster gives up after 50 ms. What takes longer than this stays unsolved here, too."""
+
+
+class ClusterSetup(msgspec.Struct, frozen=True):
+    """What a cluster is made of beside its replicas.
+
+    Attributes:
+        router, placement: policies, fresh ones.
+        period_s: time between two placements.
+        prefetch: replicas fetch what a new placement gives them at once.
+        copies: what copies between replicas take.
+        provisioned: at the start every adapter is where the first placement has it; else nowhere, and its first request
+            has it read from its files.
+        move_s: what moving a request of so many tokens takes, as co-migration sees it; None for no co-migration.
+        reserved_share: of each replica's memory, that co-migration does not count on.
+    """
+
+    router: Router
+    placement: Placement
+    period_s: float = 10.0
+    prefetch: bool = False
+    copies: CopyCosts = CopyCosts()
+    provisioned: bool = True
+    move_s: Callable[[int], float] | None = None
+    reserved_share: float = 0.0
+
+
+class ClusterRun:
+    """One run of a workload; see the module.
+
+    Args:
+        replicas: on clocks that stand where the workload starts.
+        setup: of the cluster.
+        adapters: all that requests may ask for.
+        arrivals: the workload.
+        collector: of the same.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[SimulatedReplica],
+        setup: ClusterSetup,
+        adapters: Sequence[AdapterRef],
+        arrivals: WorkloadArrivals,
+        collector: Collector,
+    ) -> None:
+        now = arrivals.start_s
+        self._replicas = {replica.id: replica for replica in replicas}
+        self._setup = setup
+        self._refs = {ref.digest: ref for ref in adapters}
+        self._arrivals = arrivals
+        self._collector = collector
+        self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
+        self._orchestrator = Orchestrator(setup.placement, now)
+        self._comigration = CoMigration(CoMigrationSettings(time_limit_s=SOLVER_LIMIT_S))
+        self._copy_times = CopyTimes(setup.copies)
+        self._copies = 0
+        self._agenda = Agenda()
+        self._requests: dict[RequestId, Request] = {}
+        self._sent_s: dict[RequestId, float] = {}
+        self._moved_s: dict[RequestId, float] = {}
+        self._move_s: dict[RequestId, float] = {}
+        self._seen_arrivals: list[tuple[AdapterDigest, int]] = []
+        self._seen_answers: list[tuple[AdapterDigest, int]] = []
+        self._tally = Tally(list(self._replicas), {ref.digest: ref.weight_bytes for ref in adapters}, now)
+
+    def run(self) -> ClusterFigures:
+        """Run until all requests have ended.
+
+        Raises:
+            ExecutorError: a step failed, or requests wait and nothing is under way that could let one go on.
+        """
+        now = self._arrivals.start_s
+        self._begin(now)
+        while (arrival_s := self._arrivals.next_s()) < math.inf or self._arrivals.under_way:
+            event = self._agenda.pop_before(arrival_s)
+            if event is None:
+                now = max(now, arrival_s)  # one may follow an answer that failed before its turn ended
+                self._arrive(self._arrivals.take(), now)
+            elif arrival_s == math.inf and self._is_stuck(event.kind):
+                raise ExecutorError("requests wait, and nothing is under way that could let one go on")
+            else:
+                now = event.at_s
+                event.act(now)
+        return self._tally.figures({replica.id: replica.busy_s for replica in self._replicas.values()}, now)
+
+    def _begin(self, now: float) -> None:
+        """Place all adapters, and bring them there at no cost."""
+        known = [Known(ref.digest, ref.max_rank, ref.weight_bytes) for ref in self._refs.values()]
+        table = self._orchestrator.know(known, now)
+        there: dict[ReplicaId, list[AdapterDigest]] = {each: [] for each in self._replicas}
+        for adapter, each in table.pairs() if self._setup.provisioned else ():
+            there[each].append(adapter)
+            self._tally.seeded(adapter, each, now)
+        for replica in self._replicas.values():
+            held = there[replica.id]
+            self._perform(self._dispatcher.join(replica.info(), now, held), now)
+            self._tell(replica, KnowAdapters(tuple(map(self._refs.__getitem__, held))), now)
+        self._place(table, now)
+        self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
+        if self._setup.move_s is not None:
+            self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, self._setup.move_s))
+
+    def _is_stuck(self, kind: Kind) -> bool:
+        """Whether nothing goes on but what goes on for ever; the next event is of that kind."""
+        return kind in (Kind.PERIOD, Kind.REVIEW) and not self._copies and self._agenda.engine_s == math.inf
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _arrive(self, request: Request, now: float) -> None:
+        self._requests[request.request_id] = request
+        if request.digest is not None:
+            self._seen_arrivals.append((request.digest, len(request.prompt_token_ids)))
+        self._perform(self._dispatcher.arrive(self._asked(request), now), now)
+
+    def _asked(self, request: Request) -> Asked:
+        if not self._setup.router.wants_keys:
+            return asked(request)
+        block_tokens = next(iter(self._replicas.values())).sizes.block_tokens
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        return asked(request, tuple(block_keys(request.digest, token_ids, block_tokens)))
+
+    def _perform(self, actions: Actions, now: float) -> None:
+        """Do what the dispatcher asks for."""
+        assert not actions.failed, "no copy fails here"
+        for request_id, replica in actions.sends:
+            self._sent_s[request_id] = now
+            self._tally.of[replica].requests += 1
+            self._tell(self._replicas[replica], Submit(self._requests[request_id]), now)
+        for fetch in actions.fetches:
+            end_s = self._copy_times.fetched_s(fetch.source, self._refs[fetch.adapter].weight_bytes, now)
+            self._copies += 1
+            self._agenda.add(end_s, Kind.COPIED, partial(self._fetched, fetch))
+        for provision in actions.provisions:
+            end_s = self._copy_times.provided_s(provision.replica, self._refs[provision.adapter].weight_bytes, now)
+            self._copies += 1
+            self._agenda.add(end_s, Kind.COPIED, partial(self._provided, provision))
+        for adapter, replica in actions.deletes:
+            self._tally.deleted(adapter, replica, now)
+            self._tell(self._replicas[replica], DropAdapter(adapter), now)
+
+    def _fetched(self, fetch: Fetch, now: float) -> None:
+        self._copies -= 1
+        self._tally.fetched(fetch.adapter, fetch.destination, now)
+        self._tell(self._replicas[fetch.destination], KnowAdapters((self._refs[fetch.adapter],)), now)
+        self._perform(self._dispatcher.fetched(fetch), now)
+
+    def _provided(self, provision: Provision, now: float) -> None:
+        self._copies -= 1
+        self._tally.provided(provision.adapter, provision.replica, now)
+        self._tell(self._replicas[provision.replica], KnowAdapters((self._refs[provision.adapter],)), now)
+        self._perform(self._dispatcher.provided(provision), now)
+
+    # --- engines -------------------------------------------------------------------------------------
+
+    def _tell(self, replica: SimulatedReplica, message: Submit | KnowAdapters | DropAdapter, now: float) -> None:
+        replica.tell(message)
+        self._give_turn(replica, now)
+
+    def _give_turn(self, replica: SimulatedReplica, at_s: float) -> None:
+        """Let an engine begin a turn then, unless it does so before, or looks for itself when its turn has ended."""
+        if not replica.is_turning and at_s < replica.turn_s:
+            replica.turn_s = at_s
+            self._agenda.add(at_s, Kind.TURN, partial(self._turn, replica))
+
+    def _turn(self, replica: SimulatedReplica, now: float) -> None:
+        if now != replica.turn_s:
+            return  # it was given an earlier turn since
+        replica.turn_s, replica.is_turning = math.inf, True
+        outputs, end_s = replica.turn(now, self._until_s())
+        self._agenda.add(end_s, Kind.HEARD, partial(self._heard, replica, outputs))
+
+    def _until_s(self) -> float:
+        """Return until when nothing can reach an engine that begins a turn now (see the module)."""
+        until_s = min(self._arrivals.next_s(), self._agenda.other_s)
+        is_leaving = any(replica.leaving for replica in self._replicas.values())
+        if self._dispatcher.waiting or self._arrivals.follow_answers or is_leaving:
+            until_s = min(until_s, self._agenda.engine_s)
+        return until_s
+
+    def _heard(self, replica: SimulatedReplica, outputs: StepOutputs, now: float) -> None:
+        """A turn has ended: all that it has to tell is heard, and whoever is to leave leaves."""
+        replica.is_turning = False
+        self._collector.take(outputs, now)
+        self._tally.of[replica.id].output_tokens += len(outputs.tokens)
+        self._perform(self._dispatcher.hear(replica.id, outputs, now), now)
+        for event in outputs.events:
+            if isinstance(event, Finished):
+                self._ended(event.request_id)
+        if outputs.stats is not None:
+            told = gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_tokens)
+            self._perform(self._dispatcher.gauges(told, now), now)
+        leaving, replica.leaving = replica.leaving, []
+        for move in leaving:
+            self._move(move, now)
+        self._give_turn(replica, replica.next_turn_s(now))
+
+    def _ended(self, request_id: RequestId) -> None:
+        request = self._requests.pop(request_id)
+        del self._sent_s[request_id]
+        self._moved_s.pop(request_id, None)
+        exchange = self._collector.exchange(request_id)
+        if request.digest is not None and exchange.error is None:
+            self._seen_answers.append((request.digest, exchange.output_tokens))
+
+    # --- placement and migration ---------------------------------------------------------------------
+
+    def _place(self, table: RoutingTable, now: float) -> None:
+        self._tally.routed(table, now)
+        self._perform(self._dispatcher.swap(table, now), now)
+
+    def _end_period(self, now: float) -> None:
+        before = self._orchestrator.table.epoch
+        self._orchestrator.tell(Seen(tuple(self._seen_arrivals), tuple(self._seen_answers)))
+        self._seen_arrivals.clear()
+        self._seen_answers.clear()
+        table = self._orchestrator.close_period(now)
+        if table.epoch != before:
+            self._tally.placements += 1
+            self._place(table, now)
+        self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
+
+    def _review(self, move_s: Callable[[int], float], now: float) -> None:
+        fleet, reserved_share = self._dispatcher.fleet, self._setup.reserved_share
+        observed = observe(fleet, self._sent_s, self._moved_s, move_s, now, reserved_share)
+        self._move_s = {request.request_id: request.move_s for request in observed.requests}
+        for move in self._comigration.review(*observed).moves:
+            if self._replicas[move.source].is_turning:
+                self._replicas[move.source].leaving.append(move)
+            else:
+                self._move(move, now)
+        self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, move_s))
+
+    def _move(self, move: Move, now: float) -> None:
+        """Take a request out of its engine and give it to another, unless it has ended since the review."""
+        request_id, source = move.request_id, self._replicas[move.source]
+        if self._dispatcher.fleet.where(request_id) != move.source:
+            return
+        request = self._requests[request_id] = source.withdraw(request_id, now)
+        self._give_turn(source, now)
+        del self._sent_s[request_id]
+        self._moved_s[request_id] = self._moved_s.get(request_id, 0.0) + self._move_s[request_id]
+        self._tally.moves += 1
+        self._perform(self._dispatcher.move(self._asked(request), move.target, now), now)

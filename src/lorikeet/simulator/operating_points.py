@@ -1,0 +1,255 @@
+"""Operating points: the highest load that one replica serves under an SLO, searched rank by rank on a virtual clock.
+
+Source: LoRAServe, section IV-A, for what they are; how they are found is ours: the paper does not say.
+"""
+
+from collections.abc import Callable
+from math import ceil
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.bench.choices import Range
+from lorikeet.bench.load_report import slo_attainment
+from lorikeet.bench.peak import find_peak
+from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.rates import Rates
+from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.synthetic import PAPER_RANKS, synthetic_adapters
+from lorikeet.cluster.build import OUTPUT_TOKENS, PROMPT_TOKENS
+from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.config import EngineSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.slo import Slo
+from lorikeet.costs.profile import CostProfile, OperatingLoads
+from lorikeet.rows import of_one_replica, resolve_row
+from lorikeet.simulator.run import simulate
+
+ATTAINMENT = 0.95
+"""Share of requests that must meet the SLO: with a limit on TTFT alone, its 95th percentile must."""
+
+_LEFT_OUT = 0.1
+"""Of a run's requests, the first: the replica is not busy yet."""
+_FIRST_RATE = 1.0
+_LOWEST_RATE = 2.0**-10
+"""Requests per second where a search begins, and below which nothing is a load."""
+_MOST_PROBES = 24
+_MOST_TIMES = 20
+"""A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
+
+Show = Callable[[str, int, int], None]
+
+
+class OperatingPointError(ValueError):
+    """There is no operating point; the message says of which rank and why."""
+
+
+class Lengths(NamedTuple):
+    """Tokens of every request."""
+
+    prompt_tokens: int = PROMPT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
+
+
+class Search(msgspec.Struct, frozen=True):
+    """How operating points are searched.
+
+    Attributes:
+        ranks: at which.
+        adapters: all of one rank, asked for at random.
+        requests: the fewest of one probe.
+        limits: a probe is so many times as long as the SLO's limit on TTFT or E2E. What is asked of a replica beyond
+            what it can do delays requests by that part of the probe, so less than one part in ``limits`` is not seen.
+        precision: met and missed rates are at most so far apart, relative to the met one.
+    """
+
+    ranks: tuple[int, ...] = PAPER_RANKS
+    adapters: int = 25
+    requests: int = 3000
+    limits: float = 30.0
+    precision: float = 0.02
+
+
+THOROUGH = Search()
+BRIEF = Search(requests=1000, limits=10.0, precision=0.05)
+"""Less exact, for simulations whose profile has no operating points that fit."""
+
+_found: dict[bytes, OperatingLoads] = {}
+"""What :func:`operating_points_for` has searched in this process."""
+
+
+def operating_points_for(
+    profile: CostProfile,
+    row: str,
+    slo: Slo,
+    lengths: tuple[int, int],
+    seed: int,
+    *,
+    engine: EngineSettings | None = None,
+    search: Search = BRIEF,
+    show: Show = lambda stage, done, total: None,
+) -> OperatingPoints:
+    """Return the profile's own operating points of exactly this setting, or search them: once in a process.
+
+    Args:
+        profile: of the replica.
+        row: its name; only what a single replica looks at counts.
+        slo: to be kept.
+        lengths: prompt and answer of every request.
+        seed: of the requests.
+        engine: settings of the replica, whose row does not count; None for the defaults, with a plan for each step.
+        search: how, if they must be searched.
+        show: called with (stage, requests that have ended, requests) while they are.
+
+    Raises:
+        OperatingPointError: there is none.
+        ConfigError: row or settings do not fit the profile.
+        ProfileError: the profile lacks a constant.
+    """
+    replica = msgspec.structs.replace(engine or EngineSettings(max_repeat=1), row=row)
+    _, resolved = resolve_row(row)
+    wanted = (resolved.kernel_form, slo, *lengths, replica.max_running, replica.max_step_tokens)
+    for loads in profile.operating_points:
+        if _setting(loads) == wanted:
+            return OperatingPoints(loads.tokens_per_s)
+    settings = msgspec.structs.replace(replica, row="")
+    key = msgspec.json.encode((profile, settings, of_one_replica(resolved), slo, lengths, seed, search))
+    if key not in _found:
+        _found[key] = find_operating_loads(profile, replica, slo, lengths, seed, search, show)
+    return OperatingPoints(_found[key].tokens_per_s)
+
+
+def find_operating_loads(
+    profile: CostProfile,
+    engine: EngineSettings,
+    slo: Slo,
+    lengths: tuple[int, int],
+    seed: int = 0,
+    search: Search = THOROUGH,
+    show: Show = lambda stage, done, total: None,
+) -> OperatingLoads:
+    """Search for each rank the highest rate of Poisson arrivals at which enough requests meet the SLO.
+
+    All probes of a rank begin with the same requests, only closer together or further apart. A load is that rate times
+    the tokens of a request, so it is what arrives, as demand is.
+
+    Args:
+        profile: of the replica.
+        engine: its settings; with ``max_repeat`` 1 it decides anew after each step, and is simulated sooner.
+        slo: to be kept.
+        lengths: prompt and answer of every request.
+        seed: of the requests.
+        search: how thoroughly.
+        show: called with (stage, requests of a probe that have ended, requests).
+
+    Raises:
+        OperatingPointError: the SLO has no limits, the requests are longer than the model allows, or at some rank they
+            miss the SLO at any rate, or meet it at any.
+        ConfigError: a setting does not fit the profile.
+        ProfileError: the profile lacks a constant.
+    """
+    if slo == Slo():
+        raise OperatingPointError("operating points need limits, such as ttft=10 or ttft=2,tpot=0.1 (seconds)")
+    if sum(lengths) > profile.max_model_tokens:
+        raise OperatingPointError(f"requests of {lengths[0]} + {lengths[1]} tokens are too long for {profile.name}")
+    name, row = resolve_row(engine.row)
+    rates: dict[int, float] = {}
+    for rank in sorted(search.ranks):
+        start = min(rates.values(), default=_FIRST_RATE)  # a larger rank is hardly ever faster
+        rates[rank] = _peak(_Probe(profile, engine, slo, Lengths(*lengths), seed, search, rank, show), start)
+    return OperatingLoads(
+        kernel_form=row.kernel_form,
+        slo=slo,
+        prompt_tokens=lengths[0],
+        output_tokens=lengths[1],
+        max_running=engine.max_running,
+        max_step_tokens=engine.max_step_tokens,
+        tokens_per_s={rank: rate * sum(lengths) for rank, rate in rates.items()},
+        source=f"simulated: {name}, {search.adapters} adapters of each rank, {search.requests} requests or more, "
+        f"{ATTAINMENT:.0%} within the SLO",
+    )
+
+
+def host_room_bytes(geometry: ModelGeometry, search: Search) -> int:
+    """Return host memory in which all adapters of a search have room, twice: KV may take half of it."""
+    (largest,) = synthetic_adapters(1, (max(search.ranks),), geometry)
+    return 2 * search.adapters * largest.weight_bytes
+
+
+def with_operating_loads(profile: CostProfile, loads: OperatingLoads) -> CostProfile:
+    """Return the profile with these operating points, in the place of others of the same setting."""
+    others = tuple(each for each in profile.operating_points if _setting(each) != _setting(loads))
+    return msgspec.structs.replace(profile, operating_points=(*others, loads))
+
+
+def _setting(loads: OperatingLoads) -> tuple[object, ...]:
+    """Return what operating points depend on beside the profile."""
+    return (
+        loads.kernel_form,
+        loads.slo,
+        loads.prompt_tokens,
+        loads.output_tokens,
+        loads.max_running,
+        loads.max_step_tokens,
+    )
+
+
+class _Probe(NamedTuple):
+    """Runs at any rate with adapters of one rank; see :func:`find_operating_loads`."""
+
+    profile: CostProfile
+    engine: EngineSettings
+    slo: Slo
+    lengths: Lengths
+    seed: int
+    search: Search
+    rank: int
+    show: Show
+
+    def attainment(self, rate: float) -> float:
+        """Return the share of the requests of a run at ``rate`` that meet the SLO."""
+        requests = self._requests(rate)
+        refs = synthetic_adapters(self.search.adapters, (self.rank,), self.profile.geometry)
+        adapters: dict[str, AdapterRef] = {ref.name: ref for ref in refs}
+        recipe = Recipe(
+            rates=Rates.constant(rate),
+            count=requests,
+            adapters=tuple(adapters),
+            prompt_tokens=Range(self.lengths.prompt_tokens, self.lengths.prompt_tokens),
+            output_tokens=Range(self.lengths.output_tokens, self.lengths.output_tokens),
+            seed=self.seed,
+        )
+        stage = f"operating point of rank {self.rank}"
+        simulated = simulate(
+            Settings(engine=self.engine),
+            self.profile,
+            recipe.requests(),
+            adapters,
+            Prompts(self.seed),
+            on_finished=lambda done: self.show(stage, done, requests),
+        )
+        share = slo_attainment(simulated.run.exchanges[int(requests * _LEFT_OUT) :], self.slo)
+        assert share is not None  # the SLO has limits
+        return share
+
+    def _requests(self, rate: float) -> int:
+        fewest, limit_s = self.search.requests, max(self.slo.ttft_s or 0.0, self.slo.e2e_s or 0.0)
+        return min(max(fewest, ceil(rate * self.search.limits * limit_s)), _MOST_TIMES * fewest)
+
+
+def _peak(probe: _Probe, start: float) -> float:
+    """Return the highest rate of requests per second that meets the SLO."""
+    peak = find_peak(
+        probe.attainment,
+        ATTAINMENT,
+        start,
+        lowest=_LOWEST_RATE,
+        precision=probe.search.precision,
+        max_probes=_MOST_PROBES,
+    )
+    if peak.rate is None:
+        raise OperatingPointError(f"rank {probe.rank}: even {peak.missed_rate:.3g} requests/s miss the SLO")
+    if peak.missed_rate is None:
+        raise OperatingPointError(f"rank {probe.rank}: requests meet the SLO at any rate")
+    return peak.rate

@@ -1,0 +1,131 @@
+"""One engine of a simulated cluster, on a clock of its own."""
+
+import math
+from collections import Counter
+
+import msgspec
+
+from lorikeet.bench.replicas import Modelled
+from lorikeet.cluster.comigration.state import Move
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.messages import DropAdapter, KnowAdapters, StepOutputs, Submit
+from lorikeet.core.request import Request
+from lorikeet.engine.process import STATS_EVERY_S
+
+_MARGIN = 1.1
+"""A step is taken to be longer than the last one by so much at most: contexts grow."""
+
+EPOCH = 0
+"""Incarnation of every simulated engine: none is ever started again."""
+
+
+class SimulatedReplica:
+    """A modelled engine, and what it was sent and has not received.
+
+    Its clock stands where its last turn ended. While that is ahead of everybody else's time, the turn is under way:
+    what is sent to it then it receives with its next turn, as an engine process does.
+
+    Args:
+        replica_id: its name.
+        made: the engine.
+        max_batch: most requests in a step.
+
+    Attributes:
+        engine, sizes, notes: of the replica.
+        is_turning: a turn is under way.
+        turn_s: when its next turn begins, infinity if nothing is known that would begin one.
+        leaving: requests that are to go elsewhere when the turn under way has ended.
+        busy_s: time of its turns that ran something.
+    """
+
+    def __init__(self, replica_id: ReplicaId, made: Modelled, max_batch: int) -> None:
+        self.id = replica_id
+        self.engine, self.sizes, self.notes = made.replica
+        self._clock = made.clock
+        self._executor = made.executor
+        self._coalesced = made.coalesced
+        self._max_batch = max_batch
+        self._inbox: list[Submit | KnowAdapters | DropAdapter] = []
+        self._stats_due_s = -math.inf
+        self._step_s = 0.0
+        self.is_turning = False
+        self.turn_s = math.inf
+        self.leaving: list[Move] = []
+        self.busy_s = 0.0
+
+    def info(self) -> ReplicaInfo:
+        """Return what a fleet knows of it when it joins."""
+        sizes = self.sizes
+        return ReplicaInfo(
+            replica=self.id,
+            epoch=EPOCH,
+            total_tokens=sizes.total_blocks * sizes.block_tokens,
+            max_batch=self._max_batch,
+            kv_token_bytes=sizes.block_bytes / sizes.block_tokens,
+        )
+
+    def tell(self, message: Submit | KnowAdapters | DropAdapter) -> None:
+        """Send a message. A replica that rests must be given a turn."""
+        self._inbox.append(message)
+
+    def turn(self, now: float, until_s: float) -> tuple[StepOutputs, float]:
+        """Receive and run a turn that begins now; return what it has to tell, and when it ends.
+
+        Steps that would be planned alike are run together as long as they end by ``until_s``, to judge by the last one:
+        a step that goes on beyond it is a turn of its own, so that all tokens before it have been told by then.
+
+        Args:
+            now: at or after the end of the last turn.
+            until_s: nothing reaches the engine before (see ``Engine.step``); without effect if it repeats steps as a
+                live one does.
+
+        Raises:
+            ExecutorError: the step failed.
+        """
+        self._clock.wait_until(now)
+        for message in self._inbox:
+            match message:
+                case Submit(request):
+                    self.engine.submit(request)
+                case KnowAdapters(adapters):
+                    self.engine.know_adapters(adapters)
+                case DropAdapter(digest):
+                    self.engine.drop_adapter(digest)
+        self._inbox.clear()
+        last_begins_s = max(now, until_s - self._step_s * _MARGIN)
+        outputs = self.engine.step(last_begins_s if self._coalesced else None)
+        end_s = self._clock.now()
+        if self.engine.is_busy:
+            self.busy_s += end_s - now
+        if outputs.tokens:
+            steps = max(Counter(output.request_id for output in outputs.tokens).values())
+            self._step_s = (end_s - now) / steps
+        if end_s >= self._stats_due_s or not self.engine.is_busy:
+            outputs = msgspec.structs.replace(outputs, stats=self.engine.stats())
+            self._stats_due_s = end_s + STATS_EVERY_S
+        return outputs, end_s
+
+    def next_turn_s(self, now: float) -> float:
+        """Return when the next turn begins if nothing is sent before; the last one has ended (see ``driver.drive``)."""
+        if self._inbox:
+            return now
+        if not self.engine.has_requests and not self.engine.has_chores:
+            return math.inf
+        if self.engine.is_busy:
+            return now
+        transfer_s = self._executor.next_transfer_s()
+        return max(now, min(self.engine.due_s, math.inf if transfer_s is None else transfer_s))
+
+    def withdraw(self, request_id: RequestId, now: float) -> Request:
+        """Take a request back that was sent here; no turn is under way. The replica must be given a turn.
+
+        Raises:
+            KeyError: it is not here.
+        """
+        for message in self._inbox:
+            if isinstance(message, Submit) and message.request.request_id == request_id:
+                self._inbox.remove(message)
+                return message.request
+        self._clock.wait_until(now)
+        return self.engine.export_request(request_id)

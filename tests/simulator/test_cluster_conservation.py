@@ -1,0 +1,73 @@
+"""Whatever the fleet, the policies and the load: every request of a simulated cluster ends once, and whole."""
+
+import numpy as np
+import pytest
+
+from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.build import ClusterOptions, build_router
+from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
+from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.cluster.routing import ROUTING
+from lorikeet.rows import Row
+from tests.support.clusters import BLOCK, names, settings, simulated, some_adapters
+from tests.support.profiles import round_profile
+
+
+class Restless(Random):
+    """Deals adapters anew with every placement."""
+
+    def place(self, demands, now):  # type: ignore[no-untyped-def]
+        self._homes = {}
+        return super().place(demands, now)
+
+
+def placement_of(kind: int, replicas: int, seed: int) -> Placement:
+    there = names(replicas)
+    return (FullReplication(there), Random(there, seed), Contiguous(there), Restless(there, seed))[kind % 4]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("routing", ROUTING)
+def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
+    number = list(ROUTING).index(routing) + seed
+    generator = np.random.default_rng((seed, number))
+    replicas, adapters = int(generator.integers(1, 5)), some_adapters(8)
+    asked = [None, *(ref.name for ref in adapters)]
+    workload = [
+        WorkloadRequest(
+            float(at_s),
+            asked[generator.integers(len(asked))],
+            *generator.integers(1, [150, 60]).tolist(),
+            prefix_blocks=tuple(generator.integers(0, 3, 2).tolist()),
+            conversation=str(generator.integers(6)),
+        )
+        for at_s in np.sort(generator.uniform(0, 8, 70))
+    ]
+    router = build_router(Row(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
+    found = simulated(
+        workload,
+        replicas,
+        adapters,
+        of=settings(
+            memory_bytes=32 * BLOCK * int(generator.integers(70, 120)),
+            host_memory_bytes=32 * BLOCK * 100,
+            max_running=int(generator.integers(2, 20)),
+            max_repeat=(1, 4)[seed % 2],
+            row=("lorikeet:plain", "toppings:s-lora", "elora")[number % 3],
+        ),
+        router=router,
+        placement=placement_of(number, replicas, seed),
+        period_s=1.0,
+        prefetch=bool(number % 2),
+        copies=CopyCosts(list(FetchForm)[seed % 2], network_bytes_per_s=2e3, drive_bytes_per_s=1e3),
+        provisioned=seed != 1,
+        move_s=(lambda tokens: 1e-3 * tokens) if seed == 2 else None,
+    )
+    assert found.finished == list(range(1, 71))
+    assert [each.error for each in found.run.exchanges] == [None] * 70
+    assert [each.output_tokens for each in found.run.exchanges] == [each.output_tokens for each in workload]
+    for each in found.run.exchanges:
+        assert each.ended_s >= each.token_times_s[-1] >= each.token_times_s[0] > each.sent_s >= each.due_s
+    assert sum(each.output_tokens for each in found.figures.replicas) == sum(each.output_tokens for each in workload)
+    assert not any(replica.engine.has_requests for replica in found.replicas)

@@ -1,0 +1,46 @@
+"""The parts of a simulated cluster: in which order things happen, and what their levels were."""
+
+import math
+
+import pytest
+
+from lorikeet.simulator.agenda import Agenda, Kind
+from lorikeet.simulator.cluster_figures import Level
+
+
+def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
+    done: list[str] = []
+    agenda = Agenda()
+    for name, at_s, kind in (
+        ("turn", 1.0, Kind.TURN),
+        ("review", 1.0, Kind.REVIEW),
+        ("later", 2.0, Kind.HEARD),
+        ("heard", 1.0, Kind.HEARD),
+        ("copied", 1.0, Kind.COPIED),
+        ("another turn", 1.0, Kind.TURN),
+        ("period", 1.0, Kind.PERIOD),
+    ):
+        agenda.add(at_s, kind, lambda now, name=name: done.append(f"{name} {now:g}"))  # type: ignore[misc]
+    while (event := agenda.pop_before(math.inf)) is not None:
+        event.act(event.at_s)
+    assert done == ["heard 1", "copied 1", "period 1", "review 1", "turn 1", "another turn 1", "later 2"]
+
+
+def test_an_arrival_comes_after_what_is_told_then_and_before_turns() -> None:
+    agenda = Agenda()
+    for kind in (Kind.TURN, Kind.COPIED):
+        agenda.add(1.0, kind, lambda now: None)
+    event = agenda.pop_before(1.0)
+    assert event is not None
+    assert event.kind is Kind.COPIED
+    assert agenda.pop_before(1.0) is None
+    assert (agenda.engine_s, agenda.other_s) == (1.0, math.inf)
+
+
+def test_a_level_weighs_values_by_their_time() -> None:
+    level = Level(10.0)
+    assert level.mean(10.0) == 0
+    level.add(4, 10.0)
+    level.add(-3, 12.0)
+    assert (level.value, level.most) == (1, 4)
+    assert level.mean(20.0) == pytest.approx((4 * 2 + 1 * 8) / 10)

@@ -1,0 +1,309 @@
+"""Simulated clusters: what is known when, what is charged, and what one engine alone would do."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from lorikeet.bench.exchange import Exchange
+from lorikeet.bench.in_process import Watch, run_workload
+from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.replicas import Modelled, build_modelled
+from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
+from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.placement.static import Random
+from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.loraserve import FewestTokens
+from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
+from lorikeet.config import Settings
+from lorikeet.core.clock import VirtualClock
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.request import Request
+from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.build import assemble
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.rows import resolve_row
+from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
+from tests.support.profiles import round_profile, seconds
+
+
+def asks(arrival_s: float, adapter: str | None = None, prompt: int = 5, answer: int = 3) -> WorkloadRequest:
+    return WorkloadRequest(arrival_s, adapter, prompt, answer)
+
+
+def some_requests(
+    count: int, rate: float, seed: int, adapters: Sequence[str | None] = (None,)
+) -> list[WorkloadRequest]:
+    """Poisson arrivals of 1 to 40 tokens and answers of 1 to 60."""
+    generator = np.random.default_rng(seed)
+    times_s = np.cumsum(generator.exponential(1 / rate, count)).tolist()
+    return [
+        asks(at_s, adapters[generator.integers(len(adapters))], *generator.integers(1, [41, 61]).tolist())
+        for at_s in times_s
+    ]
+
+
+def level_profile() -> CostProfile:
+    """The round profile, but context costs nothing: all decode steps of a repeat take the same time."""
+    profile = round_profile()
+    return msgspec.structs.replace(profile, step=msgspec.structs.replace(profile.step, decode_attention=seconds(0.0)))
+
+
+def single_steps(of: Settings, profile: CostProfile) -> Modelled:
+    """A replica each of whose turns is one step."""
+    clock = VirtualClock()
+    _, row = resolve_row(of.engine.row)
+    executor, sizes = build_modelled_executor(of, profile, row, clock, coalesced=False)
+    return Modelled(assemble(of, executor, sizes, clock), clock, executor, coalesced=False)
+
+
+def times(exchanges: Sequence[Exchange]) -> list[float]:
+    return [at_s for each in exchanges for at_s in (each.sent_s, *each.token_times_s, each.ended_s)]
+
+
+def talk(conversation: str, start_s: float) -> list[WorkloadRequest]:
+    """Three turns, each of which is due before the one before it can have been answered."""
+    return [
+        WorkloadRequest(start_s, None, 16, 20, (0,), conversation),
+        WorkloadRequest(start_s + 0.01, None, 40, 20, (0, 1), conversation),
+        WorkloadRequest(start_s + 0.02, None, 64, 20, (0, 1, 2, 3), conversation),
+    ]
+
+
+class Told(Watch):
+    """Remembers who answered what."""
+
+    def __init__(self) -> None:
+        self.answers: dict[RequestId, list[int]] = {}
+
+    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+        self.answers[request.request_id] = list(token_ids)
+
+
+# --- times -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [build_modelled, single_steps])
+def test_one_replica_does_what_an_engine_alone_does(make) -> None:
+    adapters = some_adapters(4)
+    workload = sorted(
+        [*some_requests(60, 8.0, 1, [None, *(ref.name for ref in adapters)]), *talk("a", 0.3), *talk("b", 2.0)],
+        key=lambda request: request.arrival_s,
+    )
+    of = settings(max_running=6)
+    (engine, _, _), clock, _, coalesced = make(of, round_profile())
+    prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
+    alone = run_workload(
+        engine, clock, workload, {ref.name: ref for ref in adapters}, prompts, coalesced=coalesced
+    ).exchanges
+    found = simulated(workload, 1, adapters, of=of, make=make).run.exchanges
+    assert times(found) == pytest.approx(times(alone), rel=1e-9)
+    assert [each.cached_tokens for each in found] == [each.cached_tokens for each in alone]
+
+
+@pytest.mark.parametrize("router", [FewestTokens, FirstFit, RoundRobin])
+def test_repeats_change_neither_times_nor_where_requests_go(router: type[Router]) -> None:
+    workload = sorted(
+        [*some_requests(80, 12.0, 2), *talk("a", 1.0), *talk("b", 1.1)], key=lambda request: request.arrival_s
+    )
+    of, profile = settings(max_running=3), level_profile()
+    together = simulated(workload, 3, of=of, profile=profile, router=router())
+    single = simulated(workload, 3, of=of, profile=profile, router=router(), make=single_steps)
+    assert times(together.run.exchanges) == pytest.approx(times(single.run.exchanges), rel=1e-9)
+    sent = [[each.requests for each in found.figures.replicas] for found in (together, single)]
+    assert sent[0] == sent[1]
+
+
+def test_two_idle_replicas_take_a_simultaneous_pair_at_once() -> None:
+    of = settings(max_running=1)
+    pair = [asks(0.0), asks(0.0)]
+    one = [each.ttft_s for each in simulated(pair, 1, of=of).run.exchanges]
+    two = [each.ttft_s for each in simulated(pair, 2, of=of).run.exchanges]
+    assert two == pytest.approx([0.014, 0.014])
+    assert one[0] == pytest.approx(0.014)
+    assert one[1] == pytest.approx(0.014 + 0.0106 + 0.0107 + 0.014)
+
+
+def test_a_request_that_comes_during_a_turn_waits_for_its_end() -> None:
+    _, second = simulated([asks(0.0, prompt=100, answer=1), asks(0.05, answer=1)], 1).run.exchanges
+    assert second.ttft_s == pytest.approx(0.109 - 0.05 + 0.014), "its arrival is when it came, not when it was received"
+
+
+# --- what is known when ------------------------------------------------------------------------------
+
+
+class Probe(LeastLoaded):
+    """Notes at every choice of whom the fleet knew, and of which of them it knew a first token."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, dict[RequestId, bool]]] = []
+        self._asked: list[RequestId] = []
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        entries = ((each, fleet.entry(each)) for each in self._asked)
+        self.seen.append((now, {each: entry.is_prefilled for each, entry in entries if entry is not None}))
+        self._asked.append(asked.request_id)
+        return super().route(asked, fleet, now)
+
+
+@pytest.mark.parametrize("max_repeat", [1, 8])
+def test_a_choice_knows_what_engines_have_told_by_then_and_nothing_later(max_repeat: int) -> None:
+    probe = Probe()
+    of = settings(max_repeat=max_repeat, repeat_limit_s=0.5)
+    exchanges = simulated(some_requests(120, 20.0, 3), 3, of=of, router=probe).run.exchanges
+    assert len(probe.seen) == 120
+    for number, (now, known) in enumerate(probe.seen):
+        there = {
+            RequestId(str(index)): each.token_times_s[0] <= now
+            for index, each in enumerate(exchanges[:number])
+            if each.ended_s > now
+        }
+        assert known == there
+
+
+# --- adapters ----------------------------------------------------------------------------------------
+
+
+def slow(form: FetchForm = FetchForm.STORE_AND_FORWARD) -> CopyCosts:
+    """256 bytes, an adapter of rank 1, take a second between hosts, a second to the device and two from files."""
+    return CopyCosts(form, host_bytes_per_s=256.0, network_bytes_per_s=256.0, drive_bytes_per_s=128.0, latency_s=0.0)
+
+
+def test_a_fetch_is_charged_once_for_two_that_wait_for_it() -> None:
+    adapters = some_adapters(1)
+    pair = [asks(0.0, adapters[0].name), asks(0.5, adapters[0].name)]
+    found = simulated(
+        pair, 2, adapters, router=Always("replica-1"), placement=Fixed(names(2), "replica-0"), copies=slow()
+    )
+    # Fetched in a second, loaded in 50 ms, prefilled together: 10 tokens, and each 4 ms for the ranks of q, k, v and o.
+    assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([1.05 + 0.019 + 0.04, 0.55 + 0.019 + 0.04])
+    source, destination = found.figures.replicas
+    assert (found.figures.fetches, found.figures.fetched_bytes, destination.fetches) == (1, 256, 1)
+    assert found.figures.deletes == 1, "nobody is sent there"
+    assert (source.held_mean, source.held_most) == (1.0, 1)
+    assert destination.held_most == 1
+    assert destination.held_mean == pytest.approx(1 - 1.0 / found.figures.duration_s)
+
+
+def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
+    adapters = some_adapters(1)
+    found = simulated(
+        [asks(0.0, adapters[0].name)],
+        2,
+        adapters,
+        router=Always("replica-1"),
+        placement=Fixed(names(2), "replica-0"),
+        copies=slow(FetchForm.PIPELINED),
+    )
+    assert found.run.exchanges[0].ttft_s == pytest.approx(0.05 + 0.014 + 0.02)
+    assert found.figures.fetches == 1
+
+
+def test_what_nobody_holds_is_read_from_its_files_once() -> None:
+    adapters = some_adapters(1)
+    twice = [asks(0.0, adapters[0].name), asks(9.0, adapters[0].name)]
+    found = simulated(
+        twice, 2, adapters, placement=Fixed(names(2), "replica-1"), router=ByTable(), copies=slow(), provisioned=False
+    )
+    assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([2.05 + 0.034, 0.034])
+    assert (found.figures.provisions, found.figures.provided_bytes, found.figures.fetches) == (1, 256, 0)
+    assert found.figures.placements == 0, "the first one is not counted"
+
+
+def test_the_start_costs_nothing() -> None:
+    adapters = some_adapters(4)
+    found = simulated([asks(0.0, ref.name) for ref in adapters], 2, adapters, router=ByTable(), copies=slow())
+    assert (found.figures.fetches, found.figures.provisions) == (0, 0)
+    assert found.figures.held_share == 1.0
+    assert [each.routed_most for each in found.figures.replicas] == [4, 4]
+
+
+def test_placements_follow_one_another_and_what_moved_is_fetched_with_its_first_request() -> None:
+    class Turning(Fixed):
+        """The first replica, then the other."""
+
+        def place(self, demands, now):  # type: ignore[no-untyped-def]
+            self._home = ReplicaId(f"replica-{int(now >= 10)}")
+            return super().place(demands, now)
+
+    adapters = some_adapters(1)
+    workload = [asks(at_s, adapters[0].name) for at_s in (1.0, 11.0, 21.0, 31.0)]
+    placement = Turning(names(2), "replica-0")
+    found = simulated(workload, 2, adapters, router=ByTable(), placement=placement, copies=slow()).figures
+    assert [each.requests for each in found.replicas] == [1, 3]
+    assert (found.placements, found.fetches, found.deletes) == (1, 1, 1)
+    assert found.replicas[0].routed_mean == pytest.approx(10 / found.duration_s)
+    assert found.replicas[0].held_mean == pytest.approx(12 / found.duration_s), "until it has come to the other"
+
+
+def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
+    class Listening(Fixed):
+        def place(self, demands, now):  # type: ignore[no-untyped-def]
+            heard.append((now, {demand.adapter: demand.tokens_per_s for demand in demands}))
+            return super().place(demands, now)
+
+    heard: list[tuple[float, dict[str, float]]] = []
+    adapters = some_adapters(2)
+    workload = [asks(float(at_s), adapters[0].name, 5, 3) for at_s in range(10)]
+    simulated(workload, 1, adapters, placement=Listening(names(1), "replica-0"), period_s=5.0)
+    at_s, demand = heard[1]
+    # Requests at 0, 1, … 4 in five seconds; the one at 5 comes after the period's end.
+    assert (at_s, demand) == (5.0, {adapters[0].digest: pytest.approx(5 * (5 + 3) / 5), adapters[1].digest: 0.0})
+
+
+# --- migration ---------------------------------------------------------------------------------------
+
+
+def test_requests_that_wait_too_long_move_and_go_on_with_the_same_tokens() -> None:
+    adapters = some_adapters(2, (1,))
+    workload = [asks(0.01 * number, adapters[number % 2].name, 20, 60) for number in range(24)]
+    of = settings(max_running=2)
+    stayed, moved = Told(), Told()
+    choice = {"router": Always("replica-0"), "of": of}
+    before = simulated(workload, 2, adapters, watch=stayed, **choice)
+    after = simulated(workload, 2, adapters, watch=moved, move_s=lambda tokens: 1e-3 * tokens, **choice)
+    assert before.figures.moves == 0
+    assert after.figures.moves > 0
+    assert 0 < after.figures.replicas[1].requests <= after.figures.moves
+    assert moved.answers == stayed.answers
+    assert all(len(answer) == 60 for answer in moved.answers.values())
+    assert max(each.ended_s for each in after.run.exchanges) < 0.8 * max(each.ended_s for each in before.run.exchanges)
+
+
+# --- the whole ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_cannot_go_on_is_an_error() -> None:
+    class Nowhere(Router):
+        def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+            return None
+
+    with pytest.raises(ExecutorError, match="nothing is under way"):
+        simulated([asks(0.0)], 2, router=Nowhere())
+
+
+def test_requests_that_no_engine_can_serve_end_with_their_error() -> None:
+    exchanges = simulated([asks(0.0, prompt=2000), asks(1.0)], 2).run.exchanges
+    assert [each.error for each in exchanges] == ["error", None]
+
+
+def test_figures_add_up() -> None:
+    adapters = some_adapters(6)
+    workload = some_requests(100, 15.0, 5, [ref.name for ref in adapters])
+    found = simulated(workload, 3, adapters, router=ByTable(4), placement=Random(names(3), 4))
+    figures = found.figures
+    assert sum(each.requests for each in figures.replicas) == 100
+    assert sum(each.output_tokens for each in figures.replicas) == sum(each.output_tokens for each in workload)
+    assert sum(each.held_bytes_mean for each in figures.replicas) == pytest.approx(figures.adapter_bytes)
+    assert figures.held_share == pytest.approx(1 / 3)
+    assert [each.routed_most for each in figures.replicas] == [2, 2, 2]
+    assert figures.duration_s == max(each.ended_s for each in found.run.exchanges)
+    assert all(0 < each.busy_share <= 1 for each in figures.replicas)
+    assert found.finished == list(range(1, 101))
+    assert math.isfinite(sum(times(found.run.exchanges)))
