@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.support.postgres import postgres_url  # noqa: F401 - a fixture, for every folder
+
 # One OpenMP team per process: tests start several processes on few cores. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.accept.disturbed import chat_body, compare, what_is_wrong
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import SAMPLES, default_model
 from benchmarks.accept.runs import ROOT, StoredRuns
@@ -18,10 +19,7 @@ from benchmarks.accept.streams import Stream, stream_chat, together, wait_until_
 STREAMS = 50
 TOKENS = 48
 BEGUN_TOKENS = 4
-TIE = 1e-4
 TIES = 2
-_SAME_LOGPROB = 1e-3
-_TOPICS = ("birds", "the sea", "old trains", "bread", "mountains", "music", "a lost key", "rain", "chess", "the moon")
 
 
 @line(
@@ -52,7 +50,7 @@ def run(runs: StoredRuns) -> Result:
 
 def _measure() -> dict[str, Any]:
     calm, killed = _streams(kill=False), _streams(kill=True)
-    differing, ties = _compare(calm["streams"], killed["streams"])
+    differing, ties = compare(calm["streams"], killed["streams"])
     return {
         "figure": {
             "complete": sum(not problem for problem in killed["problems"]),
@@ -79,32 +77,19 @@ def _streams(*, kill: bool) -> dict[str, Any]:
         running_server([*flags, "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log") as server,
     ):
         killer = _Killer(server, armed=kill)
-        bodies = [_body(names[index % len(names)], index) for index in range(STREAMS)]
+        bodies = [chat_body(names[index % len(names)], index, TOKENS) for index in range(STREAMS)]
         streams = asyncio.run(
             together(server.url, [partial(stream_chat, body=body, on_chunk=killer.saw) for body in bodies])
         )
         gauges, _ = wait_until_idle(server.url)
     return {
         "streams": streams,
-        "problems": [_problem(stream) for stream in streams],
+        "problems": [what_is_wrong(stream, TOKENS) for stream in streams],
         "in_flight": killer.in_flight,
         "tokens_before": killer.tokens_before,
         "longest_gap_s": killer.longest_gap_s,
         "restarts": gauges.restarts,
         "idle": gauges.idle,
-    }
-
-
-def _body(model: str, index: int) -> dict[str, Any]:
-    topic = f"Tell me about {_TOPICS[index % len(_TOPICS)]}, number {index}."
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": topic}],
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 2,
     }
 
 
@@ -137,24 +122,3 @@ class _Killer:
 def _engine(server_pid: int) -> psutil.Process:
     children = psutil.Process(server_pid).children()
     return next(child for child in children if "lorikeet.engine.process" in child.cmdline())
-
-
-def _problem(stream: Stream) -> str:
-    """Return what is wrong with a stream, empty for nothing; every token must have been shown exactly once."""
-    shown = "" if len(stream.tokens) == TOKENS else f"{len(stream.tokens)} tokens shown of {TOKENS}"
-    return stream.problem(TOKENS) or shown
-
-
-def _compare(calm: list[Stream], killed: list[Stream]) -> tuple[int, int]:
-    """Return how many streams differ, and how many part ways at a tie (what follows a tie cannot be compared)."""
-    differing = ties = 0
-    for before, after in zip(calm, killed, strict=True):
-        pairs = zip(before.tokens, after.tokens, before.gaps, strict=False)
-        for (text, logprob), (other_text, other_logprob), gap in pairs:
-            if text != other_text or abs(logprob - other_logprob) > _SAME_LOGPROB:
-                ties += gap < TIE
-                differing += gap >= TIE
-                break
-        else:
-            differing += len(before.tokens) != len(after.tokens)
-    return differing, ties

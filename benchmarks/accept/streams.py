@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ async def together(url: str, calls: Sequence[Callable[[httpx.AsyncClient], Await
 
 @dataclass(frozen=True)
 class Gauges:
-    """What ``/metrics`` says of the engine: its requests, its reuse of KV, its blocks by use, its restarts."""
+    """What ``/metrics`` says of all engines together: requests, reuse of KV, blocks by use, restarts."""
 
     running: int
     waiting: int
@@ -148,25 +149,27 @@ class Gauges:
         return not self.running and not self.waiting and not self.referenced and whole
 
 
+_COUNTED = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prefix_cache_hits_total": "prefix_hits_tokens",
+    "lorikeet:engine_restarts_total": "restarts",
+}
+
+
 def read_gauges(url: str) -> Gauges:
     """Scrape the server."""
-    found: dict[str, Any] = {"blocks": {}}
+    found, blocks = Counter[str](), Counter[str]()
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text):
         for sample in family.samples:
             match sample.name:
-                case "vllm:num_requests_running":
-                    found["running"] = int(sample.value)
-                case "vllm:num_requests_waiting":
-                    found["waiting"] = int(sample.value)
-                case "vllm:prefix_cache_hits_total":
-                    found["prefix_hits_tokens"] = int(sample.value)
-                case "lorikeet:engine_restarts_total":
-                    found["restarts"] = int(sample.value)
                 case "lorikeet:blocks":
-                    found["blocks"][sample.labels["use"]] = int(sample.value)
+                    blocks[sample.labels["use"]] += int(sample.value)
                 case "vllm:cache_config_info":
-                    found["total"] = int(sample.labels["num_gpu_blocks"])
-    return Gauges(**found)
+                    found["total"] += int(sample.labels["num_gpu_blocks"])
+                case name if name in _COUNTED:
+                    found[_COUNTED[name]] += int(sample.value)
+    return Gauges(blocks=dict(blocks), **found)
 
 
 def wait_until_idle(url: str, within_s: float = 60.0) -> tuple[Gauges, float]:

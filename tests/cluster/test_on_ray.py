@@ -133,9 +133,23 @@ async def test_another_process_joins_by_address(ray_info: RayInfo) -> None:
     assert joined.stdout.splitlines() == [repr(ray_info._replace(is_embedded=False))], joined.stderr
 
 
-async def test_what_cannot_be_joined_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RayError, match="host:port"):
-        start_ray("ray://10.0.0.1:10001")
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("ray://10.0.0.1:10001", "host:port"),
+        ("127.0.0.1:9", "refused.*ray start"),
+        ("here", "invalid literal.*host:port"),
+    ],
+)
+async def test_what_cannot_be_joined_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, address: str, reason: str
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RayError, match=reason):
+        start_ray(address)
+
+
+async def test_without_ray_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RayError, match=r"pip install 'lorikeet\[cluster\]'"):
         start_ray()

@@ -83,6 +83,7 @@ class Carrier:
 
     def copy(self, copy: Fetch | Provision) -> None:
         """Begin a copy; its receiver hears of its end."""
+        self.counts.under_way += 1
         self._tasks.run(self._copy(copy))
 
     def delete(
@@ -96,34 +97,32 @@ class Carrier:
         await self._tasks.close()
 
     async def _copy(self, copy: Fetch | Provision) -> None:
-        is_fetch = isinstance(copy, Fetch)
-        destination = copy.destination if isinstance(copy, Fetch) else copy.replica
+        ref = self._refs.get(copy.adapter)
         try:
-            async with self._locks[copy.adapter, destination]:
-                ref = self._refs[copy.adapter]
-                if isinstance(copy, Fetch):
-                    placed = await self._transport.copy(ref, copy.source, destination)
-                else:
-                    async with self._provisions:
-                        placed = await self._transport.provide(ref, destination)
-                self._placed[copy.adapter, destination] = placed
-        except KeyError:
-            self._failed(copy, "it was dropped")
+            if ref is None:
+                raise TransportError(f"adapter {copy.adapter} was dropped")
+            await self._carry(copy, ref)
         except TransportError as error:
-            self._failed(copy, str(error))
+            self.counts.failed += 1
+            log.warning("an adapter could not be copied", digest=copy.adapter, reason=str(error))
+            self._receiver.copy_failed(copy, str(error))
         else:
-            if is_fetch:
-                self.counts.fetches += 1
-                self.counts.fetched_bytes += ref.weight_bytes
-            else:
-                self.counts.provisions += 1
-                self.counts.provided_bytes += ref.weight_bytes
             self._receiver.copy_done(copy)
+        finally:
+            self.counts.under_way -= 1
 
-    def _failed(self, copy: Fetch | Provision, reason: str) -> None:
-        self.counts.failed += 1
-        log.warning("an adapter could not be copied", digest=copy.adapter, reason=reason)
-        self._receiver.copy_failed(copy, reason)
+    async def _carry(self, copy: Fetch | Provision, ref: AdapterRef) -> None:
+        if isinstance(copy, Fetch):
+            async with self._locks[copy.adapter, copy.destination]:
+                placed = await self._transport.copy(ref, copy.source, copy.destination)
+                self._placed[copy.adapter, copy.destination] = placed
+            self.counts.fetches += 1
+            self.counts.fetched_bytes += ref.weight_bytes
+        else:
+            async with self._locks[copy.adapter, copy.replica], self._provisions:
+                self._placed[copy.adapter, copy.replica] = await self._transport.provide(ref, copy.replica)
+            self.counts.provisions += 1
+            self.counts.provided_bytes += ref.weight_bytes
 
     async def _delete(self, adapter: AdapterDigest, replica: ReplicaId, drop: Callable[[], Awaitable[object]]) -> None:
         async with self._locks[adapter, replica]:

@@ -79,6 +79,7 @@ class CopyCounts(msgspec.Struct):
         provisions, provided_bytes: from adapters' own files.
         failed: of both.
         deletes: copies deleted.
+        under_way: copies that have begun and not ended.
     """
 
     fetches: int = 0
@@ -87,6 +88,7 @@ class CopyCounts(msgspec.Struct):
     provided_bytes: int = 0
     failed: int = 0
     deletes: int = 0
+    under_way: int = 0
 
 
 class ClusterState(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of an embedded Ray: adapters on their way are all that it holds, and what does not fit goes over the disk."""
+
+_LISTENS_WITHIN_S = 10.0
 
 _EMBEDDED = {
     "RAY_prestart_worker_first_driver": "0",  # every actor gets a process with an environment of its own
@@ -60,6 +63,8 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
             os.environ.setdefault(name, value)
         # It warns that it asks for a token, which is as it should be.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    elif address != "auto":
+        _check_listened(address)
     try:
         with _signal_handlers_kept():
             context = ray.init(
@@ -76,18 +81,29 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
                 f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in "
                 f"RAY_AUTH_TOKEN or in ~/.ray/auth_token"
             ) from error
-        if address:
-            raise RayError(
-                f"no Ray cluster can be joined at {address}: {reason}; does `ray start` run on this machine, with the "
-                f"same versions of Python and Ray?"
-            ) from error
-        raise RayError(f"Ray cannot be started on this machine: {reason}") from error
+        raise _not_joined(address, reason) if address else RayError(f"Ray cannot be started here: {reason}") from error
     return RayInfo(context.address_info["address"], ray.util.get_node_ip_address(), not address)
 
 
 def stop_ray() -> None:
     """Leave the cluster; an embedded one ends, and all actors of this process in any case."""
     _installed().shutdown()
+
+
+def _check_listened(address: str) -> None:
+    """Raise if nobody listens at an address: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_LISTENS_WITHIN_S).close()
+    except (OSError, ValueError) as error:
+        raise _not_joined(address, str(error)) from error
+
+
+def _not_joined(address: str, reason: str) -> RayError:
+    return RayError(
+        f"no Ray cluster can be joined at {address}: {reason}; is it host:port of the head node, and does `ray start` "
+        f"run on this machine, with the same versions of Python and Ray?"
+    )
 
 
 def _installed() -> Any:
