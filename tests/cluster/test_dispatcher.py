@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision, Send
@@ -179,6 +179,19 @@ def test_an_adapter_that_is_known_again_stays() -> None:
     assert dispatcher.pool.table.holders(A) == {S1}
 
 
+def test_with_prefetch_a_table_is_made_real_before_anybody_asks() -> None:
+    dispatcher = Dispatcher(ByTable(seed=1), prefetch=True)
+    for replica in (S1, S2):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    provision = only_provision(dispatcher.swap(table(1, A=[S3, S2, S1]), 0.0))
+    assert provision[1:] == (A, S2), "S3 is not there"
+    assert dispatcher.swap(table(2, A=[S1, S2]), 0.0) == Actions(), "it is on its way"
+    fetch = only_fetch(dispatcher.provided(provision))
+    assert fetch[1:] == (A, S2, S1)
+    dispatcher.fetched(fetch)
+    assert dispatcher.pool.table.holders(A) == {S1, S2}
+
+
 def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
     dispatcher = dispatcher_of(S1)
     dispatcher.arrive(asked("r1", None), 0.0)
@@ -195,9 +208,9 @@ REPLICAS = (S1, S2, S3)
 class Cluster(RuleBasedStateMachine):
     """Carries out what the dispatcher wants, in any order, while replicas and requests come and go."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dispatcher = Dispatcher(ByTable(seed=0))
+    @initialize(prefetch=st.booleans())
+    def begin(self, prefetch: bool) -> None:
+        self.dispatcher = Dispatcher(ByTable(seed=0), prefetch=prefetch)
         self.copies: list[Fetch | Provision] = []
         self.late: list[Fetch | Provision] = []  # given up, since a replica left, and not ended yet
         self.holds: dict[ReplicaId, set[AdapterDigest]] = {}

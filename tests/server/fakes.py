@@ -22,6 +22,7 @@ from lorikeet.core.timings import RequestTimings
 from lorikeet.engine.client import ONLY, Engines
 from lorikeet.engine.connection import EngineError
 from lorikeet.engine.streams import Output
+from lorikeet.engine.views import ClusterState
 
 Script = Callable[[Request], list[int]]
 
@@ -80,6 +81,9 @@ class FakeEngine:
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
+        self.state = ClusterState(())
+        self.size_error: str | None = None
+        self.removed: list[tuple[ReplicaId, float]] = []
         self.stats_callbacks: list[Callable[[ReplicaId, EngineStats], None]] = []
         self.stats: EngineStats | None = None
         self.alive = True
@@ -107,6 +111,21 @@ class FakeEngine:
     @property
     def views(self) -> dict[ReplicaId, "FakeEngine"]:
         return {ONLY: self}
+
+    def describe(self) -> ClusterState:
+        return self.state
+
+    async def add_replica(self) -> ReplicaId:
+        if self.size_error is not None:
+            raise EngineError(self.size_error)
+        return ReplicaId("replica-1")
+
+    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
+        if self.size_error is not None:
+            raise EngineError(self.size_error)
+        if replica_id != "replica-1":
+            raise KeyError(replica_id)
+        self.removed.append((replica_id, drain_s))
 
     def as_client(self) -> Engines:
         return cast(Engines, self)

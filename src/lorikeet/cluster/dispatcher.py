@@ -100,7 +100,7 @@ class Dispatcher:
 
     Args:
         router: chooses replicas; its table is set by :meth:`swap`.
-        prefetch: a new table's copies are made at once, instead of with the first request.
+        prefetch: copies are made as soon as a table asks for them, instead of with the first request.
         averages: over finished requests.
 
     Attributes:
@@ -113,6 +113,7 @@ class Dispatcher:
         self.router = router
         self.fleet = Fleet(averages)
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch)
+        self._prefetch = prefetch
         self._requests: dict[RequestId, _Known] = {}
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
@@ -265,6 +266,7 @@ class Dispatcher:
             del self._provisioning[provision.adapter]
             self.pool.seed(provision.adapter, provision.replica)
             self._begin_all(provisioning.waiting, collected)
+            self._take(self.pool.fill(provision.adapter), collected)
             if provision.adapter in self._retired:
                 self._take(self.pool.retire(provision.adapter), collected)
         return collected.actions()
@@ -283,12 +285,6 @@ class Dispatcher:
                 collected.failed.append(request_id)
         return collected.actions()
 
-    def provide(self, adapter: AdapterDigest, replica: ReplicaId) -> Actions:
-        """Have a copy made before anybody asks for it, unless somebody holds the adapter or will soon."""
-        if adapter in self._provisioning or self.pool.table.holders(adapter):
-            return Actions()
-        return Actions(provisions=(self._provision(adapter, replica).provision,))
-
     def know(self, adapter: AdapterDigest) -> None:
         """An adapter may be asked for, perhaps again after it was retired."""
         self._retired.discard(adapter)
@@ -304,6 +300,8 @@ class Dispatcher:
         self.router.table = table
         collected = _Collected()
         self._take(self.pool.swap(table), collected)
+        if self._prefetch:
+            self._provide_missing(table, collected)
         self._try_waiting(collected, now)
         return collected.actions()
 
@@ -362,6 +360,15 @@ class Dispatcher:
                 provisioning = self._provision(adapter, replica)
                 collected.provisions.append(provisioning.provision)
             provisioning.waiting[request_id] = None
+
+    def _provide_missing(self, table: RoutingTable, collected: _Collected) -> None:
+        """Have a first copy made of every adapter that nobody holds; the others are fetched from there."""
+        there = {info.replica for info in self.fleet.infos()}
+        for adapter, shares in table.shares.items():
+            replica = next((share.replica for share in shares if share.replica in there), None)
+            is_had = adapter in self._provisioning or self.pool.table.holders(adapter)
+            if replica is not None and not is_had:
+                collected.provisions.append(self._provision(adapter, replica).provision)
 
     def _provision(self, adapter: AdapterDigest, replica: ReplicaId) -> _Provisioning:
         provisioning = _Provisioning(Provision(next(self._numbers), adapter, replica))

@@ -7,7 +7,7 @@ Source: LoRAServe, section IV-B; the rules that it leaves open are told in docs/
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -141,12 +141,18 @@ class AdapterPool:
     def swap(self, routing: RoutingTable) -> Todo:
         """Take a new table. Requests stay where they were routed."""
         self._routing = routing
-        fetches: list[Fetch] = []
-        if self._prefetch:
-            for adapter, replica in routing.pairs():
-                if not self.table.holds(replica, adapter) and (adapter, replica) not in self._inbound:
-                    fetches += self._start(adapter, replica)
+        fetches = [fetch for adapter in routing.shares for fetch in self._missing(adapter)] if self._prefetch else []
         return Todo(fetches=tuple(fetches), deletes=self._collect(list(self.table)))
+
+    def fill(self, adapter: AdapterDigest) -> Todo:
+        """Fetch an adapter to all replicas that serve it, if copies are made unasked: somebody has it by now."""
+        return Todo(fetches=tuple(self._missing(adapter)) if self._prefetch else ())
+
+    def _missing(self, adapter: AdapterDigest) -> Iterator[Fetch]:
+        """Begin to fetch an adapter to those to whom it is routed and who have it neither now nor soon."""
+        for replica in sorted(self._routing.replicas(adapter)):
+            if not self.table.holds(replica, adapter) and (adapter, replica) not in self._inbound:
+                yield from self._start(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> Todo:
         """An adapter is not wanted any longer: all its copies are deleted as soon as no request uses it."""

@@ -35,20 +35,20 @@ def status(
 
 
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
-    table = Table("replica", "state", "machine", "pid", "running", "waiting", "memory", "on device", "held", "restarts")
+    table = Table()
+    for name in ("replica", "state", "process", "runs", "waits", "memory", "adapters"):
+        table.add_column(name, no_wrap=name in ("replica", "process"))
     for replica in replicas:
         state = "open" if replica["is_open"] else "drains" if replica["alive"] else "down"
+        restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
         table.add_row(
             replica["id"],
-            state,
-            replica["address"],
-            str(replica["pid"] or "-"),
+            state + restarts,
+            f"{replica['address']}:{replica['pid'] or '-'}",
             str(replica["running"]),
             str(replica["waiting"]),
             f"{replica['memory_used']:.0%}",
-            str(len(replica["resident"])),
-            f"{replica['held']}, {format_size(replica['held_bytes'])}",
-            str(replica["restarts"]),
+            f"{len(replica['resident'])} on device, {replica['held']} held ({format_size(replica['held_bytes'])})",
         )
     return table
 

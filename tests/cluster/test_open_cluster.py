@@ -1,0 +1,83 @@
+"""A whole cluster from settings: on Ray, with a replica's actor killed in the midst of its streams."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.open import open_cluster
+from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.engine.streams import RequestHandle
+from tests.support.live import finish, greedy, live_settings, make_adapter, make_model, prompt, until
+
+ROW = "lorikeet:plain,placement=random,routing=table,placement_period_s=0.2"
+"""Every adapter has one home, by the orchestrator's table."""
+
+
+def settings_of(model: Path, folder: Path, row: str, start: ReplicaStart) -> Settings:
+    return msgspec.structs.replace(
+        live_settings(model, max_repeat=1, row=row),
+        adapters=AdapterSettings(store_dir=str(folder / "store")),
+        cluster=ClusterSettings(replicas=2, start=start),
+    )
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[ClusterClient]:
+    async with AsyncExitStack() as stack:
+        client = open_cluster(settings, stack)
+        stack.push_async_callback(client.close)
+        await client.start(lambda progress: None)
+        yield client
+
+
+async def check_all(handles: list[RequestHandle]) -> None:
+    for handle in handles:
+        finished, gaps = await finish(handle)
+        assert finished.reason is FinishReason.LENGTH, finished
+        assert len(gaps) == handle.request.sampling.max_tokens
+
+
+@pytest.mark.parametrize("start", list(ReplicaStart))
+async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    async with opened(settings_of(model, tmp_path, ROW, start)) as client:
+        client.know_adapters(adapters)
+        await until(lambda: len(client.describe().shares) == len(adapters))
+        homes = {digest: set(shares) for digest, shares in client.describe().shares.items()}
+        assert {replica for home in homes.values() for replica in home} == set(client.views)
+        versions: list[AdapterRef | None] = [None, *adapters]
+        handles = [client.submit(greedy(str(n), prompt(9, seed=n), 150, versions[n % 5])) for n in range(10)]
+        await until(lambda: all(handle.token_ids for handle in handles))
+        for handle in handles:
+            assert handle.request.digest is None or {handle.replica} == homes[handle.request.digest]
+        first = next(iter(client.views))
+        engine = psutil.Process(client.views[first].process_id)
+        parent = engine.parent()
+        assert parent is not None
+        (engine if start is ReplicaStart.LOCAL else parent).kill()
+        await check_all(handles)
+        await until(lambda: [replica.is_open for replica in client.describe().replicas] == [True, True])
+        assert client.views[first].restarts == 1
+        assert client.describe().shares.keys() == homes.keys()
+        assert not await asyncio.to_thread(engine.is_running)
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - children
+    assert not [
+        pid for pid in left if psutil.pid_exists(pid) and "engine.process" in str(psutil.Process(pid).cmdline())
+    ]
+
+
+async def test_what_a_row_lacks_is_said_before_anything_is_started(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ConfigError, match="operating points"):
+            open_cluster(settings_of(model, tmp_path, "loraserve", ReplicaStart.RAY), stack)

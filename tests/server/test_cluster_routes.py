@@ -1,0 +1,87 @@
+"""What the server tells of its replicas, and how they come and go by its routes."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.cli import app
+from lorikeet.commands import status as status_command
+from lorikeet.commands.api import ServerApi
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.engine.views import ClusterState, CopyCounts, ReplicaState
+from tests.server.conftest import Running, Start
+
+FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
+
+
+def replica(replica_id: ReplicaId, resident: tuple[AdapterDigest, ...], *, alive: bool = True) -> ReplicaState:
+    return ReplicaState(replica_id, 4711, "10.0.0.5", alive, alive, 1, 3, 2, resident, 2, 5 * 2**20, 0.25)
+
+
+def state_of(server: Running) -> ClusterState:
+    (record,) = server.service.catalog.list()
+    unknown = AdapterDigest("f" * 64)
+    return ClusterState(
+        (replica(FIRST, (record.digest, unknown)), replica(SECOND, (), alive=False)),
+        unrouted=4,
+        epoch=7,
+        shares={record.digest: {FIRST: 0.75, SECOND: 0.25}},
+        copies=CopyCounts(fetches=1, fetched_bytes=3 * 2**20),
+    )
+
+
+async def test_adapters_are_shown_by_their_names(server: Running) -> None:
+    server.engine.state = state_of(server)
+    shown = (await server.http.get("/v1/cluster")).json()
+    assert shown["object"] == "cluster"
+    assert shown["shares"] == {"french": {"replica-0": 0.75, "replica-1": 0.25}}
+    assert (shown["epoch"], shown["unrouted"]) == (7, 4)
+    first, second = shown["replicas"]
+    assert first["resident"] == ["french", "f" * 64], "one without a name keeps its digest"
+    assert (first["id"], first["pid"], first["address"]) == ("replica-0", 4711, "10.0.0.5")
+    assert not second["is_open"]
+
+
+async def test_replicas_come_and_go(server: Running) -> None:
+    reply = await server.http.post("/v1/cluster/replicas")
+    assert (reply.status_code, reply.json()["id"]) == (201, "replica-1")
+    reply = await server.http.delete("/v1/cluster/replicas/replica-1", params={"drain_s": 2.5})
+    assert reply.json() == {"object": "replica", "id": "replica-1", "deleted": True}
+    assert server.engine.removed == [("replica-1", 2.5)]
+    assert (await server.http.delete("/v1/cluster/replicas/nobody")).status_code == 404
+    assert (await server.http.delete("/v1/cluster/replicas/replica-1", params={"drain_s": -1})).status_code == 400
+    server.engine.size_error = "it has one engine"
+    assert (await server.http.post("/v1/cluster/replicas")).status_code == 409
+    reply = await server.http.delete("/v1/cluster/replicas/replica-1")
+    assert reply.status_code == 409
+    assert "it has one engine" in reply.json()["error"]["message"]
+
+
+async def test_changing_replicas_takes_an_admin_key(start: Start) -> None:
+    async with start(api_keys=("user",), admin_keys=("admin",)) as server:
+        for key, status in (("user", 401), ("admin", 201)):
+            reply = await server.http.post("/v1/cluster/replicas", headers={"Authorization": f"Bearer {key}"})
+            assert reply.status_code == status
+        assert (await server.http.get("/v1/cluster", headers={"Authorization": "Bearer user"})).status_code == 200
+
+
+async def test_status_shows_what_the_server_tells(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.engine.state = state_of(server)
+    told = (await server.http.get("/v1/cluster")).json()
+
+    def api(url: str, api_key: str | None) -> ServerApi:
+        return ServerApi(url, api_key, httpx.MockTransport(lambda request: httpx.Response(200, json=told)))
+
+    monkeypatch.setattr(status_command, "ServerApi", api)
+    printed = CliRunner().invoke(app, ["status", "--adapters"]).output
+    for words in ("replica-0", "10.0.0.5:4711", "open", "down", "25%", "french", "replica-0 75%", "4 requests wait"):
+        assert words in printed, printed
+    assert "fetches 1" in printed
+
+
+def test_status_without_a_server_says_so(tmp_path: Path) -> None:
+    ended = CliRunner().invoke(app, ["status", "--url", "http://127.0.0.1:9"])
+    assert ended.exit_code == 1
+    assert "is a server running there?" in ended.output
