@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,11 @@ from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import RoutingOptions
 from lorikeet.cluster.routing.performance import PerformanceModel
+from lorikeet.cluster.tables import RoutingTable, Share
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.plan import KernelForm
 from lorikeet.memory.tree import block_keys
+from lorikeet.rows import ROWS
 
 RANKS = (8, 16, 32, 64, 128)
 REPLICAS, ADAPTERS, LIVE, ROUTES, RESIDENT = 64, 10_000, 6_400, 1_000, 500
@@ -40,13 +43,16 @@ _MODEL = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
 @line(
     "cluster.5",
     title="A route, a placement and a co-migration in a large cluster, on one core",
-    bound=f"a route ≤ {ROUTE_S * 1e6:.0f} µs at {REPLICAS} replicas and {ADAPTERS:,} adapters under every policy; "
+    bound=f"a route ≤ {ROUTE_S * 1e6:.0f} µs at {REPLICAS} replicas and {ADAPTERS:,} adapters for every row; "
     f"LoRAServe's placement of {PLACED_ADAPTERS:,} adapters on {PLACED_REPLICAS:,} replicas ≤ {PLACE_S:g} s; a "
     f"co-migration of {MOVABLE} requests and {MOVABLE_ADAPTERS} adapters over {CHOSEN} replicas ≤ {SOLVE_S:g} s",
 )
 def run(runs: StoredRuns) -> Result:
     """Time each on a core of its own."""
-    routes = {name: runs.get(f"route-{name.replace(':', '-')}", lambda name=name: _routes(name)) for name in ROUTING}  # type: ignore[misc]
+    routes = {
+        " by ".join(pair): runs.get("route-" + "-by-".join(pair).replace(":", "-"), partial(_routes, *pair))
+        for pair in dict.fromkeys((row.routing, row.placement) for row in ROWS.values())
+    }
     places = runs.get("place", _places)["seconds"]
     solved = runs.get("solve", _solves)
     medians = {name: statistics.median(each["seconds"]) for name, each in routes.items()}
@@ -68,16 +74,17 @@ def run(runs: StoredRuns) -> Result:
         },
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"medians of {ROUTES:,} routes with {LIVE:,} live requests and {RESIDENT} adapters on each replica, "
-        f"{PROMPT_TOKENS}-token prompts whose keys are known (hashing them is not counted); {PLACEMENTS} placements "
-        f"with drifting demand; {PROBLEMS} problems of random requests, both solver runs and the re-check included",
+        notes=f"rows are told apart by routing and placement; medians of {ROUTES:,} routes with {LIVE:,} live requests "
+        f"and {RESIDENT} adapters on each replica, {PROMPT_TOKENS}-token prompts whose keys are known (hashing them is "
+        f"not counted); {PLACEMENTS} placements with drifting demand; {PROBLEMS} problems of random requests, both "
+        "solver runs and the re-check included",
     )
 
 
 # --- routes ------------------------------------------------------------------------------------------
 
 
-def _routes(name: str) -> dict[str, Any]:
+def _routes(name: str, placement: str) -> dict[str, Any]:
     draw = random.Random(0)
     replicas = [ReplicaId(f"r{number}") for number in range(REPLICAS)]
     adapters = [AdapterDigest(f"a{number}") for number in range(ADAPTERS)]
@@ -87,6 +94,7 @@ def _routes(name: str) -> dict[str, Any]:
         for adapter in draw.sample(adapters, RESIDENT):
             fleet.loaded(replica, adapter)
     router = ROUTING[name](RoutingOptions(prefill=_MODEL, decode=_MODEL, slo_s=0.05))
+    router.table = _table(placement, replicas, adapters, draw)
     live: list[tuple[ReplicaId, RequestId]] = []
     seconds = []
     with _one_core():
@@ -105,6 +113,18 @@ def _routes(name: str) -> dict[str, Any]:
                 gone, request_id = live.pop(draw.randrange(len(live)))
                 fleet.ended(gone, request_id, 1.0)
     return {"seconds": seconds}
+
+
+def _table(
+    placement: str, replicas: list[ReplicaId], adapters: list[AdapterDigest], draw: random.Random
+) -> RoutingTable:
+    """Return a table as a placement makes them: adapters everywhere, at one replica, or some of them at more."""
+    everywhere = tuple(Share(replica, 1 / REPLICAS) for replica in replicas)
+    if placement == "everywhere":
+        return RoutingTable(1, dict.fromkeys(adapters, everywhere))
+    counts = (1, 1, 1, 2, 4) if placement in ("loraserve", "loraserve:literal", "dlora") else (1,)
+    homes = {adapter: draw.sample(replicas, draw.choice(counts)) for adapter in adapters}
+    return RoutingTable(1, {each: tuple(Share(home, 1 / len(of)) for home in of) for each, of in homes.items()})
 
 
 def _asked(number: int, draw: random.Random, adapters: list[AdapterDigest]) -> Asked:

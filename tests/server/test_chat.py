@@ -61,6 +61,17 @@ async def test_messages_go_through_the_chat_template(server: Running) -> None:
     assert prompts == [turns + "<|im_start|>assistant\n", turns]
 
 
+async def test_an_answer_can_go_on_where_the_last_message_ends(server: Running) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "hel"}]
+    reply = await server.http.post(CHAT, json=body(messages=messages, continue_final_message=True))
+    assert reply.status_code == 200
+    prompt = TOKENIZER.decode(server.engine.submitted[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhel"
+    both = body(messages=messages, continue_final_message=True, add_generation_prompt=True)
+    refused = await server.http.post(CHAT, json=both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
 async def test_a_stream_opens_with_the_role_and_ends_with_a_reason(server: Running) -> None:
     chunks = await events(server.http, CHAT, body())
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}

@@ -77,6 +77,22 @@ def test_a_template_that_refuses_says_why() -> None:
         ChatTemplate("{% if %}", {})
 
 
+@pytest.mark.parametrize("template", [LLAMA_2, WITH_STATEMENTS_ON_LINES])
+def test_a_prompt_that_is_to_be_continued_ends_with_the_text_of_the_last_message(template: str) -> None:
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "7 yes, "}]
+    compiled = ChatTemplate(template, SPECIAL)
+    text = compiled.render_open(messages, extra={})
+    # Space at its end stays, though the template strips whole messages.
+    assert text.endswith("7 YES, " if template is WITH_STATEMENTS_ON_LINES else "7 yes, ")
+    whole = compiled.render(messages, add_generation_prompt=False, extra={})
+    assert whole.startswith(text.rstrip())
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+    with pytest.raises(TemplateError, match="does not show the last message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render_open(MESSAGES, extra={})
+
+
 @pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
 def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
     with pytest.raises(TemplateError):

@@ -23,14 +23,18 @@ LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 4
 COMMAND = "from lorikeet.cli import main; main()"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+def make_model(folder: Path) -> Path:
+    """Write a tiny random model with a tokenizer and a chat template."""
     make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=512)
     TOKENIZER.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKENIZER.token_to_id("<|im_end|>")}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 class Server:

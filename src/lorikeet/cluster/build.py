@@ -1,14 +1,18 @@
 """From a row to the policies of a cluster: who serves which adapter, and who gets which request."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from lorikeet.cluster.comigration.times import rebuild_s
+from lorikeet.cluster.fetch_times import CopyCosts
 from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
@@ -60,6 +64,18 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
         return Slo(self.ttft_s or None, self.tpot_s or None)
 
 
+class MigrationCosts(NamedTuple):
+    """What co-migration must know of a replica.
+
+    Attributes:
+        move_s: what moving a request with so many tokens, prompt and answer so far, takes.
+        reserved_share: of each replica's memory, that it does not count on.
+    """
+
+    move_s: Callable[[int], float]
+    reserved_share: float
+
+
 def build_cluster_policies(
     row: Row, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
 ) -> tuple[Router, Placement]:
@@ -101,6 +117,55 @@ def build_placement(
     make = _policy("placement", row.placement, PLACEMENT)
     needed = _FOR_PLACEMENT.get(row.placement)
     return make(replicas, PlacementOptions(options.seed) if needed is None else needed(row, profile, options))
+
+
+def build_migration(row: Row, profile: CostProfile | None, copies: CopyCosts | None = None) -> MigrationCosts | None:
+    """Return what co-migration needs, None if the row has none.
+
+    Args:
+        row: of all replicas.
+        profile: of one of them; None if there is none.
+        copies: says how fast replicas reach each other.
+
+    Raises:
+        ConfigError: there is no profile.
+    """
+    if not row.comigration:
+        return None
+    model = CostModel(_needed(profile, "comigration needs to know what a prefill costs"), row.kernel_form)
+
+    def prefill_s(tokens: int) -> float:
+        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
+
+    link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
+    reserves = PLACEMENT.get(row.placement) is BurstTolerance
+    move_s = partial(rebuild_s, prefill_s=prefill_s, link_bytes_per_s=link_bytes_per_s)
+    return MigrationCosts(move_s, RESERVED_SHARE if reserves else 0.0)
+
+
+def build_points(row: Row, profile: CostProfile | None, options: ClusterOptions, what_for: str) -> OperatingPoints:
+    """Return the operating points of a replica.
+
+    Args:
+        row: of all replicas.
+        profile: of one of them; None if there is none.
+        options: everything else; points that are there come before the profile's.
+        what_for: who needs them, for the error.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    tokens_per_s = options.tokens_per_s
+    if not tokens_per_s:
+        lengths = options.prompt_tokens, options.output_tokens
+        loads = None if profile is None else loads_that_fit(profile, row.kernel_form, options.slo, *lengths)
+        if loads is None:
+            raise ConfigError(_no_points(row, profile, options.slo, what_for))
+        tokens_per_s = loads.tokens_per_s
+    try:
+        return OperatingPoints(tokens_per_s)
+    except ValueError as error:
+        raise ConfigError(f"{what_for}: {error}") from error
 
 
 def needs_operating_points(row: Row) -> bool:
@@ -175,17 +240,7 @@ def _for_pending_time(row: Row, profile: CostProfile | None, options: ClusterOpt
 
 
 def _for_loraserve(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
-    tokens_per_s = options.tokens_per_s
-    if not tokens_per_s:
-        lengths = options.prompt_tokens, options.output_tokens
-        loads = None if profile is None else loads_that_fit(profile, row.kernel_form, options.slo, *lengths)
-        if loads is None:
-            raise ConfigError(_no_points(row, profile, options.slo))
-        tokens_per_s = loads.tokens_per_s
-    try:
-        return PlacementOptions(options.seed, OperatingPoints(tokens_per_s))
-    except ValueError as error:
-        raise ConfigError(f"placement {row.placement}: {error}") from error
+    return PlacementOptions(options.seed, build_points(row, profile, options, f"placement {row.placement}"))
 
 
 def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
@@ -222,12 +277,12 @@ def _needed(profile: CostProfile | None, why: str) -> CostProfile:
     return profile
 
 
-def _no_points(row: Row, profile: CostProfile | None, slo: Slo) -> str:
+def _no_points(row: Row, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
     what = f"of the kernel form {row.kernel_form} under {slo_words(slo)}" if slo != Slo() else "and so an SLO"
     there = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
     return (
-        f"placement {row.placement} needs operating points {what}{there}: run lorikeet profile --operating-points, and "
-        "name its file with --profile"
+        f"{what_for} needs operating points {what}{there}: run lorikeet profile --operating-points, and name its file "
+        "with --profile"
     )
 
 

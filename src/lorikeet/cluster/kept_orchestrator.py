@@ -198,6 +198,10 @@ class KeptOrchestrator:
         self._orchestrator.close_period(self._clock.now())
         return self._kept()
 
+    def load(self) -> float | None:
+        """Return how many replicas the demand fills, see ``Orchestrator``."""
+        return self._orchestrator.load()
+
     def state(self) -> OrchestratorState:
         """Return all that it goes on from."""
         return self._orchestrator.state()

@@ -8,9 +8,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from lorikeet.cluster.demand import DemandEstimator, DemandState
+from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.scaling import load_of
 from lorikeet.cluster.tables import RoutingTable, Share
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+_BASE = AdapterDigest("")
+"""Stands for the base model where its demand is counted, which no placement sees."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -31,12 +36,12 @@ class Seen(msgspec.Struct, frozen=True):
     """What a head has seen since it told last.
 
     Attributes:
-        arrivals: adapter and prompt tokens of each request that came.
-        answers: adapter and tokens of each complete answer.
+        arrivals: adapter (None: the base model) and prompt tokens of each request that came.
+        answers: the same and tokens of each complete answer.
     """
 
-    arrivals: tuple[tuple[AdapterDigest, int], ...] = ()
-    answers: tuple[tuple[AdapterDigest, int], ...] = ()
+    arrivals: tuple[tuple[AdapterDigest | None, int], ...] = ()
+    answers: tuple[tuple[AdapterDigest | None, int], ...] = ()
 
 
 class OrchestratorState(msgspec.Struct, frozen=True):
@@ -58,15 +63,18 @@ class Orchestrator:
     Args:
         placement: the policy.
         now: start of the first period, seconds.
+        points: of a replica; None if nobody asks for the load.
 
     Attributes:
         table: the placement that counts.
     """
 
-    def __init__(self, placement: Placement, now: float) -> None:
+    def __init__(self, placement: Placement, now: float, points: OperatingPoints | None = None) -> None:
         self.table = RoutingTable(0, {})
         self._placement = placement
+        self._points = points
         self._demand = DemandEstimator(now)
+        self._begin_base(now)
 
     def know(self, adapters: Iterable[Known], now: float) -> RoutingTable:
         """Place adapters that are new; those that are known already change nothing."""
@@ -92,10 +100,15 @@ class Orchestrator:
     def tell(self, seen: Seen) -> None:
         """Count what a head has seen."""
         for adapter, prompt_tokens in seen.arrivals:
-            if adapter in self._demand:  # else it was dropped while this was on its way
+            if adapter is None:
+                self._base.arrived(_BASE, prompt_tokens)
+            elif adapter in self._demand:  # else it was dropped while this was on its way
                 self._demand.arrived(adapter, prompt_tokens)
         for adapter, output_tokens in seen.answers:
-            self._demand.finished(adapter, output_tokens)
+            if adapter is None:
+                self._base.finished(_BASE, output_tokens)
+            else:
+                self._demand.finished(adapter, output_tokens)
 
     def close_period(self, now: float) -> RoutingTable:
         """End a period of demand, and place for the next.
@@ -104,7 +117,15 @@ class Orchestrator:
             ValueError: no time has passed since the last one.
         """
         self._demand.close(now)
+        self._base.close(now)
+        self._has_closed = True
         return self._place(now)
+
+    def load(self) -> float | None:
+        """Return how many replicas the demand fills; None without operating points, or before a period has ended."""
+        if self._points is None or not self._has_closed:
+            return None
+        return load_of((*self._demand.demands(), *self._base.demands()), self._points)
 
     def state(self) -> OrchestratorState:
         """Return what another orchestrator needs to go on from here."""
@@ -121,7 +142,14 @@ class Orchestrator:
         shares = {adapter: tuple(Share(*each) for each in of_one) for adapter, of_one in state.shares.items()}
         self._placement.resume(RoutingTable(state.epoch, shares))
         self._demand.resume(state.demand, now)
+        self._begin_base(now)
         return self._place(now)
+
+    def _begin_base(self, now: float) -> None:
+        """Count the base model's demand anew, which is not kept: after a restart it is back with the next period."""
+        self._base = DemandEstimator(now)
+        self._base.know(_BASE, rank=0, size_bytes=0)
+        self._has_closed = False
 
     def _place(self, now: float) -> RoutingTable:
         self.table = self._placement.place(self._demand.demands(), now)

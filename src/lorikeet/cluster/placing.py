@@ -37,6 +37,10 @@ class PlacementService(Protocol):
         """End a period in which a head has seen this, and place for the next."""
         ...
 
+    async def load(self) -> float | None:
+        """Return, instead of a table, how many replicas the demand fills; see ``Orchestrator``."""
+        ...
+
 
 class InProcess:
     """An orchestrator in this process; it places on another thread, one call after the other."""
@@ -65,3 +69,8 @@ class InProcess:
         async with self._lock:
             self._orchestrator.tell(seen)
             return await asyncio.to_thread(self._orchestrator.close_period, time.monotonic())
+
+    async def load(self) -> float | None:
+        """See ``PlacementService``."""
+        async with self._lock:
+            return await asyncio.to_thread(self._orchestrator.load)

@@ -85,6 +85,10 @@ class OrchestratorActor:
         """See ``KeptOrchestrator``."""
         return self._if_told(told, lambda: self._kept.period(seen))
 
+    def load(self) -> float | None:
+        """See ``KeptOrchestrator``."""
+        return self._kept.load()
+
     def state(self) -> OrchestratorState:
         """See ``KeptOrchestrator``."""
         return self._kept.state()
@@ -159,6 +163,12 @@ class RayPlacement:
         """See ``PlacementService``."""
         async with self._lock:
             return await self._call("period", seen)
+
+    async def load(self) -> float | None:
+        """See ``PlacementService``."""
+        async with self._lock:
+            load: float | None = await self._ask("load")
+            return load
 
     async def state(self) -> OrchestratorState:
         """Return all that the orchestrator goes on from.

@@ -40,12 +40,21 @@ class Router(ABC):
     it. A router may remember its own choices, and takes it that they are followed.
 
     Attributes:
-        table: the placement to keep to; the owner assigns every new one. None if any replica may serve any adapter.
         wants_keys: ``Asked.keys`` must be filled.
     """
 
-    table: RoutingTable | None = None
     wants_keys: bool = False
+    _table: RoutingTable | None = None
+    _homes: tuple[int, dict[int, Indices]] = (-1, {})
+
+    @property
+    def table(self) -> RoutingTable | None:
+        """The placement to keep to; the owner assigns every new one. None if any replica may serve any adapter."""
+        return self._table
+
+    @table.setter
+    def table(self, table: RoutingTable | None) -> None:
+        self._table, self._homes = table, (-1, {})
 
     @abstractmethod
     def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
@@ -66,11 +75,18 @@ class Router(ABC):
 
         Those that the table names for its adapter; all, if it names none that is open, and for the base model.
         """
-        if self.table is None or asked.adapter is None:
+        if self._table is None or asked.adapter is None or asked.adapter not in self._table.shares:
             return fleet.open
-        index = fleet.open_index
-        homes = [index[share.replica] for share in self.table.shares.get(asked.adapter, ()) if share.replica in index]
-        return np.array(sorted(homes), np.intp) if homes else fleet.open
+        if self._homes[0] != fleet.changes:
+            self._homes = (fleet.changes, {})
+        # The same tuple has the same homes, and where adapters are everywhere they all have one.
+        shares, known = self._table.shares[asked.adapter], self._homes[1]
+        homes = known.get(id(shares))
+        if homes is None:
+            open_index = fleet.open_index
+            there = sorted(open_index[share.replica] for share in shares if share.replica in open_index)
+            homes = known[id(shares)] = np.array(there, np.intp) if there else fleet.open
+        return homes
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
