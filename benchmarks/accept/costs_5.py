@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.models import default_model
+from benchmarks.accept.models import LLAMA_2_7B, default_model
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.server import RunningServer, running_server
 from lorikeet.config import EngineSettings
@@ -32,22 +32,6 @@ PROFILE = "a100-80-llama-2-7b"
 LOAD_S, CLIENTS, PROMPT_TOKENS, OUTPUT_TOKENS = 40.0, 4, 400, 64
 BUSY_S = 0.01
 """Plans that begin so soon after the end of the last one follow it without a pause."""
-
-_LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "num_hidden_layers": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "eos_token_id": 2,
-}
 
 
 @line(
@@ -102,7 +86,7 @@ def _model_folder(folder: Path) -> Path:
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(default_model() / name, folder)
-    (folder / "config.json").write_text(json.dumps(_LLAMA_2_7B))
+    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
     return folder
 
 

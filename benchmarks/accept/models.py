@@ -8,6 +8,23 @@ from lorikeet.models.default import default_cache_dir, prepare_default_model
 SAMPLES = Path("examples/adapters")
 """The sample adapters, as seen from the root of the checkout."""
 
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "eos_token_id": 2,
+}
+"""Its ``config.json``, for engines that read no weights."""
+
 
 def default_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct, converted if need be."""
