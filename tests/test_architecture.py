@@ -17,7 +17,9 @@ def loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["lorikeet.server.run", "lorikeet.engine.client", "lorikeet.adapters.catalog"])
+@pytest.mark.parametrize(
+    "module", ["lorikeet.server.run", "lorikeet.gateway.run", "lorikeet.engine.client", "lorikeet.adapters.catalog"]
+)
 def test_the_api_process_loads_neither_torch_nor_transformers(module: str) -> None:
     assert not loaded_by(module) & {"torch", "transformers", "peft"}
 

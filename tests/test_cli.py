@@ -41,6 +41,7 @@ def test_flags_of_vllm_reach_their_settings(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch,
         *"org/model --enable-lora --max-lora-rank 64 --served-model-name a b --tensor-parallel-size 2".split(),
         *"--max-model-len 1024 --max-num-seqs 8 --max-num-batched-tokens 256 --dtype half --port 1".split(),
+        *"--data-parallel-size 3".split(),
         *"--api-key k1 k2 --lora-modules sql=/a/sql chat=hf://o/r".split(),
     )
     assert settings.model.model == "org/model"
@@ -53,6 +54,7 @@ def test_flags_of_vllm_reach_their_settings(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert settings.adapters.enabled
     assert settings.adapters.max_rank == 64
+    assert settings.cluster.replicas == 3
     assert settings.adapters.preload == ("sql=/a/sql", "chat=hf://o/r")
     assert (settings.server.port, settings.server.api_keys) == (1, ("k1", "k2"))
 

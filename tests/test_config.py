@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.config import ConfigError, load_settings
-from lorikeet.rows import ROWS, resolve_row
+from lorikeet.rows import ROWS, of_one_replica, resolve_row
 
 
 def test_flags_win_over_the_environment_the_file_and_the_defaults(tmp_path: Path) -> None:
@@ -31,6 +31,10 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({"server": {"port": 70_000}}, {}, "port"),
         ({}, {"LORIKEET_ENGINE__THREADS": "-1"}, r"environment: \[engine\]: .*threads"),
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: \[engine\]: .*threads"),
+        ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
+        ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
+        ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),
+        ({"cluster": {"min_replicas": 2}}, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"}, "1 replicas are not within"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_source_and_key(
@@ -48,8 +52,45 @@ def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: byt
         load_settings(file=file, environment={})
 
 
+def test_limits_of_scaling_may_come_from_other_sources_than_the_number_of_replicas(tmp_path: Path) -> None:
+    file = tmp_path / "lorikeet.toml"
+    file.write_text("[cluster]\nmin_replicas = 2\n")
+    settings = load_settings({"cluster": {"replicas": 3}}, file, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"})
+    assert (settings.cluster.min_replicas, settings.cluster.replicas, settings.cluster.max_replicas) == (2, 3, 4)
+    assert load_settings(environment={}).cluster.max_replicas == 0
+
+
 def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
     name, row = resolve_row("auto")
     assert ROWS[name] == row
     with pytest.raises(ConfigError, match="there are: auto, lorikeet:plain"):
         resolve_row("plain")
+
+
+def test_axes_of_a_cluster_can_be_set_behind_the_name() -> None:
+    name, row = resolve_row("loraserve,placement_period_s=60,pool_prefetch=true,routing=least-loaded")
+    assert name.startswith("loraserve,placement_period_s")
+    assert (row.placement, row.placement_period_s, row.pool_prefetch, row.routing) == (
+        "loraserve",
+        60.0,
+        True,
+        "least-loaded",
+    )
+    for wrong in ("placement_period_s=0", "comigration=perhaps"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            resolve_row(f"loraserve,{wrong}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in ROWS if name.partition(":")[0] == "loraserve"],
+        ["toppings", "toppings:dlora", "toppings:first-fit", "toppings:random"],
+        ["dlora", "dlora:proactive", "dlora:rr"],
+        [f"lorikeet:{name}" for name in ("kv-affinity", "adapter-affinity", "least-loaded", "round-robin", "random")],
+    ],
+)
+def test_what_is_compared_on_a_cluster_has_the_same_replicas(names: list[str]) -> None:
+    assert len(names) > 2
+    assert len({ROWS[name] for name in names}) == len(names)
+    assert len({of_one_replica(ROWS[name]) for name in names}) == 1

@@ -12,8 +12,10 @@ from lorikeet.commands.console import fail, note
 from lorikeet.commands.generate import generate
 from lorikeet.commands.profile import profile
 from lorikeet.commands.replay import replay
+from lorikeet.commands.route import route
 from lorikeet.commands.serve import serve
 from lorikeet.commands.simulate import simulate
+from lorikeet.commands.status import status
 from lorikeet.commands.train_predictor import train_predictor
 from lorikeet.commands.workload import workload
 
@@ -31,6 +33,8 @@ app.command()(chat)
 app.command()(profile)
 app.command()(simulate)
 app.command()(replay)
+app.command()(route)
+app.command()(status)
 app.command()(train_predictor)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")

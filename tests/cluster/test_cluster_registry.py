@@ -38,80 +38,45 @@ def registry(url: str) -> Iterator[ClusterRegistry]:
     made.close()
 
 
-def test_epochs_of_a_replica_only_rise(registry: ClusterRegistry) -> None:
+def row(replica: ReplicaId, epoch: int, state: str = "up") -> ReplicaRow:
+    return ReplicaRow(replica, epoch, "10.0.0.1", 11, state, 1.5)
+
+
+def test_replicas_take_the_place_of_those_noted_before(registry: ClusterRegistry) -> None:
     assert registry.replicas() == []
-    assert registry.join(R0, "10.0.0.1", 11, "up", 1.5) == 1
-    assert registry.join(R1, "10.0.0.2", 12, "up", 2.5) == 1
-    assert registry.join(R0, "10.0.0.3", 13, "starting", 3.5) == 2
-    registry.set_state(R0, 2, "up")
-    assert registry.replicas() == [
-        ReplicaRow(R0, 2, "10.0.0.3", 13, "up", 3.5),
-        ReplicaRow(R1, 1, "10.0.0.2", 12, "up", 2.5),
-    ]
-    registry.leave(R0, 2)
-    assert [row.replica for row in registry.replicas()] == [R1]
-    assert registry.join(R0, "10.0.0.1", 14, "up", 4.5) == 3
+    registry.set_replicas([row(R1, 1), row(R0, 2, "down")])
+    assert registry.replicas() == [row(R0, 2, "down"), row(R1, 1)]
+    registry.set_replicas([row(R0, 3)])
+    assert registry.replicas() == [row(R0, 3)]
+    registry.set_replicas([])
+    assert registry.replicas() == []
 
 
-def test_an_earlier_incarnation_writes_nothing(registry: ClusterRegistry) -> None:
-    registry.join(R0, "10.0.0.1", 11, "up", 1.5)
-    registry.join(R0, "10.0.0.1", 12, "up", 2.5)
-    registry.add_copy(A, R0)
-    with pytest.raises(EpochConflict, match="r0"):
-        registry.set_state(R0, 1, "draining")
-    with pytest.raises(EpochConflict):
-        registry.leave(R0, 1)
-    with pytest.raises(EpochConflict):
-        registry.set_state(R1, 1, "up")
-    assert registry.replicas() == [ReplicaRow(R0, 2, "10.0.0.1", 12, "up", 2.5)]
-    assert registry.copies() == {R0: {A}}
+def test_copies_are_noted_at_once_and_by_what_has_changed(registry: ClusterRegistry) -> None:
+    registry.set_copies({(A, R0), (B, R0), (A, R1)})
+    registry.change_copies({(C, R1), (A, R0)}, {(B, R0), (B, R1)})
+    assert registry.copies() == {(A, R0), (A, R1), (C, R1)}
+    registry.change_copies(set(), {(A, R1)})
+    assert registry.copies() == {(A, R0), (C, R1)}
+    registry.set_copies({(B, R1)})
+    assert registry.copies() == {(B, R1)}
+    registry.set_copies(set())
+    assert registry.copies() == set()
 
 
-def test_heads_that_join_a_replica_at_once_get_different_epochs(url: str) -> None:
-    heads = [ClusterRegistry(url, "one") for _ in range(4)]
-    epochs: list[int] = []
-    barrier = threading.Barrier(len(heads))
-
-    def join(head: ClusterRegistry) -> None:
-        barrier.wait()
-        epochs.extend([head.join(R0, "10.0.0.1", 1, "up", 1.0) for _ in range(5)])
-
-    threads = [threading.Thread(target=join, args=(head,)) for head in heads]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(epochs) == list(range(1, 21))
-    for head in heads:
-        head.close()
-
-
-def test_copies_are_noted_and_go_with_their_replica(registry: ClusterRegistry) -> None:
-    registry.add_copy(A, R0)
-    registry.add_copy(A, R0)
-    registry.add_copy(A, R1)
-    registry.add_copy(B, R1)
-    registry.remove_copy(B, R0)
-    registry.remove_copy(B, R1)
-    assert registry.copies() == {R0: {A}, R1: {A}}
-    registry.set_copies(R0, [B, C, C])
-    registry.set_copies(R1, [])
-    assert registry.copies() == {R0: {B, C}}
-    registry.leave(R0, registry.join(R0, "10.0.0.1", 11, "up", 1.5))
-    assert registry.copies() == {}
-
-
-def test_clusters_share_a_database_with_each_other_and_with_adapters(url: str) -> None:
+def test_heads_share_a_database_with_each_other_and_with_adapters(url: str) -> None:
     one, other, adapters = ClusterRegistry(url, "one"), ClusterRegistry(url, "other"), Registry(url, "base")
-    for cluster, pid in ((one, 1), (other, 2)):
-        cluster.join(R0, "10.0.0.1", pid, "up", 1.5)
-        cluster.add_copy(A, R0)
-        cluster.save_state(f"state {pid}", 0)
-    one.leave(R0, 1)
+    for number, head in enumerate((one, other), 1):
+        head.set_replicas([row(R0, number)])
+        head.set_copies({(A, R0), (B, R0)})
+        head.save_state(f"state {number}", 0)
+    one.set_replicas([])
+    one.change_copies(set(), {(A, R0)})
     one.save_state("state 3", 1)
-    assert one.replicas() == []
-    assert other.replicas() == [ReplicaRow(R0, 1, "10.0.0.1", 2, "up", 1.5)]
-    assert other.copies() == {R0: {A}}
+    assert (one.replicas(), one.copies()) == ([], {(B, R0)})
+    one.set_copies(set())
+    assert other.replicas() == [row(R0, 2)]
+    assert other.copies() == {(A, R0), (B, R0)}
     assert other.load_state() == StoredState(1, "state 2")
     assert adapters.load() == []
     for each in (one, other, adapters):

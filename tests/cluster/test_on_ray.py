@@ -23,6 +23,7 @@ from lorikeet.cluster.on_ray.host import RayHost, RayProcess, Resources
 from lorikeet.cluster.on_ray.orchestrator_actor import Placed, RayPlacement
 from lorikeet.cluster.on_ray.start import RayError, RayInfo, start_ray, stop_ray
 from lorikeet.cluster.on_ray.transport import RayTransport
+from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
 from lorikeet.cluster.placement.static import Random
 from lorikeet.cluster.placing import OrchestratorGone
@@ -341,7 +342,7 @@ def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., 
 
     def make(url: str = url, seed: int = 0, patience_s: float = 60.0) -> RayPlacement:
         def orchestrator(now: float, replicas: tuple[ReplicaId, ...] = REPLICAS) -> Orchestrator:
-            return Orchestrator(Random(replicas, seed), now)
+            return Orchestrator(Random(replicas, seed), now, OperatingPoints({8: 1000.0}))
 
         # What is defined here travels by value: the actors know nothing of this file.
         made.append(RayPlacement(orchestrator, url, "one", patience_s))
@@ -374,7 +375,11 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     await placement.set_replicas(REPLICAS)
     table = await placement.know(KNOWN)
     assert table.shares.keys() == {each.adapter for each in KNOWN}
+    assert await placement.load() is None
     await placement.period(Seen(((KNOWN[0].adapter, 100),)))
+    load = await placement.load()
+    assert load is not None
+    assert load > 0
     state = await placement.state()
     await restarted(placement)
     assert await placement.state() == state

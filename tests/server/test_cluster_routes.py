@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -85,3 +86,22 @@ def test_status_without_a_server_says_so(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["status", "--url", "http://127.0.0.1:9"])
     assert ended.exit_code == 1
     assert "is a server running there?" in ended.output
+
+
+async def test_metrics_tell_of_the_cluster(server: Running) -> None:
+    server.engine.state = msgspec.structs.replace(state_of(server), moves=5, wanted=3)
+    page = (await server.http.get("/metrics")).text
+    labels = 'model_name="base"'
+    for line in (
+        f'lorikeet:cluster_replicas{{{labels},state="open"}} 1.0',
+        f'lorikeet:cluster_replicas{{{labels},state="down"}} 1.0',
+        f"lorikeet:cluster_replicas_wanted{{{labels}}} 3.0",
+        f"lorikeet:cluster_requests_unrouted{{{labels}}} 4.0",
+        f"lorikeet:cluster_requests_moved_total{{{labels}}} 5.0",
+        f"lorikeet:cluster_placement_epoch{{{labels}}} 7.0",
+        f'lorikeet:cluster_copies_total{{{labels},source="replica"}} 1.0',
+        f'lorikeet:cluster_copied_bytes_total{{{labels},source="replica"}} 3.145728e+06',
+    ):
+        assert line in page.splitlines(), page
+    server.engine.state = state_of(server)
+    assert "cluster_replicas_wanted" not in (await server.http.get("/metrics")).text

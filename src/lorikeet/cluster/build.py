@@ -12,7 +12,7 @@ from lorikeet.cluster.fetch_times import CopyCosts
 from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
-from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance
+from lorikeet.cluster.placement.burst import RESERVED_SHARE
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
@@ -138,7 +138,7 @@ def build_migration(row: Row, profile: CostProfile | None, copies: CopyCosts | N
         return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
 
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
-    reserves = PLACEMENT.get(row.placement) is BurstTolerance
+    reserves = _FOR_PLACEMENT.get(row.placement) is _for_burst_tolerance
     move_s = partial(rebuild_s, prefill_s=prefill_s, link_bytes_per_s=link_bytes_per_s)
     return MigrationCosts(move_s, RESERVED_SHARE if reserves else 0.0)
 

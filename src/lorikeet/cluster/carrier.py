@@ -68,6 +68,10 @@ class Carrier:
         """Return all adapters at a replica."""
         return [ref for (_, where), ref in self._placed.items() if where == replica]
 
+    def pairs(self) -> set[tuple[AdapterDigest, ReplicaId]]:
+        """Return which adapters are at which replicas."""
+        return set(self._placed)
+
     async def find(self, replica: ReplicaId) -> list[AdapterDigest]:
         """Look anew at what a replica has that just came (back); what its folder has and nobody knows is left alone.
 

@@ -6,25 +6,24 @@ here; one that is moved does the same while its old replica goes on with others.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import count
+from typing import Any
 
 import msgspec
 import structlog
 import zmq.asyncio
 
+from lorikeet.cluster.adapter_files import AdapterFiles
 from lorikeet.cluster.asked import Asked, asked
-from lorikeet.cluster.carrier import Carrier
 from lorikeet.cluster.describe import cluster_state
-from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.dispatcher import Actions, Dispatcher
+from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.hearing import gauges
 from lorikeet.cluster.orchestrator import Known
 from lorikeet.cluster.placer import Placer
 from lorikeet.cluster.placing import PlacementService
-from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.replica import Replica
-from lorikeet.cluster.retiring import Retiring
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import Tasks
@@ -59,6 +58,9 @@ class ClusterClient:
         router: chooses replicas.
         period_s: time between two placements.
         prefetch: replicas fetch what a new placement gives them at once.
+
+    Attributes:
+        wanted: replicas that there should be by the load; None if nobody counts it.
     """
 
     _hello: Hello
@@ -73,6 +75,7 @@ class ClusterClient:
         period_s: float,
         prefetch: bool = False,
     ) -> None:
+        self.wanted: int | None = None
         self._settings = settings
         self._hosts = hosts
         self._context = zmq.asyncio.Context()
@@ -81,12 +84,12 @@ class ClusterClient:
         self._streams = Streams()
         self._dispatcher = Dispatcher(router, prefetch=prefetch)
         self._placer = Placer(placement, period_s, self._follow)
-        self._refs: dict[AdapterDigest, AdapterRef] = {}
-        self._carrier = Carrier(transport, self._refs, self)
-        self._retiring = Retiring()
+        self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._do)
+        self._moves = 0
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
+        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placer.run]
         self._tasks = Tasks()
 
     # --- the face of an engine's client --------------------------------------------------------------
@@ -103,8 +106,8 @@ class ClusterClient:
 
     @property
     def views(self) -> Mapping[ReplicaId, EngineView]:
-        """Every replica by its id."""
-        return {replica_id: replica.keeper for replica_id, replica in self._replicas.items()}
+        """Every replica by its id, once it has started."""
+        return {replica_id: replica.keeper for replica_id, replica in self._replicas.items() if replica.epoch}
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Hello:
         """See ``Engines``: all replicas that the settings ask for, side by side; the progress shown is the first's."""
@@ -115,7 +118,8 @@ class ClusterClient:
                     starts.create_task(self.add_replica())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        self._tasks.run(self._placer.run())
+        for work in self._beside:
+            self._tasks.run(work())
         return self.hello
 
     def submit(self, request: Request) -> RequestHandle:
@@ -123,26 +127,22 @@ class ClusterClient:
         if self._failure is not None:
             raise self._failure
         handle = self._streams.open(request, self._abort)
-        if request.digest is not None:
-            self._placer.arrived(request.digest, len(request.prompt_token_ids))
+        self._placer.arrived(request.digest, len(request.prompt_token_ids))
         self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
         return handle
 
     def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
         """See ``Engines``; they come to a replica when they are first asked for there."""
-        new = {ref.digest: ref for ref in refs}
-        self._refs |= new
-        for digest in new:
-            self._dispatcher.know(digest)
-            self._retiring.cancel(digest)
-        known = [Known(ref.digest, ref.max_rank, ref.weight_bytes) for ref in new.values()]
+        new = tuple(refs)
+        self._files.know(new)
+        known = [Known(ref.digest, ref.max_rank, ref.weight_bytes) for ref in new]
         self._tasks.run(self._placer.know(known))
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """See ``Engines``: from all replicas."""
         if self._failure is not None:
             raise self._failure
-        freed = self._retiring.begin(digest)
+        freed = self._files.begin_drop(digest)
         await self._placer.drop(digest)
         self._do(self._dispatcher.retire(digest))
         return await freed
@@ -157,15 +157,44 @@ class ClusterClient:
 
     def describe(self) -> ClusterState:
         """See ``Engines``."""
-        return cluster_state(self._replicas, self._dispatcher, self._carrier, self._placer.table)
+        table = self._placer.table
+        return cluster_state(self._replicas, self._dispatcher, self._files.carrier, table, self._moves, self.wanted)
 
     async def close(self) -> None:
         """See ``Engines``."""
         await self._tasks.close()
         await asyncio.gather(*(replica.keeper.close() for replica in list(self._replicas.values())))
-        await self._carrier.close()
+        await self._files.carrier.close()
         self._give_up(EngineError("the server is shutting down"))
         self._context.destroy(linger=0)
+
+    # --- for those who watch over the cluster --------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """What routing knows of the replicas; to read."""
+        return self._dispatcher.fleet
+
+    @property
+    def size(self) -> int:
+        """Replicas, those included that are being started, without those that are leaving."""
+        return sum(not replica.is_leaving for replica in self._replicas.values())
+
+    def sent_s(self) -> dict[RequestId, float]:
+        """Return when each request was handed to the replica where it is; those that wait here are not in it."""
+        return {handle.request.request_id: handle.sent_s for handle in self._streams if handle.replica is not None}
+
+    def copies(self) -> set[tuple[AdapterDigest, ReplicaId]]:
+        """Return which adapters are at which replicas."""
+        return self._files.carrier.pairs()
+
+    def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have something run from the start to the end of this client; to be called before."""
+        self._beside.append(work)
+
+    async def period(self) -> None:
+        """Wait until the next period of placement has ended."""
+        await self._placer.period()
 
     # --- replicas come and go ------------------------------------------------------------------------
 
@@ -181,46 +210,53 @@ class ClusterClient:
             del self._replicas[replica_id]
             keeper.host.close()
             raise
-        await self._join(replica)
+        await self._rejoin(replica)
         await self._placer.set_replicas(self._there())
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
         """See ``Engines``."""
         replica = self._replicas[replica_id]
-        if len(self._replicas) == 1:
+        others = [other for other in self._replicas.values() if other is not replica]
+        if not any(other.epoch and not other.is_leaving for other in others):
             raise EngineError(f"replica {replica_id} is the only one")
+        replica.is_leaving = True
         until_s = time.monotonic() + drain_s
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
+            self._tasks.run(self._placer.set_replicas(self._there()))  # others fetch from it while it is there
         while time.monotonic() < until_s and any(handle.replica == replica_id for handle in self._streams):
             await asyncio.sleep(_DRAIN_CHECK_S)
         self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
         self._leave(replica)
-        await self._placer.set_replicas(self._there())
-        await replica.keeper.close()
+        try:
+            await self._placer.set_replicas(self._there())
+        finally:
+            await replica.keeper.close()  # nobody else knows it any longer
 
     def _there(self) -> tuple[ReplicaId, ...]:
         """Return the replicas to place on: also those whose engine is being started again."""
-        return tuple(replica_id for replica_id, replica in self._replicas.items() if replica.epoch)
+        return tuple(name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving)
 
     async def _join(self, replica: Replica) -> None:
         """Send a replica requests from now on; its engine has just started."""
         keeper = replica.keeper
         replica.epoch += 1
         epoch = replica.epoch
-        held = await self._carrier.find(keeper.replica)
-        if not keeper.alive or replica.epoch != epoch:
-            return  # it died in between, and joins when it is back
-        keeper.know(self._carrier.placed_at(keeper.replica))
+        held = await self._files.carrier.find(keeper.replica)
+        if not keeper.alive or replica.epoch != epoch or replica.is_leaving:
+            return  # if it died in between, it joins when it is back
+        keeper.know(self._files.carrier.placed_at(keeper.replica))
         replica.is_joined = True
         self._do(self._dispatcher.join(replica.info(self._settings.engine.max_running), time.monotonic(), held))
 
     async def _rejoin(self, replica: Replica) -> None:
-        while replica.keeper.alive:
+        while not (replica.is_joined or replica.is_leaving):
             try:
                 await self._join(replica)
             except TransportError as error:
+                if not replica.keeper.alive:
+                    return  # it died, too, and joins when it is back
                 log.warning("a replica's adapters cannot be listed", replica=replica.keeper.replica, reason=str(error))
                 await asyncio.sleep(_AGAIN_S)
             else:
@@ -293,33 +329,12 @@ class ClusterClient:
             if not isinstance(event, Finished) or event.request_id not in self._streams:
                 continue
             handle, is_complete = self._streams[event.request_id], event.reason in _COMPLETE
-            if is_complete and handle.replica == replica_id and handle.request.digest is not None:
+            if is_complete and handle.replica == replica_id:
                 now_tokens = sum(output.request_id == event.request_id for output in outputs.tokens)
                 self._placer.answered(handle.request.digest, len(handle.token_ids) + now_tokens)
 
     def _follow(self, table: RoutingTable) -> None:
         self._do(self._dispatcher.swap(table, time.monotonic()))
-
-    # --- adapters ------------------------------------------------------------------------------------
-
-    def copy_done(self, copy: Fetch | Provision) -> None:
-        """Tell the engine there, and send it those who waited."""
-        done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
-        replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
-        if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
-            replica.keeper.know([self._carrier.placed(copy.adapter, replica_id)])
-        self._do(done)
-
-    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
-        """Try another way, or fail those who waited."""
-        if isinstance(copy, Fetch):
-            self._do(self._dispatcher.fetch_failed(copy), reason)
-        else:
-            self._do(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
-
-    async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
-        if (replica := self._replicas.get(replica_id)) is not None:
-            self._retiring.freed(digest, await replica.drop(digest))
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -335,6 +350,7 @@ class ClusterClient:
             return False
         self._replicas[handle.replica].keeper.send(Abort(request_id))
         handle.replica = None
+        self._moves += 1
         self._do(self._dispatcher.move(self._asked(handle), target, time.monotonic()))
         return True
 
@@ -347,35 +363,20 @@ class ClusterClient:
 
     def _do(self, actions: Actions, reason: str = "") -> None:
         """Carry out what the dispatcher wants; ``reason`` is why requests failed, if any did."""
-        for digest, replica_id in actions.deletes:
-            self._retiring.deletes(digest, 1)
-            task = self._carrier.delete(digest, replica_id, partial(self._drop, digest, replica_id))
-            task.add_done_callback(partial(self._deleted, digest))
-        for fetch in actions.fetches:
-            self._carrier.copy(fetch)
-        for provision in actions.provisions:
-            self._carrier.copy(provision)
+        self._files.carry_out(actions)
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:
             self._streams.finish(self._streams[request_id], FinishReason.ERROR, f"its adapter cannot be had: {reason}")
-        self._end_retired()
-
-    def _deleted(self, digest: AdapterDigest, task: "asyncio.Task[None]") -> None:
-        self._retiring.deletes(digest, -1)
-        self._end_retired()
-
-    def _end_retired(self) -> None:
-        for digest in self._retiring.ended(self._dispatcher.uses):
-            self._refs.pop(digest, None)
+        self._files.end_retired()
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
         request = handle.resumed()
         if request.adapter is not None:
-            placed = self._carrier.placed(request.adapter.digest, replica_id)
+            placed = self._files.carrier.placed(request.adapter.digest, replica_id)
             adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
             request = msgspec.structs.replace(request, adapter=adapter)
-        handle.replica = replica_id
+        handle.replica, handle.sent_s = replica_id, time.monotonic()
         self._replicas[replica_id].keeper.send(Submit(request))
 
     def _abort(self, handle: RequestHandle) -> None:
@@ -389,6 +390,6 @@ class ClusterClient:
     def _give_up(self, failure: EngineError) -> None:
         self._failure = failure
         self._streams.fail(failure)
-        self._retiring.fail(failure)
+        self._files.fail(failure)
         for replica in self._replicas.values():
             replica.drops.fail(failure)

@@ -11,9 +11,14 @@ from lorikeet.engine.views import ClusterState, ReplicaState, replica_state
 
 
 def cluster_state(
-    replicas: Mapping[ReplicaId, Replica], dispatcher: Dispatcher, carrier: Carrier, table: RoutingTable
+    replicas: Mapping[ReplicaId, Replica],
+    dispatcher: Dispatcher,
+    carrier: Carrier,
+    table: RoutingTable,
+    moves: int,
+    wanted: int | None,
 ) -> ClusterState:
-    """Return what there is: replicas, the placement, and what was copied."""
+    """Return what there is: replicas, the placement, what was copied, how many requests were moved."""
 
     def state(replica_id: ReplicaId, replica: Replica) -> ReplicaState:
         held = carrier.placed_at(replica_id)
@@ -31,4 +36,6 @@ def cluster_state(
         epoch=table.epoch,
         shares={adapter: dict(shares) for adapter, shares in table.shares.items()},
         copies=carrier.counts,
+        moves=moves,
+        wanted=wanted,
     )

@@ -1,5 +1,6 @@
 """From settings to the client of a cluster."""
 
+import socket
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -7,11 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lorikeet.cluster.build import ClusterOptions, build_placement, build_router
+from lorikeet.adapters.catalog import registry_url
+from lorikeet.cluster.build import ClusterOptions, build_migration, build_placement, build_points, build_router
 from lorikeet.cluster.client import ClusterClient
 from lorikeet.cluster.local_transport import LocalTransport
+from lorikeet.cluster.locations import Locations
+from lorikeet.cluster.migrating import Migration
+from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Orchestrator
-from lorikeet.cluster.placing import InProcess
+from lorikeet.cluster.placing import InProcess, PlacementService
+from lorikeet.cluster.registry import ClusterRegistry
+from lorikeet.cluster.scaler import Scaler
+from lorikeet.cluster.scaling import Scaling
 from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
@@ -28,9 +36,11 @@ class _MakeOrchestrator:
     replicas: tuple[ReplicaId, ...]
     profile: CostProfile | None
     options: ClusterOptions
+    points: OperatingPoints | None
 
     def __call__(self, now: float) -> Orchestrator:
-        return Orchestrator(build_placement(self.row, self.replicas, self.profile, self.options), now)
+        placement = build_placement(self.row, self.replicas, self.profile, self.options)
+        return Orchestrator(placement, now, self.points)
 
 
 def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
@@ -41,11 +51,12 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         stack: releases what was opened here, after the client, which its caller closes.
 
     Raises:
-        ConfigError: the row's policies need something that is not there.
+        ConfigError: the row's policies, co-migration or scaling need something that is not there.
         ProfileError: there is no such profile.
         RayError: Ray cannot be started or joined.
+        ValueError: the registry's URL is none.
     """
-    _, row = resolve_row(settings.engine.row)
+    cluster, (_, row) = settings.cluster, resolve_row(settings.engine.row)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     options = ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,
@@ -54,18 +65,38 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         link_bytes_per_s=settings.engine.link_bytes_per_s,
     )
     router = build_router(row, profile, options)
-    replicas = tuple(ReplicaId(f"replica-{number}") for number in range(settings.cluster.replicas))
-    make = _MakeOrchestrator(row, replicas, profile, options)
+    migration = build_migration(row, profile)
+    points = build_points(row, profile, options, "scaling by load") if cluster.max_replicas else None
+    replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
+    make = _MakeOrchestrator(row, replicas, profile, options, points)
     orchestrator = make(time.monotonic())  # what is wrong with the settings is said before anything is started
-    client = partial(
+    make_client = partial(
         ClusterClient, settings, router=router, period_s=row.placement_period_s, prefetch=row.pool_prefetch
     )
-    pool_dir = settings.cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-"))
-    if settings.cluster.start is ReplicaStart.LOCAL:
-        transport = LocalTransport(Path(pool_dir))
+    pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-")))
+    url, identity = cluster.registry_url or registry_url(settings.adapters), _identity(settings)
+    registry = ClusterRegistry(url, identity)
+    stack.callback(registry.close)
+    placement: PlacementService
+    if cluster.start is ReplicaStart.LOCAL:
+        transport, placement = LocalTransport(pool_dir), InProcess(orchestrator)
         stack.callback(transport.close)
-        return client(hosts=lambda replica: LocalHost(), transport=transport, placement=InProcess(orchestrator))
-    from lorikeet.cluster.on_ray.open import open_ray  # Ray is an extra, and takes a second to import
+        client = make_client(hosts=lambda replica: LocalHost(), transport=transport, placement=placement)
+    else:
+        from lorikeet.cluster.on_ray.open import open_ray  # Ray is an extra, and takes a second to import
 
-    on_ray = open_ray(settings, Path(pool_dir), make, stack)
-    return client(hosts=on_ray.host, transport=on_ray.transport, placement=on_ray.placement)
+        on_ray = open_ray(settings, pool_dir, make, url, identity, stack)
+        placement = on_ray.placement
+        client = make_client(hosts=on_ray.host, transport=on_ray.transport, placement=placement)
+    client.beside(Locations(client, registry).run)
+    if migration is not None:
+        client.beside(Migration(client, migration).run)
+    if cluster.max_replicas:
+        scaling = Scaling(max(1, cluster.min_replicas), cluster.max_replicas)
+        client.beside(Scaler(client, placement, scaling, settings.server.drain_timeout_s).run)
+    return client
+
+
+def _identity(settings: Settings) -> str:
+    """Return the name of a head in a registry that it may share with others: it has it again after a restart."""
+    return f"{settings.model.model} at {socket.gethostname()}:{settings.server.port}"

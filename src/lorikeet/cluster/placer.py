@@ -33,14 +33,15 @@ class Placer:
         self._on_table = on_table
         self._lock = asyncio.Lock()
         self._missed: list[Callable[[], Awaitable[RoutingTable]]] = []
-        self._arrivals: list[tuple[AdapterDigest, int]] = []
-        self._answers: list[tuple[AdapterDigest, int]] = []
+        self._arrivals: list[tuple[AdapterDigest | None, int]] = []
+        self._answers: list[tuple[AdapterDigest | None, int]] = []
+        self._ended = asyncio.Event()
 
-    def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
-        """A request has come."""
+    def arrived(self, adapter: AdapterDigest | None, prompt_tokens: int) -> None:
+        """A request has come; None: for the base model."""
         self._arrivals.append((adapter, prompt_tokens))
 
-    def answered(self, adapter: AdapterDigest, output_tokens: int) -> None:
+    def answered(self, adapter: AdapterDigest | None, output_tokens: int) -> None:
         """A request has got its whole answer."""
         self._answers.append((adapter, output_tokens))
 
@@ -56,6 +57,10 @@ class Placer:
         """Have everything placed on these replicas."""
         await self._ask(partial(self._service.set_replicas, replicas))
 
+    async def period(self) -> None:
+        """Wait until the next period has ended, and the orchestrator knows what was seen in it."""
+        await self._ended.wait()
+
     async def run(self) -> None:
         """Tell of every period, for ever."""
         while True:
@@ -67,6 +72,8 @@ class Placer:
             seen = Seen(tuple(self._arrivals), tuple(self._answers))
             if await self._follow(partial(self._service.period, seen)):
                 del self._arrivals[:arrivals], self._answers[:answers]
+                self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
+                self._ended.clear()
 
     async def _ask(self, call: Callable[[], Awaitable[RoutingTable]]) -> None:
         if not await self._follow(call):

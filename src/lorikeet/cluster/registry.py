@@ -1,15 +1,15 @@
 """The cluster's tables in the registry's database: who is there, who holds what, and what placement goes on from.
 
-Beside the tables of adapters, in the same database. What is here serves restarts, other processes that look, and
-several heads that must not write over each other; a head that runs needs none of it to serve.
+Beside the tables of adapters, in the same database. What is here serves restarts and other processes that look; a head
+that runs needs none of it to serve. Several heads share a database: each writes under an identity of its own.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from sqlalchemy import Text, delete, select, update
+from sqlalchemy import Text, bindparam, delete, insert, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -17,8 +17,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from lorikeet.adapters.database import create_tables, insert_of, open_engine
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
-LEFT = "left"
-"""State of a replica that is there no longer; its row stays, so that its epochs only rise."""
+Copies = Set[tuple[AdapterDigest, ReplicaId]]
+"""Adapters, each at a replica that has its files."""
 
 _POSTGRESQL = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
 """A lost server is noticed after so many seconds, and so many milliseconds while a statement is under way."""
@@ -69,7 +69,7 @@ class ReplicaRow(NamedTuple):
         epoch: its incarnation.
         address: of the machine that its engine runs on.
         pid: process id of its engine there.
-        state: in the words of whoever writes it, or :data:`LEFT`.
+        state: in the words of whoever writes it.
         joined_at: Unix seconds.
     """
 
@@ -118,49 +118,22 @@ class ClusterRegistry:
         """Close all connections."""
         self._engine.dispose()
 
-    # --- replicas ------------------------------------------------------------------------------------
+    # --- replicas and copies -------------------------------------------------------------------------
 
-    def join(self, replica: ReplicaId, address: str, pid: int, state: str, joined_at: float) -> int:
-        """Note an incarnation of a replica, which takes the place of any earlier one.
-
-        Returns:
-            Its epoch, larger than that of every earlier one. Whoever has it may write what follows.
+    def set_replicas(self, rows: Iterable[ReplicaRow]) -> None:
+        """Note all replicas that there are, in place of those that were noted.
 
         Raises:
             RegistryGone: see there.
         """
-        values = {"address": address, "pid": pid, "state": state, "joined_at": joined_at}
-        joining = self._insert(_Replica).values(cluster=self._cluster, replica=replica, epoch=1, **values)
-        joining = joining.on_conflict_do_update(
-            index_elements=["cluster", "replica"], set_={**values, "epoch": _Replica.epoch + 1}
-        ).returning(_Replica.epoch)
+        values = [{"cluster": self._cluster, **row._asdict()} for row in rows]
         with self._transaction() as connection:
-            return int(connection.execute(joining).scalar_one())
-
-    def set_state(self, replica: ReplicaId, epoch: int, state: str) -> None:
-        """Note what became of an incarnation.
-
-        Raises:
-            EpochConflict: there is a later one.
-            RegistryGone: see there.
-        """
-        with self._transaction() as connection:
-            self._set_state(connection, replica, epoch, state)
-
-    def leave(self, replica: ReplicaId, epoch: int) -> None:
-        """Note that a replica is gone, and its copies with it.
-
-        Raises:
-            EpochConflict: there is a later incarnation.
-            RegistryGone: see there.
-        """
-        with self._transaction() as connection:
-            self._set_state(connection, replica, epoch, LEFT)
-            of_replica = (_Copy.cluster == self._cluster, _Copy.replica == replica)
-            connection.execute(delete(_Copy).where(*of_replica))
+            connection.execute(delete(_Replica).where(_Replica.cluster == self._cluster))
+            if values:
+                connection.execute(insert(_Replica), values)
 
     def replicas(self) -> list[ReplicaRow]:
-        """Return the replicas that have not left, by id.
+        """Return the replicas, by id.
 
         Raises:
             RegistryGone: see there.
@@ -173,64 +146,47 @@ class ClusterRegistry:
             _Replica.state,
             _Replica.joined_at,
         )
-        here = (_Replica.cluster == self._cluster, _Replica.state != LEFT)
+        query = select(*columns).where(_Replica.cluster == self._cluster).order_by(_Replica.replica)
         with self._transaction() as connection:
-            rows = connection.execute(select(*columns).where(*here).order_by(_Replica.replica))
-            return [ReplicaRow(ReplicaId(row.replica), *row[1:]) for row in rows]
+            return [ReplicaRow(ReplicaId(row.replica), *row[1:]) for row in connection.execute(query)]
 
-    def _set_state(self, connection: Connection, replica: ReplicaId, epoch: int, state: str) -> None:
-        this = (_Replica.cluster == self._cluster, _Replica.replica == replica, _Replica.epoch == epoch)
-        changed = connection.execute(update(_Replica).where(*this).values(state=state).returning(_Replica.epoch))
-        if changed.scalar_one_or_none() is None:
-            raise EpochConflict(f"replica {replica}: epoch {epoch} is not the last one")
-
-    # --- copies --------------------------------------------------------------------------------------
-
-    def add_copy(self, digest: AdapterDigest, replica: ReplicaId) -> None:
-        """Note that a replica holds an adapter.
+    def set_copies(self, copies: Copies) -> None:
+        """Note all adapters that replicas hold, in place of those that were noted.
 
         Raises:
             RegistryGone: see there.
         """
-        values = {"cluster": self._cluster, "digest": digest, "replica": replica}
         with self._transaction() as connection:
-            connection.execute(self._insert(_Copy).values(values).on_conflict_do_nothing())
+            connection.execute(delete(_Copy).where(_Copy.cluster == self._cluster))
+            self._add(connection, copies)
 
-    def remove_copy(self, digest: AdapterDigest, replica: ReplicaId) -> None:
-        """Note that it holds it no longer.
+    def change_copies(self, added: Copies, removed: Copies) -> None:
+        """Note what has changed of the adapters that replicas hold.
 
         Raises:
             RegistryGone: see there.
         """
-        this = (_Copy.cluster == self._cluster, _Copy.digest == digest, _Copy.replica == replica)
+        gone = [{"gone_digest": digest, "gone_replica": replica} for digest, replica in removed]
+        this = (_Copy.digest == bindparam("gone_digest"), _Copy.replica == bindparam("gone_replica"))
         with self._transaction() as connection:
-            connection.execute(delete(_Copy).where(*this))
+            if gone:
+                connection.execute(delete(_Copy).where(_Copy.cluster == self._cluster, *this), gone)
+            self._add(connection, added)
 
-    def set_copies(self, replica: ReplicaId, digests: Iterable[AdapterDigest]) -> None:
-        """Note all that a replica holds.
+    def copies(self) -> set[tuple[AdapterDigest, ReplicaId]]:
+        """Return the adapters that replicas hold.
 
         Raises:
             RegistryGone: see there.
         """
-        rows = [{"cluster": self._cluster, "digest": digest, "replica": replica} for digest in digests]
-        of_replica = (_Copy.cluster == self._cluster, _Copy.replica == replica)
+        query = select(_Copy.digest, _Copy.replica).where(_Copy.cluster == self._cluster)
         with self._transaction() as connection:
-            connection.execute(delete(_Copy).where(*of_replica))
-            if rows:
-                connection.execute(self._insert(_Copy).on_conflict_do_nothing(), rows)
+            return {(AdapterDigest(digest), ReplicaId(replica)) for digest, replica in connection.execute(query)}
 
-    def copies(self) -> dict[ReplicaId, set[AdapterDigest]]:
-        """Return what each replica holds.
-
-        Raises:
-            RegistryGone: see there.
-        """
-        held: dict[ReplicaId, set[AdapterDigest]] = {}
-        with self._transaction() as connection:
-            query = select(_Copy.replica, _Copy.digest).where(_Copy.cluster == self._cluster)
-            for replica, digest in connection.execute(query):
-                held.setdefault(ReplicaId(replica), set()).add(AdapterDigest(digest))
-        return held
+    def _add(self, connection: Connection, copies: Copies) -> None:
+        values = [{"cluster": self._cluster, "digest": digest, "replica": replica} for digest, replica in copies]
+        if values:
+            connection.execute(self._insert(_Copy).on_conflict_do_nothing(), values)
 
     # --- the orchestrator ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ class Replica:
         keeper: of its engine.
         epoch: incarnation of the engine; rises with every start.
         is_joined: the dispatcher knows it.
+        is_leaving: it is being taken out.
         drops: adapters that its engine was told to drop.
     """
 
@@ -20,6 +21,7 @@ class Replica:
         self.keeper = keeper
         self.epoch = 0
         self.is_joined = False
+        self.is_leaving = False
         self.drops = Drops()
 
     def info(self, max_batch: int) -> ReplicaInfo:

@@ -121,6 +121,8 @@ FLAGS = (
         int,
         "Engines; the row says who serves what.",
     ),
+    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines, where their number follows the load; 1."),
+    Flag("--max-replicas", "cluster.max_replicas", int, "Most engines; else their number stays as it is."),
     Flag(
         "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
     ),

@@ -26,6 +26,10 @@ def status(
     console.print(_replicas(cluster["replicas"]))
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")
+    if cluster["wanted"] is not None:
+        console.print(f"replicas that the load asks for: {cluster['wanted']}")
+    if cluster["moves"]:
+        console.print(f"{cluster['moves']} requests were moved between replicas")
     copies = {name: value for name, value in cluster["copies"].items() if value}
     if copies:
         words = (f"{name.replace('_', ' ')} {_amount(name, value)}" for name, value in copies.items())

@@ -42,6 +42,7 @@ class RequestHandle:
         deaths: of engines that ran it.
         attempt: the newest.
         replica: where it is; what others tell of it is of the past. None: nowhere.
+        sent_s: when it was handed to that replica of a cluster, on this process's clock.
     """
 
     def __init__(self, request: Request, abort: Callable[["RequestHandle"], None]) -> None:
@@ -51,6 +52,7 @@ class RequestHandle:
         self.deaths = 0
         self.attempt = request.attempt
         self.replica: ReplicaId | None = None
+        self.sent_s = 0.0
         self._abort = abort
         self._outputs: asyncio.Queue[Output | EngineError] = asyncio.Queue()
 

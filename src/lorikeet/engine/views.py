@@ -100,6 +100,8 @@ class ClusterState(msgspec.Struct, frozen=True):
         epoch: of the placement.
         shares: digest → replica → share of the adapter's requests; empty with one replica.
         copies: so far.
+        moves: requests moved between replicas so far.
+        wanted: replicas that there should be by the load; None where their number does not follow it.
     """
 
     replicas: tuple[ReplicaState, ...]
@@ -107,6 +109,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     epoch: int = 0
     shares: dict[AdapterDigest, dict[ReplicaId, float]] = {}
     copies: CopyCounts = msgspec.field(default_factory=CopyCounts)
+    moves: int = 0
+    wanted: int | None = None
 
 
 def replica_state(

@@ -18,7 +18,7 @@ from lorikeet.server.logs import RequestIds, log
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.models import Models
 from lorikeet.server.observer import Observer
-from lorikeet.server.replica_metrics import ReplicasCollector
+from lorikeet.server.replica_metrics import ClusterCollector, ReplicasCollector
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits
 from lorikeet.server.service import Service
@@ -71,6 +71,7 @@ def create_service(
         observer=Observer(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
+    metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 

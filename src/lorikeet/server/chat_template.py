@@ -4,6 +4,7 @@ Reference: https://huggingface.co/docs/transformers/chat_templating
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_END_OF_TEXT = str(secrets.randbits(128))
+"""Marks where the text of a message ends that is to be continued. Digits: no filter of a template changes them."""
 
 
 class TemplateError(ValueError):
@@ -50,6 +54,23 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
+        """Return the prompt that ends with the text of the last message, which the answer continues.
+
+        Args:
+            messages: at least one.
+            extra: as in :meth:`render`.
+
+        Raises:
+            TemplateError: as :meth:`render`, or the template leaves the last message out.
+        """
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + _END_OF_TEXT}]
+        text, mark, _ = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_OF_TEXT)
+        if not mark:
+            raise TemplateError("the chat template does not show the last message, so it cannot be continued")
+        return text.replace(_END_OF_TEXT, "")  # of a template that shows it twice
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 _TYPES = {
@@ -80,7 +81,7 @@ def unexpected_failure() -> ApiError:
     return ApiError(500, "The server failed to answer this request; its log says why.")
 
 
-def install_handlers(app: FastAPI) -> None:
+def install_handlers(app: Starlette) -> None:
     """Make errors that routes raise OpenAI-shaped; for those that nobody expects see ``RequestIds``."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:

@@ -76,28 +76,51 @@ class Texts:
         return await _off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
 
     async def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the token ids of a conversation.
+
+        Args:
+            messages: at least one.
+            add_generation_prompt: end with what opens an answer.
+            extra: further variables of the template.
+            continue_final_message: end with the text of the last message instead.
 
         Raises:
             ApiError: 400 if the model has no template or it refuses the messages, 501 for content other than text.
         """
 
         def run() -> list[int]:
-            prompt = self.chat_prompt(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+            prompt = self.chat_prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                extra=extra,
+                continue_final_message=continue_final_message,
+            )
             return self.tokenizer.encode(prompt, add_special_tokens=False).ids
 
         return await _off_the_loop(run, sum(map(_length, messages)))
 
     def chat_prompt(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, extra: dict[str, Any]
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+        continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation; errors as :meth:`encode_chat`."""
+        """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
         if self.template is None:
             raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
         plain = [_plain(message, index) for index, message in enumerate(messages)]
         try:
+            if continue_final_message:
+                return self.template.render_open(plain, extra=extra)
             return self.template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra)
         except TemplateError as error:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error

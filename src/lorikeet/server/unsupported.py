@@ -36,7 +36,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_salt": ((), "cache_salt is not supported yet."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
-    "continue_final_message": ((False,), "continue_final_message is not supported yet."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
     "documents": (([],), "documents is not supported yet; put them into a message."),
     "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),

@@ -1,7 +1,6 @@
 """Runs a workload through several engines on a virtual clock, as a scenario says."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -12,17 +11,20 @@ from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import build_modelled
 from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.cluster.build import ClusterOptions, build_cluster_policies, loads_that_fit, needs_operating_points
-from lorikeet.cluster.comigration.times import rebuild_s
+from lorikeet.cluster.build import (
+    ClusterOptions,
+    build_cluster_policies,
+    build_migration,
+    loads_that_fit,
+    needs_operating_points,
+)
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
-from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.slo import Slo
-from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
-from lorikeet.rows import Row, resolve_row
+from lorikeet.rows import resolve_row
 from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
 from lorikeet.simulator.operating_points import Show, operating_points_for
 from lorikeet.simulator.replica import SimulatedReplica
@@ -88,6 +90,7 @@ def simulate_cluster(
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
     router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
     copies = CopyCosts(choice.fetch, ranks=profile.tensor_parallel)
+    migration = build_migration(row, profile, copies)
     setup = ClusterSetup(
         router,
         placement,
@@ -95,8 +98,8 @@ def simulate_cluster(
         prefetch=row.pool_prefetch,
         copies=copies,
         provisioned=choice.provisioned,
-        move_s=_move_s(profile, row, copies) if row.comigration else None,
-        reserved_share=RESERVED_SHARE if isinstance(placement, BurstTolerance) else 0.0,
+        move_s=None if migration is None else migration.move_s,
+        reserved_share=0.0 if migration is None else migration.reserved_share,
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
     note = f"{choice.replicas} replicas of {name}: placement {row.placement}, routing {row.routing}"
@@ -136,13 +139,3 @@ def _options(
     )
     ranks = {ref.max_rank for ref in adapters.values()}
     return msgspec.structs.replace(options, tokens_per_s={rank: points[rank] for rank in sorted(ranks)})
-
-
-def _move_s(profile: CostProfile, row: Row, copies: CopyCosts) -> Callable[[int], float]:
-    """Return what moving a request of so many tokens takes: they travel, and are prefilled alone."""
-    model = CostModel(profile, row.kernel_form)
-
-    def prefill_s(tokens: int) -> float:
-        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
-
-    return partial(rebuild_s, prefill_s=prefill_s, link_bytes_per_s=copies.network_bytes_per_s)

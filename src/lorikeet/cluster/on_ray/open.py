@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from lorikeet.adapters.catalog import registry_url
 from lorikeet.cluster.on_ray.host import RayHost, Resources
 from lorikeet.cluster.on_ray.orchestrator_actor import MakeOrchestrator, RayPlacement
 from lorikeet.cluster.on_ray.start import start_ray, stop_ray
@@ -32,18 +31,21 @@ class OnRay(NamedTuple):
     placement: RayPlacement
 
 
-def open_ray(settings: Settings, pool_dir: Path, make: MakeOrchestrator, stack: AsyncExitStack) -> OnRay:
+def open_ray(
+    settings: Settings, pool_dir: Path, make: MakeOrchestrator, registry_url: str, identity: str, stack: AsyncExitStack
+) -> OnRay:
     """Start Ray or join it, and start the orchestrator.
 
     Args:
         settings: all.
         pool_dir: folder for adapters on every machine.
         make: makes the orchestrator.
+        registry_url: where its state is kept.
+        identity: of this head there.
         stack: ends what was started here.
 
     Raises:
         RayError: Ray cannot be started or joined.
-        ValueError: the registry's URL is none.
     """
     cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
     info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _OVERBOOKED)
@@ -58,7 +60,6 @@ def open_ray(settings: Settings, pool_dir: Path, make: MakeOrchestrator, stack: 
         hosts[replica] = RayHost(info, replica, pool_dir, resources)
         return hosts[replica]
 
-    url = cluster.registry_url or registry_url(settings.adapters)
-    placement = RayPlacement(make, url, settings.model.model)
+    placement = RayPlacement(make, registry_url, identity)
     stack.callback(placement.close)
     return OnRay(host, RayTransport(hosts), placement)

@@ -1,0 +1,98 @@
+"""The adapters of a live cluster: their files at replicas, and their end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from lorikeet.cluster.carrier import Carrier
+from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.replica import Replica
+from lorikeet.cluster.retiring import Retiring
+from lorikeet.cluster.transport import Transport
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.engine.connection import EngineError
+
+
+class AdapterFiles:
+    """Brings adapters to replicas and deletes them there as a dispatcher asks, and tells it what came of it.
+
+    Args:
+        transport: moves adapters between replicas.
+        dispatcher: asks.
+        replicas: that there are; read when something ends.
+        do: carries out what follows from the end of a copy; its second argument says why requests have failed.
+
+    Attributes:
+        carrier: makes the copies.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        dispatcher: Dispatcher,
+        replicas: Mapping[ReplicaId, Replica],
+        do: Callable[[Actions, str], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._replicas = replicas
+        self._do = do
+        self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._retiring = Retiring()
+        self.carrier = Carrier(transport, self._refs, self)
+
+    def know(self, refs: Iterable[AdapterRef]) -> None:
+        """Requests may come for these, perhaps again after they were dropped."""
+        for ref in refs:
+            self._refs[ref.digest] = ref
+            self._dispatcher.know(ref.digest)
+            self._retiring.cancel(ref.digest)
+
+    def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
+        """Return what will be the bytes freed on all replicas once the dispatcher has retired an adapter."""
+        return self._retiring.begin(digest)
+
+    def carry_out(self, actions: Actions) -> None:
+        """Begin the copies and deletions among what the dispatcher asks for."""
+        for digest, replica_id in actions.deletes:
+            self._retiring.deletes(digest, 1)
+            task = self.carrier.delete(digest, replica_id, partial(self._drop, digest, replica_id))
+            task.add_done_callback(partial(self._deleted, digest))
+        for fetch in actions.fetches:
+            self.carrier.copy(fetch)
+        for provision in actions.provisions:
+            self.carrier.copy(provision)
+
+    def end_retired(self) -> None:
+        """Forget adapters that were dropped and are gone by now."""
+        for digest in self._retiring.ended(self._dispatcher.uses):
+            self._refs.pop(digest, None)
+
+    def copy_done(self, copy: Fetch | Provision) -> None:
+        """Tell the engine there, and send it those who waited."""
+        done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
+        replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
+        if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
+            replica.keeper.know([self.carrier.placed(copy.adapter, replica_id)])
+        self._do(done, "")
+
+    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
+        """Try another way, or fail those who waited."""
+        if isinstance(copy, Fetch):
+            self._do(self._dispatcher.fetch_failed(copy), reason)
+        else:
+            self._do(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
+
+    def fail(self, failure: EngineError) -> None:
+        """Nothing will be dropped any more."""
+        self._retiring.fail(failure)
+
+    async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
+        if (replica := self._replicas.get(replica_id)) is not None:
+            self._retiring.freed(digest, await replica.drop(digest))
+
+    def _deleted(self, digest: AdapterDigest, task: "asyncio.Task[None]") -> None:
+        self._retiring.deletes(digest, -1)
+        self.end_retired()

@@ -1,0 +1,85 @@
+"""Co-migration in a live cluster: what a review finds better elsewhere is moved there.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+section 5.2. What it leaves open: docs/decisions/comigration.md.
+"""
+
+import asyncio
+import time
+
+import structlog
+
+from lorikeet.cluster.build import MigrationCosts
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.comigration.observe import Observed, observe
+from lorikeet.cluster.comigration.review import CoMigration
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Plan
+from lorikeet.core.ids import RequestId
+
+REVIEW_S = 1.0
+"""Time between the end of a review and the next (docs/decisions/comigration.md)."""
+
+log = structlog.get_logger("lorikeet")
+
+
+class Migration:
+    """See the module.
+
+    Args:
+        client: of the cluster.
+        costs: of moving a request.
+        settings: of the reviews.
+        review_s: see ``REVIEW_S``.
+    """
+
+    def __init__(
+        self,
+        client: ClusterClient,
+        costs: MigrationCosts,
+        settings: CoMigrationSettings | None = None,
+        review_s: float = REVIEW_S,
+    ) -> None:
+        self._client = client
+        self._costs = costs
+        self._comigration = CoMigration(settings)
+        self._review_s = review_s
+        self._moved_s: dict[RequestId, float] = {}
+
+    async def run(self) -> None:
+        """Review for ever. A review that fails is told of, and moves nothing."""
+        while True:
+            await asyncio.sleep(self._review_s)
+            try:
+                await self.review()
+            except Exception:
+                log.exception("a review of where requests run has failed")
+
+    async def review(self) -> Plan:
+        """Look at the cluster, and move what a plan moves; return the plan.
+
+        The plan is made on another thread, of values that nobody changes. What has changed meanwhile in the cluster
+        shows when a move is made: it is left out if its request has ended or gone elsewhere, or its target has left.
+        """
+        fleet = self._client.fleet
+        self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
+        sent_s, (move_s, reserved_share) = self._client.sent_s(), self._costs
+        observed = observe(fleet, sent_s, self._moved_s, move_s, time.monotonic(), reserved_share)
+        plan = await asyncio.to_thread(self._comigration.review, *observed)
+        if plan.moves:
+            moved = self._move(plan, observed)
+            log.info(
+                "requests move", moved=moved, planned=len(plan.moves), before_s=plan.before_s, after_s=plan.after_s
+            )
+        return plan
+
+    def _move(self, plan: Plan, observed: Observed) -> int:
+        """Return how many requests were moved."""
+        takes_s = {request.request_id: request.move_s for request in observed.requests}
+        fleet, moved = self._client.fleet, 0
+        for move in plan.moves:
+            is_as_planned = fleet.where(move.request_id) == move.source and move.target in fleet.open_index
+            if is_as_planned and self._client.move(move.request_id, move.target):
+                earlier_s = self._moved_s.get(move.request_id, 0.0)
+                self._moved_s[move.request_id] = earlier_s + takes_s[move.request_id]
+                moved += 1
+        return moved

@@ -1,0 +1,193 @@
+"""Co-migration over real engines: what runs at a busy replica goes on at an idle one."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from lorikeet.cluster.build import MigrationCosts, build_migration
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Outcome
+from lorikeet.cluster.migrating import Migration
+from lorikeet.cluster.open import open_cluster
+from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.cluster.placement.static import FullReplication
+from lorikeet.cluster.placing import InProcess
+from lorikeet.cluster.routing.plain import FirstFit
+from lorikeet.config import ClusterSettings, ConfigError, ReplicaStart
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import ReplicaId
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import encode_profile
+from lorikeet.engine.streams import RequestHandle
+from lorikeet.rows import ROWS, Row
+from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt, until
+from tests.support.live_clusters import local_client, replicas_of, started
+from tests.support.profiles import round_profile
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REPLICAS = (ReplicaId("replica-0"), ReplicaId("replica-1"))
+ALWAYS_SHORT = CoMigrationSettings(queue_delay_s=-1.0, time_limit_s=30.0)
+"""Every replica is short of time; the solver may take as much as it needs on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef:
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "a", model, seed=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
+    """Two replicas, of which that which joined first gets all that fits."""
+    service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
+    settings = replicas_of(live_settings(model, max_repeat=1), 2)
+    async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, FirstFit())) as client:
+        yield client
+
+
+def migration_of(client: ClusterClient, move_s: float = 0.0) -> Migration:
+    return Migration(client, MigrationCosts(lambda tokens: move_s, 0.0), ALWAYS_SHORT)
+
+
+def ordered(client: ClusterClient) -> tuple[ReplicaId, ReplicaId]:
+    """Return the replica that gets all requests, and the other one."""
+    busy, idle = (member.info.replica for member in client.fleet.members())
+    return busy, idle
+
+
+async def begun(client: ClusterClient, adapter: AdapterRef, name: str) -> list[RequestHandle]:
+    client.know_adapters([adapter])
+    versions = (None, adapter)
+    handles = [
+        client.submit(greedy(f"{name} {number}", prompt(9, seed=number), 300, versions[number % 2]))
+        for number in range(6)
+    ]
+    await until(lambda: all(len(handle.token_ids) > 2 for handle in handles))
+    assert {handle.replica for handle in handles} == {ordered(client)[0]}
+    return handles
+
+
+async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_stays_the_same(
+    client: ClusterClient, adapter: AdapterRef, model: Path
+) -> None:
+    handles = await begun(client, adapter, "moved")
+    migration = migration_of(client, move_s=0.01)
+    plan = await migration.review()
+    assert plan.outcome is Outcome.PLANNED
+    assert client.describe().moves == len(plan.moves) == 3
+    await until(lambda: all(handle.replica is not None for handle in handles))
+    assert Counter(handle.replica for handle in handles) == dict.fromkeys(REPLICAS, 3)
+    assert (await migration.review()).outcome is Outcome.NO_BETTER, "both have as much to do"
+    for handle in handles:
+        finished, gaps = await finish(handle)
+        assert finished.reason is FinishReason.LENGTH, finished
+        assert len(gaps) == handle.request.sampling.max_tokens
+        assert handle.deaths == 0
+    moved = next(handle for handle in handles if handle.request.request_id == plan.moves[0].request_id)
+    assert moved.token_ids == await asyncio.to_thread(answer_alone, model, moved.request)
+
+
+async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterClient) -> None:
+    """A request takes E. Two of four move; when the others have ended, one of them could move back."""
+    handles = [client.submit(greedy(f"dear {number}", prompt(9, seed=number), 400)) for number in range(4)]
+    await until(lambda: all(handle.token_ids for handle in handles))
+    move_s = 0.6 * client.fleet.averages.execution_s(None)
+    migration = migration_of(client, move_s)
+    assert len((await migration.review()).moves) == 2
+    await until(lambda: all(handle.replica is not None for handle in handles))
+    for handle in [handle for handle in handles if handle.replica == ordered(client)[0]]:
+        handle.abort()
+    assert (await migration.review()).outcome is Outcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"
+    plan = await migration_of(client, move_s).review()
+    assert plan.outcome is Outcome.PLANNED, "who does not know of the earlier move finds 1.6 E there"
+    for handle in handles:
+        handle.abort()
+
+
+async def test_a_move_is_left_out_if_its_request_ends_while_the_plan_is_made(
+    client: ClusterClient, adapter: AdapterRef
+) -> None:
+    handles = await begun(client, adapter, "late")
+    before = client.describe().moves
+    reviewing = asyncio.create_task(migration_of(client).review())
+    await asyncio.sleep(0)  # it has looked, and plans on its thread
+    for handle in handles:
+        handle.abort()
+    plan = await reviewing
+    assert plan.moves
+    assert client.describe().moves == before
+
+
+async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, adapter: AdapterRef) -> None:
+    asked: list[int] = []
+
+    def move_s(tokens: int) -> float:
+        asked.append(tokens)
+        if len(asked) == 1:
+            raise ValueError("nobody knows")
+        return 0.0
+
+    handles = await begun(client, adapter, "again")
+    before = client.describe().moves
+    reviewing = asyncio.create_task(Migration(client, MigrationCosts(move_s, 0.0), ALWAYS_SHORT, review_s=0.0).run())
+    await until(lambda: client.describe().moves > before)
+    reviewing.cancel()
+    await asyncio.wait({reviewing})
+    for handle in handles:
+        handle.abort()
+
+
+async def test_nothing_moves_to_a_replica_that_drains_while_the_plan_is_made(
+    client: ClusterClient, adapter: AdapterRef
+) -> None:
+    handles = await begun(client, adapter, "stays")
+    before, (busy, idle) = client.describe().moves, ordered(client)
+    reviewing = asyncio.create_task(migration_of(client).review())
+    await asyncio.sleep(0)
+    leaving = asyncio.create_task(client.remove_replica(idle, drain_s=60.0))
+    await asyncio.sleep(0)
+    assert (await reviewing).moves
+    assert client.describe().moves == before
+    await leaving
+    assert {handle.replica for handle in handles} == {busy}
+    for handle in handles:
+        handle.abort()
+
+
+async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
+    profile = tmp_path / "round.toml"
+    profile.write_text(encode_profile(round_profile()))
+    watched = []
+    for row in ("lorikeet:plain", "lorikeet:plain,comigration=true"):
+        settings = live_settings(tmp_path, row=row, profile=str(profile))
+        settings = msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=2, start=ReplicaStart.LOCAL))
+        async with AsyncExitStack() as stack:
+            client = open_cluster(settings, stack)
+            stack.push_async_callback(client.close)
+            # Whether a review moves anything is up to the time that the solver gets, so only this shows for sure.
+            watched.append([work.__self__ for work in client._beside if isinstance(work.__self__, Migration)])
+    assert [len(each) for each in watched] == [0, 1]
+
+
+async def test_what_a_move_takes_comes_from_the_profile_and_without_one_there_is_no_co_migration() -> None:
+    published = load_profile("a100-80-llama-2-7b")
+    dlora, toppings = (build_migration(ROWS[name], published) for name in ("dlora", "toppings:dlora"))
+    assert dlora is not None
+    assert toppings is not None
+    assert 0 < dlora.move_s(10) < dlora.move_s(1000)
+    assert (dlora.reserved_share, toppings.reserved_share) == (0.05, 0.0)
+    assert build_migration(Row(), None) is None
+    with pytest.raises(ConfigError, match=r"comigration needs .*lorikeet profile.*--profile"):
+        build_migration(Row(comigration=True), None)

@@ -1,0 +1,49 @@
+"""Whole clusters of real engine processes on this machine."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.local_transport import LocalTransport
+from lorikeet.cluster.open import open_cluster
+from lorikeet.cluster.placing import PlacementService
+from lorikeet.cluster.routing.base import Router
+from lorikeet.config import ClusterSettings, Settings
+from lorikeet.core.ids import ReplicaId
+from lorikeet.engine.connection import EngineHost, LocalHost
+
+
+def replicas_of(settings: Settings, count: int) -> Settings:
+    """Return the same for a cluster of so many replicas."""
+    return msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=count))
+
+
+@asynccontextmanager
+async def started(client: ClusterClient) -> AsyncIterator[ClusterClient]:
+    """Start a cluster, and close it at the end."""
+    try:
+        await client.start(lambda progress: None)
+        yield client
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def opened(settings: Settings) -> AsyncIterator[ClusterClient]:
+    """Open a cluster as a server does, start it, and close it at the end."""
+    async with AsyncExitStack() as stack:
+        yield await stack.enter_async_context(started(open_cluster(settings, stack)))
+
+
+def local_client(
+    settings: Settings,
+    pool_dir: Path,
+    service: PlacementService,
+    router: Router,
+    hosts: Callable[[ReplicaId], EngineHost] = lambda replica: LocalHost(),
+) -> ClusterClient:
+    """Return a client that starts its replicas here, with short periods."""
+    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, router, period_s=0.05)
