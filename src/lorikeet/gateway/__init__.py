@@ -1,0 +1,1 @@
+"""``lorikeet route``: one address for servers that somebody else started."""

@@ -1,0 +1,178 @@
+"""The gateway's application: its routes around the two that are passed on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.records import check_name
+from lorikeet.gateway.adapters import know_adapter
+from lorikeet.gateway.proxy import Parts, pass_on
+from lorikeet.gateway.questions import CHAT, COMPLETIONS
+from lorikeet.server.auth import Auth
+from lorikeet.server.errors import ApiError, bad_request, install_handlers, model_not_found
+from lorikeet.server.limits import BodyLimit
+from lorikeet.server.logs import RequestIds, log
+
+MOST_BODY_BYTES = 64 * 2**20
+"""Larger bodies get 413; most backends allow less."""
+
+
+class _Load(msgspec.Struct):
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    rank: int | None = None
+
+
+class _Unload(msgspec.Struct):
+    lora_name: str = ""
+
+
+def create_app(parts: Parts, row: str, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> Starlette:
+    """Return the ASGI application.
+
+    Args:
+        parts: of the gateway.
+        row: name of the system that routes and places, for ``/v1/cluster``.
+        api_keys: for all routes but health and metrics; empty for open access.
+        admin_keys: for those that change adapters; empty means the API keys do.
+    """
+    app = Starlette()
+    routes = _Routes(parts, row)
+
+    def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
+        app.add_route(path, answer, methods=[method])
+
+    serve(CHAT, "POST", partial(_passed_on, CHAT, parts))
+    serve(COMPLETIONS, "POST", partial(_passed_on, COMPLETIONS, parts))
+    serve("/v1/models", "GET", routes.models)
+    serve("/v1/models/{name:path}", "GET", routes.model)
+    serve("/v1/load_lora_adapter", "POST", routes.load)
+    serve("/v1/unload_lora_adapter", "POST", routes.unload)
+    serve("/v1/cluster", "GET", routes.cluster)
+    serve("/health", "GET", routes.health)
+    serve("/metrics", "GET", routes.metrics)
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        serve("/{path:path}", method, routes.nothing)
+    install_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=MOST_BODY_BYTES)
+    app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys)
+    app.add_middleware(RequestIds)
+    return app
+
+
+async def _passed_on(path: str, parts: Parts, http: Request) -> Response:
+    return await pass_on(http, path, parts)
+
+
+class _Routes:
+    """What the gateway answers by itself."""
+
+    def __init__(self, parts: Parts, row: str) -> None:
+        self._parts = parts
+        self._row = row
+
+    async def models(self, http: Request) -> Response:
+        """All models, the base first."""
+        return _json({"object": "list", "data": self._parts.catalog.cards()})
+
+    async def model(self, http: Request) -> Response:
+        """One model."""
+        name = http.path_params["name"]
+        card = next((card for card in self._parts.catalog.cards() if card["id"] == name), None)
+        if card is None:
+            raise model_not_found(name)
+        return _json(card)
+
+    async def load(self, http: Request) -> Response:
+        """Let clients ask for an adapter, as vLLM's route does; backends load it with its first request."""
+        asked = await _read(http, _Load)
+        name, catalog = asked.lora_name, self._parts.catalog
+        if not name or not asked.lora_path:
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
+        if name in catalog.adapters and not asked.load_inplace:
+            said = f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to True."
+            raise ApiError(400, said, type="InvalidUserInput")
+        try:
+            check_name(name, {card["id"] for card in catalog.base_cards()})
+            adapter = await asyncio.to_thread(know_adapter, name, asked.lora_path, asked.rank)
+        except AdapterError as error:
+            raise bad_request(str(error)) from error
+        await catalog.add(adapter)
+        log.info("adapter known", adapter=name, source=adapter.source, rank=adapter.rank)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, http: Request) -> Response:
+        """Let clients ask for an adapter no longer."""
+        name = (await _read(http, _Unload)).lora_name
+        if name not in self._parts.catalog.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+        await self._parts.catalog.remove(name)
+        log.info("adapter dropped", adapter=name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def cluster(self, http: Request) -> Response:
+        """Backends and what they have, adapters and where they belong."""
+        head, catalog = self._parts.head, self._parts.catalog
+        loads = head.dispatcher.fleet.loads
+        index = {info.replica: at for at, info in enumerate(head.dispatcher.fleet.infos())}
+        table = head.dispatcher.router.table
+        replicas = [
+            {
+                "id": replica,
+                "url": backend.url,
+                "alive": backend.is_up,
+                "open": backend.is_open,
+                "epoch": max(0, backend.epoch),
+                "adapters": sorted(backend.adapters),
+                "requests": int(loads.requests[index[replica]]) if replica in index else 0,
+                "counted_requests": backend.requests,
+            }
+            for replica, backend in head.backends.items()
+        ]
+        adapters = [
+            {
+                "name": each.name,
+                "source": each.source,
+                "rank": each.rank,
+                "weight_bytes": each.size_bytes,
+                "shares": {} if table is None else dict(table.shares.get(each.digest, ())),
+                "held_by": sorted(head.dispatcher.pool.table.holders(each.digest)),
+            }
+            for each in catalog.adapters.values()
+        ]
+        waiting = head.dispatcher.waiting
+        return _json({"row": self._row, "waiting": waiting, "replicas": replicas, "adapters": adapters})
+
+    async def health(self, http: Request) -> Response:
+        """200 if a backend takes requests, else 503."""
+        is_open = sum(backend.is_open for backend in self._parts.head.backends.values())
+        body = {"status": "ready" if is_open else "no backend", "backends": is_open}
+        return JSONResponse(body, 200 if is_open else 503)
+
+    async def metrics(self, http: Request) -> Response:
+        """Prometheus's text format."""
+        return Response(self._parts.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def nothing(self, http: Request) -> Response:
+        """Say what there is."""
+        said = f"{http.method} {http.url.path} is not passed on; lorikeet route serves {COMPLETIONS} and {CHAT}."
+        raise ApiError(404, said)
+
+
+async def _read(http: Request, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(await http.body(), type=kind)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The body is not what this route takes: {error}.") from error
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,116 @@
+"""Which models clients may ask a gateway for, and where its adapters are to be."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from lorikeet.cluster.orchestrator import Known
+from lorikeet.cluster.placer import Placer
+from lorikeet.cluster.placing import PlacementService
+from lorikeet.cluster.tasks import Tasks
+from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.gateway.head import Head
+from lorikeet.server.errors import ApiError, model_not_found
+
+
+class Catalog:
+    """See the module.
+
+    Args:
+        head: hears of adapters and placements.
+        adapters: that clients may ask for at first.
+        placements: who places adapters.
+        period_s: between two placements.
+
+    Attributes:
+        adapters: by name; to read.
+    """
+
+    def __init__(
+        self, head: Head, adapters: Iterable[KnownAdapter], placements: PlacementService, period_s: float
+    ) -> None:
+        self.adapters = {adapter.name: adapter for adapter in adapters}
+        self._head = head
+        self._placer = Placer(placements, period_s, head.swap)
+        self._created = int(time.time())
+        self._tasks = Tasks()
+        for adapter in self.adapters.values():
+            head.know(adapter)
+
+    async def start(self) -> None:
+        """Place on the backends that are there, if any; and anew after every period, and when backends change."""
+        self._head.on_change = lambda: self._tasks.run(self._place_anew())
+        await self._place_anew()
+        await self._know(self.adapters.values())
+        self._tasks.run(self._placer.run())
+
+    async def close(self) -> None:
+        """Place no longer."""
+        await self._tasks.close()
+
+    # --- names ---------------------------------------------------------------------------------------
+
+    def base_cards(self) -> list[dict[str, Any]]:
+        """Return the cards of the base model, as a backend gives them; empty until one has been there."""
+        backends = sorted(self._head.backends.values(), key=lambda backend: not backend.is_up)
+        return next((backend.base_cards for backend in backends if backend.base_cards), [])
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Return a card for every model, those of the base first."""
+        bases = self.base_cards()
+        base = bases[0] if bases else {"object": "model", "owned_by": "lorikeet"}
+        own = {"created": self._created, "parent": base.get("id")}
+        return bases + [{**base, **own, "id": each.name, "root": each.source} for each in self.adapters.values()]
+
+    def find(self, model: str) -> KnownAdapter | None:
+        """Return the adapter that a name means, None for the base model.
+
+        Raises:
+            ApiError: 404 for an unknown name, 503 while no backend has told the names of the base.
+        """
+        if model in self.adapters:
+            return self.adapters[model]
+        bases = self.base_cards()
+        if not model or any(card["id"] == model for card in bases):
+            return None
+        if not bases:
+            raise ApiError(503, "No backend has answered yet.", headers={"Retry-After": "1"})
+        raise model_not_found(model)
+
+    async def add(self, adapter: KnownAdapter) -> None:
+        """Let clients ask for an adapter. One of the same name is replaced; its requests go on with what they have."""
+        before = self.adapters.get(adapter.name)
+        self.adapters[adapter.name] = adapter
+        self._head.know(adapter)
+        await self._know([adapter])
+        if before is not None and before.digest != adapter.digest:
+            await self._retire(before)
+
+    async def remove(self, name: str) -> None:
+        """Let clients ask for it no longer; backends unload it when its requests have ended.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        await self._retire(self.adapters.pop(name))
+
+    # --- placement -----------------------------------------------------------------------------------
+
+    def arrived(self, adapter: KnownAdapter, prompt_tokens: int) -> None:
+        """A request has come."""
+        self._placer.arrived(adapter.digest, prompt_tokens)
+
+    def answered(self, adapter: KnownAdapter, output_tokens: int) -> None:
+        """A request has its whole answer."""
+        self._placer.answered(adapter.digest, output_tokens)
+
+    async def _know(self, adapters: Iterable[KnownAdapter]) -> None:
+        await self._placer.know([Known(adapter.digest, adapter.rank, adapter.size_bytes) for adapter in adapters])
+
+    async def _retire(self, adapter: KnownAdapter) -> None:
+        self._head.retire(adapter)
+        await self._placer.drop(adapter.digest)
+
+    async def _place_anew(self) -> None:
+        if is_open := [each.replica for each in self._head.backends.values() if each.is_open]:
+            await self._placer.set_replicas(is_open)

@@ -1,0 +1,266 @@
+"""The owner of a gateway's dispatcher: finds a backend for each request, and has adapters loaded where they must be.
+
+To a dispatcher a copy is a copy: a backend reads an adapter from its source, whoever else has it, so fetches from a
+peer and provisions are both a call to load, and deletes a call to unload.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.cluster.tasks import Tasks
+from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Admitted, Finished, FinishReason
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import StepOutputs, TokenOutput
+from lorikeet.core.plan import Token
+from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.gateway.backends import Backend, Refused
+from lorikeet.gateway.connections import ServerLost
+from lorikeet.gateway.questions import asked
+from lorikeet.gateway.rides import Ride
+from lorikeet.server.errors import ApiError
+from lorikeet.server.logs import log
+
+WAIT_S = 300.0
+"""A request waits at most so long for a backend that has its adapter."""
+
+_ANY_TOKEN = Token(0)
+
+
+class Head:
+    """See the module. All methods run in one event loop.
+
+    Args:
+        backends: none of them up.
+        dispatcher: fresh.
+
+    Attributes:
+        backends: by replica.
+        dispatcher: to read.
+        on_change: called when a backend has come, gone or been drained.
+    """
+
+    def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
+        self.backends = {backend.replica: backend for backend in backends}
+        self.dispatcher = dispatcher
+        self.on_change: Callable[[], object] = lambda: None
+        self._versions: dict[AdapterDigest, KnownAdapter] = {}
+        self._rides: dict[RequestId, Ride] = {}
+        self._refusals: dict[AdapterDigest, Refused] = {}
+        self._tasks = Tasks()
+        self._copying: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
+        self._gauge = 0
+
+    async def close(self) -> None:
+        """End what backends are loading and unloading, and all connections to them."""
+        await self._tasks.close()
+        for backend in self.backends.values():
+            backend.close()
+
+    # --- adapters and placement ----------------------------------------------------------------------
+
+    def know(self, adapter: KnownAdapter) -> None:
+        """Requests may come for an adapter."""
+        self._versions[adapter.digest] = adapter
+        self.dispatcher.know(adapter.digest)
+
+    def retire(self, adapter: KnownAdapter) -> None:
+        """No more requests come for an adapter: backends unload it when those that there are have ended."""
+        self._do(self.dispatcher.retire(adapter.digest))
+
+    def swap(self, table: RoutingTable) -> None:
+        """Take a placement, unless it is the one that counts."""
+        if table is not self.dispatcher.router.table:
+            self._do(self.dispatcher.swap(table, time.monotonic()))
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    async def place(self, ride: Ride) -> Backend:
+        """Return a backend for a request that is nowhere; its adapter has been loaded there.
+
+        Raises:
+            ApiError: no backend can load the adapter, or none has been there for long.
+        """
+        ride.begin()
+        self._rides[ride.request_id] = ride
+        self._arrive(ride)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                ride.backend = await ride.placed
+        except BaseException as error:
+            self.release(ride)
+            if isinstance(error, TimeoutError):
+                raise ApiError(503, f"No backend has been there for {WAIT_S:g} s.") from None
+            raise
+        return ride.backend
+
+    def started(self, ride: Ride) -> None:
+        """A request's backend has given its first token."""
+        if not ride.is_started:
+            ride.is_started = True
+            self._tell(ride, 1, Admitted(ride.request_id, time.monotonic(), 0))
+
+    def finished(self, ride: Ride, output_tokens: int) -> None:
+        """A request has its whole answer, of so many tokens."""
+        end = Finished(ride.request_id, time.monotonic(), FinishReason.STOP)
+        self._tell(ride, max(0, output_tokens - ride.is_started), end)
+        self._forget(ride)
+
+    def release(self, ride: Ride) -> None:
+        """A request is at its backend no longer, and has no whole answer. A second call does nothing."""
+        if ride.is_known:
+            self._forget(ride)
+            self._do(self.dispatcher.ended(ride.request_id, time.monotonic(), is_complete=False))
+        self._forget(ride)
+
+    def _forget(self, ride: Ride) -> None:
+        ride.is_known = False
+        self._rides.pop(ride.request_id, None)
+
+    def _arrive(self, ride: Ride) -> None:
+        now, router = time.monotonic(), self.dispatcher.router
+        ride.is_known = True
+        question = asked(
+            ride.request_id,
+            ride.question,
+            ride.adapter,
+            ride.prompt_tokens,
+            ride.output_tokens,
+            self.dispatcher.fleet.averages,
+            wants_keys=router.wants_keys,
+        )
+        self._do(self.dispatcher.arrive(question, now))
+
+    def _tell(self, ride: Ride, tokens: int, event: Admitted | Finished) -> None:
+        """Pass on what an engine of one's own would have told of a request."""
+        if ride.is_known and ride.backend is not None:
+            generated = (TokenOutput(ride.request_id, 0, 0, _ANY_TOKEN),) * tokens
+            outputs = StepOutputs(generated, (event,), ())
+            self._do(self.dispatcher.hear(ride.backend.replica, outputs, time.monotonic()))
+
+    # --- backends ------------------------------------------------------------------------------------
+
+    def down(self, backend: Backend, why: str) -> None:
+        """A backend is gone, with all that was there. Its requests go on elsewhere."""
+        if not backend.is_up:
+            return
+        log.warning("backend down", backend=backend.url, reason=why)
+        backend.left()
+        for task in self._copying[backend.replica] - {asyncio.current_task()}:
+            task.cancel()
+        actions, homeless = self.dispatcher.leave(backend.replica)
+        rides = [self._rides[request_id] for request_id in homeless]
+        for ride in rides:
+            ride.is_known = False
+        self._do(actions)
+        for ride in rides:
+            if ride.placed.done():
+                ride.lose()  # its own task places it again
+            else:
+                self._arrive(ride)
+        self.on_change()
+
+    def up(self, backend: Backend, adapters: Iterable[KnownAdapter]) -> None:
+        """A backend has come, or come back; it lists its models already.
+
+        Args:
+            backend: which.
+            adapters: those that it need not load again if it lists them.
+        """
+        backend.joined()
+        held = [adapter.digest for adapter in adapters if backend.adopt(adapter)]
+        log.info("backend up", backend=backend.url, adapters=len(held))
+        now = time.monotonic()
+        self._do(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
+        self._tell_adapters(backend, *(AdapterLoaded(digest, now, 0.0) for digest in held))
+        self.on_change()
+
+    def drain(self, backend: Backend) -> None:
+        """A backend takes no more requests, and finishes those that it has."""
+        log.warning("backend drains", backend=backend.url)
+        backend.is_open = False
+        self.dispatcher.drain(backend.replica)
+        self.on_change()
+
+    def gauge(self, backend: Backend, requests: int) -> None:
+        """A backend tells how many requests it has, whoever sent them."""
+        self._gauge += 1
+        self._do(
+            self.dispatcher.gauges(Gauges(backend.replica, backend.epoch, self._gauge, requests), time.monotonic())
+        )
+
+    def _tell_adapters(self, backend: Backend, *events: AdapterEvent) -> None:
+        """Pass on what an engine of one's own would have told of adapters."""
+        self._do(self.dispatcher.hear(backend.replica, StepOutputs((), (), events), time.monotonic()))
+
+    # --- what the dispatcher asks for ----------------------------------------------------------------
+
+    def _do(self, actions: Actions) -> None:
+        for request_id, replica in actions.sends:
+            ride = self._rides.get(request_id)
+            if ride is not None and not ride.placed.done():
+                ride.placed.set_result(self.backends[replica])
+        for fetch in actions.fetches:
+            self._copy(self._fetch(fetch), fetch.destination)
+        for provision in actions.provisions:
+            self._copy(self._provide(provision), provision.replica)
+        for digest, replica in actions.deletes:
+            self._copy(self._delete(digest, replica), replica)
+        for request_id in actions.failed:
+            self._fail(request_id)
+
+    def _fail(self, request_id: RequestId) -> None:
+        ride = self._rides.pop(request_id, None)
+        if ride is None or ride.adapter is None:
+            return
+        ride.is_known = False
+        refusal = self._refusals.get(ride.adapter.digest)
+        status = 400 if refusal is not None and refusal.status < 500 else 502
+        if not ride.placed.done():
+            ride.placed.set_exception(ApiError(status, str(refusal or "No backend could load the adapter.")))
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        done = await self._load(fetch.adapter, fetch.destination)
+        self._do(self.dispatcher.fetched(fetch) if done else self.dispatcher.fetch_failed(fetch))
+
+    async def _provide(self, provision: Provision) -> None:
+        if await self._load(provision.adapter, provision.replica):
+            self._do(self.dispatcher.provided(provision))
+        else:
+            self._do(self.dispatcher.provision_failed(provision, time.monotonic()))
+
+    async def _load(self, digest: AdapterDigest, replica: ReplicaId) -> bool:
+        backend, began_s = self.backends[replica], time.monotonic()
+        try:
+            await backend.load(self._versions[digest])
+        except Refused as error:
+            log.warning("adapter not loaded", backend=backend.url, reason=str(error))
+            self._refusals[digest] = error
+            return False
+        except ServerLost as error:
+            self.down(backend, f"while it loaded an adapter: {error}")
+            return False
+        now = time.monotonic()
+        self._tell_adapters(backend, AdapterLoaded(digest, now, now - began_s))
+        return True
+
+    async def _delete(self, digest: AdapterDigest, replica: ReplicaId) -> None:
+        backend = self.backends[replica]
+        try:
+            await backend.unload(self._versions[digest])
+        except (Refused, ServerLost) as error:
+            log.warning("adapter not unloaded", backend=backend.url, reason=str(error))
+            return
+        self._tell_adapters(backend, AdapterEvicted(digest, time.monotonic(), 0))
+
+    def _copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
+        """Begin what a backend is to do with an adapter; it is given up when the backend is gone."""
+        task, copying = self._tasks.run(work), self._copying[replica]
+        copying.add(task)
+        task.add_done_callback(copying.discard)

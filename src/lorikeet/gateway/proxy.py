@@ -1,0 +1,299 @@
+"""One request through a gateway: sent to the backend that is found for it, and on to another one if that is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lorikeet.bench.answer_stream import error_text
+from lorikeet.core.ids import RequestId
+from lorikeet.gateway.answers import DONE, Answer, BackendFailed, Counts, PassedOn
+from lorikeet.gateway.backends import Backend, Refused
+from lorikeet.gateway.catalog import Catalog
+from lorikeet.gateway.connections import Headers, Reply, ServerLost, Unreachable
+from lorikeet.gateway.head import Head
+from lorikeet.gateway.metrics import GatewayMetrics
+from lorikeet.gateway.obstacles import obstacle
+from lorikeet.gateway.questions import PromptLengths, Question
+from lorikeet.gateway.rides import Lost, Ride
+from lorikeet.gateway.watch import Watch
+from lorikeet.server.disconnect import ClientGone, EventStream, unless_gone
+from lorikeet.server.errors import ApiError
+
+MOST_FAILURES = 3
+"""A request is given up after so many failures in a row that are not the end of a backend."""
+_PAUSE_S = 0.1
+"""Before a request is tried for the third time; longer before the next."""
+
+_OF_THE_CONNECTION = frozenset(
+    b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
+    b"proxy-authorization proxy-connection x-request-id".split()
+)
+"""Headers that are not passed on."""
+_NOT_ANSWERED = frozenset(
+    b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
+)
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class Cut(Exception):
+    """A stream ended before its end mark."""
+
+
+class Parts(NamedTuple):
+    """What the requests of a gateway share."""
+
+    head: Head
+    catalog: Catalog
+    watch: Watch
+    metrics: GatewayMetrics
+    lengths: PromptLengths
+    numbers: "count[int]"
+
+
+class _Whole(msgspec.Struct):
+    usage: Counts | None = None
+
+
+async def pass_on(http: Request, path: str, parts: Parts) -> Response:
+    """Answer a request of one of the two completion routes.
+
+    Raises:
+        ApiError: it makes no sense, asks for an unknown model, or no backend can answer it.
+    """
+    question = Question(path, await http.body())
+    adapter = parts.catalog.find(question.model)
+    prompt_tokens = parts.lengths.tokens(question)
+    request_id = RequestId(f"{http.state.request_id}-{next(parts.numbers)}")
+    passage = Passage(http, Ride(request_id, question, adapter, prompt_tokens), parts)
+    if adapter is not None:
+        parts.catalog.arrived(adapter, prompt_tokens)
+    try:
+        reply = await unless_gone(http.receive, passage.open() if question.streams else passage.read_whole())
+    except ClientGone:
+        passage.close()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    except BaseException:
+        passage.outcome = "failed"
+        passage.close()
+        raise
+    if question.streams and reply.status == 200:
+        return EventStream(passage.events(reply), passage.close)
+    if question.streams:
+        passage.outcome = "failed"
+    passage.close()
+    answer = Response(await reply.read(), reply.status)  # which has been read
+    answer.raw_headers += [each for each in reply.headers if each[0] not in _NOT_ANSWERED]
+    return answer
+
+
+class Passage:
+    """One request with its answer. Whoever makes one must call :meth:`close` in the end.
+
+    Args:
+        http: the request, its body read.
+        ride: the same for the head.
+        parts: of the gateway.
+
+    Attributes:
+        outcome: as it counts: ``complete``, ``failed``, or ``left`` if neither has been set.
+    """
+
+    def __init__(self, http: Request, ride: Ride, parts: Parts) -> None:
+        self.outcome = "left"
+        self._ride = ride
+        self._parts = parts
+        self._head = parts.head
+        why_not = obstacle(ride.question)
+        self._stream = Answer(ride.question) if why_not is None else PassedOn(ride.question, why_not)
+        self._request_id: str = http.state.request_id
+        self._headers: Headers = [each for each in http.headers.raw if each[0] not in _OF_THE_CONNECTION]
+        self._attempts = self._failures = 0
+        self._has_sent = False
+        self._reply: Reply | None = None
+
+    def close(self) -> None:
+        """End it, whatever has come of it."""
+        if self._stream.is_done:
+            self._finish(self._stream.counts)
+        self._head.release(self._ride)
+        self._parts.metrics.ended(self.outcome)
+        if self._reply is not None:
+            self._reply.close()
+
+    # --- one backend after the other -----------------------------------------------------------------
+
+    async def open(self) -> Reply:
+        """Have a backend take the question, or what is left of it; return its answer with nothing read but the head.
+
+        Raises:
+            ApiError: none can.
+        """
+        while True:
+            backend = await self._head.place(self._ride)
+            try:
+                reply = self._reply = await self._ride.unless_lost(partial(self._ask, backend))
+                if reply.status >= 400:
+                    await self._ride.unless_lost(reply.read)
+            except (Lost, ServerLost) as error:
+                await self._leave(error)
+                continue
+            if reply.status < 500 or self._failures == MOST_FAILURES:
+                return reply
+            await self._leave(Cut(f"{backend.url} answers {reply.status}"))
+
+    async def _ask(self, backend: Backend) -> Reply:
+        """Send the question. A backend that has lost the adapter is asked again after it has loaded it."""
+        adapter = self._ride.adapter
+        try:
+            if adapter is not None and not backend.holds(adapter):
+                await backend.load(adapter)
+            reply = await self._send(backend)
+            if reply.status != 404 or adapter is None:
+                return reply
+            reply.close()
+            backend.forget(adapter)
+            await backend.load(adapter)
+            return await self._send(backend)
+        except Refused as error:
+            raise ApiError(400 if error.status < 500 else 502, str(error)) from error
+
+    async def _send(self, backend: Backend) -> Reply:
+        question, stream = self._ride.question, self._stream
+        content = question.content
+        if question.streams:
+            tokens = await backend.tokenize(question.model, stream.text) if stream.needs_tokens else None
+            content = stream.next_body(tokens)
+        # Of its own for every attempt: the one before may still be known at the same backend.
+        request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
+        self._attempts += 1
+        headers = [*self._headers, (b"x-request-id", request_id.encode())]
+        if backend.has_own_key:
+            headers = [each for each in headers if each[0] != b"authorization"]
+        return await backend.open("POST", question.path, headers, content)
+
+    async def _leave(self, error: Exception) -> None:
+        """Give a backend up for this request, after what went wrong there.
+
+        Raises:
+            ApiError: too much has gone wrong.
+        """
+        backend = self._ride.backend
+        self._head.release(self._ride)
+        if self._reply is not None:
+            self._reply.close()
+        if isinstance(error, Unreachable) and backend is not None:
+            self._head.down(backend, f"cannot be reached: {error}")
+        elif not isinstance(error, Lost):
+            if backend is not None:
+                self._parts.watch.suspect(backend)
+            self._failures += 1
+            if self._failures > MOST_FAILURES:
+                raise ApiError(502, f"No backend could answer this request; at last: {error!r}")
+            await asyncio.sleep(_PAUSE_S * (self._failures - 1))
+        if not self._has_sent:
+            self._parts.metrics.retried.inc()
+
+    # --- whole answers -------------------------------------------------------------------------------
+
+    async def read_whole(self) -> Reply:
+        """Return an answer that has been read; one that breaks off is asked for anew."""
+        while True:
+            reply = await self.open()
+            try:
+                content = await self._ride.unless_lost(reply.read)
+            except (Lost, ServerLost) as error:
+                await self._leave(error)
+                continue
+            if reply.status == 200:
+                self._finish(_read_usage(content))
+            else:
+                self.outcome = "failed"
+            return reply
+
+    def _finish(self, counts: Counts | None) -> None:
+        """The answer is whole. A second call does nothing."""
+        if self.outcome == "complete":
+            return
+        self.outcome = "complete"
+        if counts is not None:  # else there is nothing to learn
+            self._parts.lengths.learn(self._ride.question, counts.prompt_tokens)
+            if self._ride.adapter is not None:
+                self._parts.catalog.answered(self._ride.adapter, counts.completion_tokens)
+            self._head.finished(self._ride, counts.completion_tokens)
+
+    # --- streams -------------------------------------------------------------------------------------
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Yield what the client gets, beginning with a reply that has been opened."""
+        stream = self._stream
+        while True:
+            error: Exception | None = None
+            try:
+                async for piece in self._read_events(reply):
+                    yield piece
+            except (Lost, Cut, BackendFailed, ServerLost) as failure:
+                error = failure
+            if error is None or stream.is_done:
+                return
+            if stream.is_whole:
+                self._finish(stream.counts)
+                yield stream.closing()
+                return
+            try:
+                reply = await self._go_on(error)
+            except ApiError as refusal:
+                self.outcome = "failed"
+                yield b"\n" + (error.event if isinstance(error, BackendFailed) else _error_event(refusal)) + DONE
+                return
+
+    async def _read_events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Yield what one backend's answer adds.
+
+        Raises:
+            Cut: it ended before its end mark; further errors as they come.
+        """
+        stream = self._stream
+        while piece := await self._ride.unless_lost(reply.piece):
+            if out := stream.feed(piece):
+                self._has_sent, self._failures = True, 0
+                yield out
+                self._head.started(self._ride)
+            if stream.failure is not None:
+                raise stream.failure
+        if not stream.is_done:
+            raise Cut("its stream ended before its end mark")
+
+    async def _go_on(self, error: Exception) -> Reply:
+        """Return another backend's answer to what is left of the question.
+
+        Raises:
+            ApiError: the answer cannot go on.
+        """
+        self._ride.output_tokens = self._stream.tokens
+        await self._leave(error)
+        if self._stream.stuck is not None:
+            why = self._stream.stuck
+            raise ApiError(503, f"The backend of this answer was lost, and it cannot go on at another: {why}.")
+        reply = await self.open()
+        if reply.status != 200:
+            raise ApiError(reply.status, error_text(await reply.read()))
+        if self._has_sent:
+            self._parts.metrics.continued.inc()
+        return reply
+
+
+def _read_usage(content: bytes) -> Counts | None:
+    try:
+        return msgspec.json.decode(content, type=_Whole).usage
+    except msgspec.DecodeError:
+        return None  # a server that does not count
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

@@ -1,0 +1,163 @@
+"""A body as a gateway reads it: which model it asks for, and how long prompt and answer will be."""
+
+from typing import Any
+
+import msgspec
+
+from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.averages import Averages
+from lorikeet.core.ids import RequestId
+from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.memory.tree import block_keys
+from lorikeet.server.errors import bad_request
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion whose body does not say; OpenAI's, vLLM's and Lorikeet's."""
+
+_KEY_BYTES, _KEY_TOKENS = 64, 16
+"""Of one block of a prompt, where routing compares prompts: text by its bytes, or token ids."""
+_MOST_KEYS = 1024
+"""Of a longer prompt the start is compared."""
+
+
+class Question:
+    """The body of a completion or a chat completion.
+
+    Args:
+        path: ``COMPLETIONS`` or ``CHAT``.
+        content: the body.
+
+    Attributes:
+        fields: of the body, those that nobody here knows included.
+        content: as it came.
+
+    Raises:
+        ApiError: 400, it is no JSON object, or names its model by something else than text.
+    """
+
+    def __init__(self, path: str, content: bytes) -> None:
+        try:
+            fields = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise bad_request(f"The body is not valid JSON: {error}.") from error
+        if not isinstance(fields, dict):
+            raise bad_request("The body must be a JSON object.")
+        if not isinstance(fields.get("model"), str | None):
+            raise bad_request("model: not a string.", "model")
+        self.path = path
+        self.fields: dict[str, Any] = fields
+        self.content = content
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return self.path == CHAT
+
+    @property
+    def model(self) -> str:
+        """What it asks for; empty for whatever the backend takes then."""
+        return self.fields.get("model") or ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes in pieces."""
+        return self.fields.get("stream") is True
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of the answer, None for no limit of its own."""
+        limits = [self.fields.get("max_tokens")]
+        if self.is_chat:
+            limits.insert(0, self.fields.get("max_completion_tokens"))
+        said = next((limit for limit in limits if isinstance(limit, int) and not isinstance(limit, bool)), None)
+        return DEFAULT_MAX_TOKENS if said is None and not self.is_chat else said
+
+
+class PromptLengths:
+    """Guesses tokens of prompts from their characters, by those that have been counted by a backend."""
+
+    def __init__(self) -> None:
+        self._characters, self._tokens = 400.0, 100.0  # as if one had been seen
+
+    def tokens(self, question: Question) -> int:
+        """Return the tokens of a prompt: exact for token ids, a guess for text."""
+        ids, characters = _size(question)
+        return max(1, ids + round(characters * self._tokens / self._characters))
+
+    def learn(self, question: Question, tokens: int) -> None:
+        """Take in how many tokens a backend has counted."""
+        ids, characters = _size(question)
+        if characters and not ids:
+            self._characters = 0.99 * self._characters + characters
+            self._tokens = 0.99 * self._tokens + tokens
+
+
+def _size(question: Question) -> tuple[int, int]:
+    """Return token ids and characters of a prompt."""
+    prompt = question.fields.get("messages" if question.is_chat else "prompt")
+    if isinstance(prompt, str):
+        return 0, len(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return 0, 0
+    if isinstance(prompt[0], int):
+        return len(prompt), 0
+    if isinstance(prompt[0], list):
+        return sum(len(one) for one in prompt if isinstance(one, list)), 0
+    if isinstance(prompt[0], str):
+        return 0, sum(len(one) for one in prompt if isinstance(one, str))
+    return 0, sum(_message_size(message) for message in prompt)
+
+
+def _message_size(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, str) else len(msgspec.json.encode(content))
+
+
+def asked(
+    request_id: RequestId,
+    question: Question,
+    adapter: KnownAdapter | None,
+    prompt_tokens: int,
+    output_tokens: int,
+    averages: Averages,
+    *,
+    wants_keys: bool,
+) -> Asked:
+    """Return a question as routing sees it.
+
+    Args:
+        request_id: of the request.
+        question: its body.
+        adapter: that it asks for, None for the base model.
+        prompt_tokens: of the prompt.
+        output_tokens: those that have been generated elsewhere.
+        averages: say how long answers are.
+        wants_keys: compute keys of the prompt's blocks.
+    """
+    expected = averages.output_tokens
+    if question.max_tokens is not None:
+        is_exact = question.fields.get("ignore_eos") is True
+        expected = question.max_tokens if is_exact else min(expected, question.max_tokens)
+    return Asked(
+        request_id=request_id,
+        adapter=None if adapter is None else adapter.digest,
+        rank=0 if adapter is None else adapter.rank,
+        adapter_bytes=0 if adapter is None else adapter.size_bytes,
+        known_tokens=prompt_tokens + output_tokens,
+        expected_tokens=max(1, round(expected) - output_tokens),
+        keys=_keys(question, adapter) if wants_keys else (),
+    )
+
+
+def _keys(question: Question, adapter: KnownAdapter | None) -> tuple[bytes, ...]:
+    """Return the keys of a prompt's blocks: two prompts share those of what they have in common at their start."""
+    digest = None if adapter is None else adapter.digest
+    prompt = question.fields.get("messages" if question.is_chat else "prompt")
+    try:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return tuple(block_keys(digest, prompt[: _MOST_KEYS * _KEY_TOKENS], _KEY_TOKENS))
+    except (TypeError, OverflowError):
+        return ()  # no token ids: the backend will say so
+    text = prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)
+    return tuple(block_keys(digest, list(text[: _MOST_KEYS * _KEY_BYTES]), _KEY_BYTES))

@@ -1,0 +1,168 @@
+"""``lorikeet route``: from options to a gateway that answers, and to its orderly end."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from types import FrameType
+
+import msgspec
+import uvicorn
+import uvloop
+
+from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
+from lorikeet.cluster.dispatcher import Dispatcher
+from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.cluster.placing import InProcess
+from lorikeet.config import ConfigError
+from lorikeet.core.ids import ReplicaId
+from lorikeet.core.slo import Slo
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import ProfileError
+from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.backends import Backend
+from lorikeet.gateway.catalog import Catalog
+from lorikeet.gateway.head import Head
+from lorikeet.gateway.metrics import GatewayMetrics
+from lorikeet.gateway.proxy import Parts
+from lorikeet.gateway.questions import PromptLengths
+from lorikeet.gateway.watch import HEALTH_S, Watch
+from lorikeet.rows import resolve_row
+from lorikeet.server.announce import Announcer, fail
+from lorikeet.server.logs import configure_logs, log
+
+_KEEP_ALIVE_S = 75
+
+
+class RouteOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway is started with.
+
+    Attributes:
+        backends: addresses, at least one, all different.
+        adapters: that clients may ask for from the start.
+        row: the system whose routing and placement count.
+        profile: name or file of a profile of one backend, for rows that decide by costs; empty for none.
+        slo: what such rows keep to.
+        seed: of whatever is drawn.
+        host, port: where to listen; port 0 picks a free one.
+        api_keys, admin_keys: as of ``lorikeet serve``.
+        backend_key: sent to the backends instead of what clients send; empty for none.
+        health_s: time between two calls to a backend.
+        drain_timeout_s: how long requests may go on after SIGTERM.
+        log_level, log_json: of the gateway's own log.
+    """
+
+    backends: tuple[str, ...]
+    adapters: tuple[KnownAdapter, ...] = ()
+    row: str = "auto"
+    profile: str = ""
+    slo: Slo = Slo()
+    seed: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    backend_key: str = ""
+    health_s: float = HEALTH_S
+    drain_timeout_s: float = 120.0
+    log_level: str = "info"
+    log_json: bool = False
+
+
+def route(options: RouteOptions) -> None:
+    """Route until SIGTERM or SIGINT; the first one drains, a second one stops at once.
+
+    Raises:
+        SystemExit: with code 1 if it cannot start, the reason printed.
+    """
+    try:
+        configure_logs(options.log_level, as_json=options.log_json)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_route(options))
+    except (ConfigError, OSError, ProfileError, ValueError) as error:
+        fail(str(error))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        fail("stopped before it was ready")
+
+
+async def _route(options: RouteOptions) -> None:
+    async with gateway(options) as parts:
+        row, _ = resolve_row(options.row)
+        app = create_app(parts, row, options.api_keys, options.admin_keys)
+        config = uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            loop="none",
+            lifespan="off",
+            access_log=False,
+            proxy_headers=False,
+            log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=round(options.drain_timeout_s),
+        )
+
+        def announce(url: str) -> None:
+            names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
+            Announcer().ready(url, names[0], list(parts.catalog.adapters))
+
+        await _Server(config, announce).serve()
+
+
+@asynccontextmanager
+async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
+    """Put the parts of a gateway together, and start what goes on beside requests.
+
+    Raises:
+        ConfigError: the row needs a profile that was not given, or does not exist.
+        ProfileError: the profile cannot be read.
+        ValueError: no backend, one twice, or what is no address.
+    """
+    urls = [url.rstrip("/").removesuffix("/v1") for url in options.backends]
+    if len(set(urls)) < len(urls):
+        raise ValueError("a backend is given twice")
+    replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
+    name, row = resolve_row(options.row)
+    profile = load_profile(options.profile) if options.profile else None
+    slo = ClusterOptions(seed=options.seed, ttft_s=options.slo.ttft_s or 0.0, tpot_s=options.slo.tpot_s or 0.0)
+    router, placement = build_cluster_policies(row, replicas, profile, slo)
+    log.info("routing and placement", row=name, routing=row.routing, placement=row.placement)
+    if row.comigration:
+        log.info("requests stay where they are while their backend lives: only engines of one's own can hand them over")
+    backends = [Backend(replica, url, options.backend_key) for replica, url in zip(replicas, urls, strict=True)]
+    head = Head(backends, Dispatcher(router, prefetch=row.pool_prefetch))
+    placements = InProcess(Orchestrator(placement, time.monotonic()))
+    catalog = Catalog(head, options.adapters, placements, row.placement_period_s)
+    watch = Watch(head, catalog.adapters, options.health_s)
+    try:
+        await watch.start()
+        await catalog.start()
+        yield Parts(head, catalog, watch, GatewayMetrics(head), PromptLengths(), count())
+    finally:
+        await watch.close()
+        await catalog.close()
+        await head.close()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn that says when it is ready, and whose process ends with code 0 after a signal."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+            self._on_ready(f"http://{shown}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: finish what has been accepted, then stop at once. It is not passed on."""
+        self.force_exit = self.should_exit
+        self.should_exit = True

@@ -1,0 +1,81 @@
+"""Asks all backends how they are, again and again."""
+
+import asyncio
+from collections.abc import Mapping
+
+from lorikeet.cluster.tasks import Tasks
+from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.gateway.backends import Backend, Refused
+from lorikeet.gateway.connections import ServerLost
+from lorikeet.gateway.head import Head
+from lorikeet.server.logs import log
+
+HEALTH_S = 1.0
+"""Backends are asked how they are so often."""
+MODELS_EVERY = 5
+"""With one of so many of these calls, which models they have."""
+
+
+class Watch:
+    """Tells a head who is there.
+
+    Args:
+        head: of the backends.
+        adapters: those that clients may ask for now, by name.
+        health_s: time between two calls to a backend.
+    """
+
+    def __init__(self, head: Head, adapters: Mapping[str, KnownAdapter], health_s: float = HEALTH_S) -> None:
+        self._head = head
+        self._adapters = adapters
+        self._health_s = health_s
+        self._suspected = {replica: asyncio.Event() for replica in head.backends}
+        self._tasks = Tasks()
+
+    async def start(self) -> None:
+        """Ask everybody once; go on with that beside the requests."""
+        backends = self._head.backends.values()
+        await asyncio.gather(*(self._check(backend, wants_models=True) for backend in backends))
+        for backend in backends:
+            self._tasks.run(self._watch(backend))
+
+    async def close(self) -> None:
+        """Ask no longer."""
+        await self._tasks.close()
+
+    def suspect(self, backend: Backend) -> None:
+        """Something went wrong with a backend: ask it at once."""
+        self._suspected[backend.replica].set()
+
+    async def _watch(self, backend: Backend) -> None:
+        suspected, calls = self._suspected[backend.replica], 0
+        while True:
+            try:
+                async with asyncio.timeout(self._health_s):
+                    await suspected.wait()
+            except TimeoutError:
+                calls += 1
+            suspected.clear()
+            await self._check(backend, wants_models=calls % MODELS_EVERY == 0)
+
+    async def _check(self, backend: Backend, *, wants_models: bool) -> None:
+        head = self._head
+        try:
+            health = await backend.check()
+            if wants_models or not backend.is_up:
+                await backend.list_models()
+        except (ServerLost, TimeoutError, Refused) as error:
+            why = str(error) or type(error).__name__
+            if backend.epoch < 0 and not backend.was_missed:
+                log.warning("backend not there yet", backend=backend.url, reason=why)
+            backend.was_missed = True
+            head.down(backend, why)
+            return
+        if health.is_open and backend.is_up and not backend.is_open:
+            head.down(backend, "it took no requests for a while")
+        if health.is_open and not backend.is_up:
+            head.up(backend, self._adapters.values())
+        elif backend.is_open and not health.is_open:
+            head.drain(backend)
+        if backend.is_up and health.requests is not None:
+            head.gauge(backend, health.requests)

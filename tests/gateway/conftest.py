@@ -1,0 +1,135 @@
+"""A gateway and its backends in the test's own event loop, over real HTTP."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from lorikeet.gateway.adapters import KnownAdapter, know_adapter
+from lorikeet.gateway.app import create_app
+from lorikeet.gateway.proxy import Parts
+from lorikeet.gateway.run import RouteOptions, gateway
+from tests.gateway.scripted import ScriptedBackend
+
+
+@dataclass
+class Routing:
+    """A gateway that answers at ``http``."""
+
+    http: httpx.AsyncClient
+    parts: Parts
+    backends: list[ScriptedBackend]
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Adapters loaded and unloaded, by backend."""
+        return [backend.calls for backend in self.backends]
+
+    @property
+    def all_calls(self) -> list[str]:
+        """The same of all backends."""
+        return [call for calls in self.calls for call in calls]
+
+    async def cluster(self) -> dict[str, Any]:
+        return dict((await self.http.get("/v1/cluster")).json())
+
+    async def metric(self, line: str) -> None:
+        """Wait until the metrics have a line; counts follow the answers."""
+        while line not in (await self.http.get("/metrics")).text.splitlines():
+            await asyncio.sleep(0.001)
+
+    async def idle(self) -> None:
+        """Wait until no request is under way."""
+        while self.parts.head._rides:
+            await asyncio.sleep(0.001)
+
+    async def up(self, count: int) -> None:
+        """Wait until so many backends are open."""
+        while sum(each["open"] for each in (await self.cluster())["replicas"]) != count:
+            await asyncio.sleep(0.005)
+
+
+Start = Callable[..., AbstractAsyncContextManager[Routing]]
+
+
+@asynccontextmanager
+async def routing(
+    urls: Sequence[str], backends: Sequence[ScriptedBackend] = (), **options: Any
+) -> AsyncIterator[Routing]:
+    """Run a gateway over backends that have been started, or will be."""
+    chosen = {"row": "lorikeet:round-robin", "health_s": 0.02, **options}
+    asked = RouteOptions(backends=tuple(urls), **chosen)
+    async with gateway(asked) as parts:
+        app = create_app(parts, asked.row, asked.api_keys, asked.admin_keys)
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", access_log=False))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            serving = asyncio.create_task(server._serve([listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http:
+                    while not server.started:
+                        await asyncio.sleep(0.001)
+                    yield Routing(http, parts, list(backends))
+            finally:
+                server.should_exit = server.force_exit = True
+                await serving
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start gateways over ``count`` scripted backends and the adapters ``french`` and ``pirate``."""
+    started: list[ScriptedBackend] = []
+
+    @asynccontextmanager
+    async def start_one(count: int = 2, **options: Any) -> AsyncIterator[Routing]:
+        backends = [ScriptedBackend(f"b{number}") for number in range(count)]
+        started.extend(backends)
+        for backend in backends:
+            await backend.start()
+        urls = [backend.url for backend in backends]
+        async with routing(urls, backends, **{"adapters": adapters("french", "pirate"), **options}) as running:
+            yield running
+
+    yield start_one
+    for backend in started:
+        backend.open.set()
+        backend.go_on.set()
+    await asyncio.gather(*(backend.kill() for backend in started))
+
+
+def adapters(*names: str) -> tuple[KnownAdapter, ...]:
+    """Return adapters whose files cannot be read here."""
+    return tuple(know_adapter(name, f"/elsewhere/{name}", rank=8) for name in names)
+
+
+def write_files(folder: Path, rank: int = 8, content: bytes = b"weights") -> Path:
+    """Write what a gateway reads of an adapter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "rank_pattern": {"q_proj": rank + 4}}))
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read a stream to its end, which must be [DONE], once."""
+    async with http.stream("POST", path, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
+    assert lines.index("[DONE]") == len(lines) - 1
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(chunks: list[dict[str, Any]]) -> str:
+    """Return the text of a streamed completion or chat completion."""
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)

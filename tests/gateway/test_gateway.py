@@ -1,0 +1,236 @@
+"""Requests through a gateway to backends that are well."""
+
+import asyncio
+from typing import Any
+
+from lorikeet.gateway.questions import CHAT, COMPLETIONS
+from tests.gateway.conftest import Start, adapters, events, text_of, write_files
+from tests.gateway.scripted import chat_text, words
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def body(model: str = "base", **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "once", "max_tokens": 5, **fields}
+
+
+async def test_bodies_and_answers_are_passed_on_as_they_come(start: Start) -> None:
+    async with start() as routing:
+        asked = body(frobnicate={"x": [1, None]}, temperature=0)
+        reply = await routing.http.post(COMPLETIONS, json=asked, headers={"X-Request-Id": "mine"})
+        assert reply.status_code == 200
+        assert reply.json()["choices"][0]["text"] == words("base", "once", 5)
+        assert reply.headers["content-type"] == "application/json"
+        assert reply.headers["x-request-id"] == "mine"
+        (backend,) = [each for each in routing.backends if each.bodies]
+        assert (backend.bodies, backend.request_ids) == ([asked], ["mine"])
+        chat = {"model": "base", "messages": MESSAGES, "max_tokens": 3}
+        answer = (await routing.http.post(CHAT, json=chat)).json()
+        assert answer["choices"][0]["message"]["content"] == words("base", chat_text(MESSAGES), 3)
+
+
+async def test_streams_are_what_the_backend_says(start: Start) -> None:
+    async with start() as routing:
+        chunks = await events(routing.http, COMPLETIONS, body())
+        assert text_of(chunks) == words("base", "once", 5)
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+        options = {"include_usage": True}
+        counted = await events(routing.http, COMPLETIONS, body(stream_options=options))
+        assert [chunk["usage"]["completion_tokens"] for chunk in counted if "usage" in chunk] == [5]
+        chat = await events(routing.http, CHAT, {"model": "base", "messages": MESSAGES, "max_tokens": 3})
+        assert [chunk["choices"][0]["delta"].get("role") for chunk in chat] == ["assistant", None, None, None]
+        several = await events(routing.http, COMPLETIONS, body(n=2))  # nothing is known of such answers
+        assert text_of(several) == words("base", "once", 5)
+
+
+async def test_an_adapter_is_loaded_by_its_first_request_where_that_goes_and_once(start: Start) -> None:
+    async with start() as routing:
+        first = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("french")) for _ in range(8)))
+        assert {reply.json()["choices"][0]["text"] for reply in first} == {words("french", "once", 5)}
+        assert routing.calls == [["+french"], ["+french"]]
+        assert [backend.adapters for backend in routing.backends] == [{"french": "/elsewhere/french"}] * 2
+        await routing.http.post(COMPLETIONS, json=body("pirate"))
+        assert sorted(map(len, routing.calls)) == [1, 2]
+        cluster = await routing.cluster()
+        assert sorted(len(each["adapters"]) for each in cluster["replicas"]) == [1, 2]
+        assert cluster["adapters"][0]["held_by"] == ["backend-0", "backend-1"]
+
+
+async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: Start) -> None:
+    names = ("a", "b", "c", "d")
+    async with start(row="loraserve:random", adapters=adapters(*names)) as routing:
+        for name in names * 3:
+            assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
+        assert sorted(routing.all_calls) == ["+a", "+b", "+c", "+d"]
+        assert list(map(len, routing.calls)) == [2, 2]
+        cluster = await routing.cluster()
+        shares = {each["name"]: each["shares"] for each in cluster["adapters"]}
+        for replica in cluster["replicas"]:
+            assert replica["adapters"] == sorted(name for name in names if shares[name] == {replica["id"]: 1.0})
+
+
+async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_gateway(start: Start) -> None:
+    async with start() as routing:
+        cards = (await routing.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+            ("base", "/models/base", None),
+            ("french", "/elsewhere/french", "base"),
+            ("pirate", "/elsewhere/pirate", "base"),
+        ]
+        assert (await routing.http.get("/v1/models/french")).json() == cards[1]
+        for path in (COMPLETIONS, CHAT):
+            reply = await routing.http.post(path, json=body("klingon", messages=MESSAGES))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
+        assert not any(backend.bodies for backend in routing.backends)
+
+
+async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -> None:
+    folder = str(write_files(tmp_path / "json"))
+    asked = {"lora_name": "json", "lora_path": folder}
+    async with start() as routing:
+        assert (await routing.http.post("/v1/load_lora_adapter", json=asked)).status_code == 200
+        assert routing.calls == [[], []]
+        assert (await routing.http.post("/v1/load_lora_adapter", json=asked)).status_code == 400
+        assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 200
+        assert routing.all_calls == ["+json"]
+        unknown = {"lora_name": "pascal", "lora_path": "/elsewhere/pascal"}
+        assert "rank" in (await routing.http.post("/v1/load_lora_adapter", json=unknown)).text
+        assert (await routing.http.post("/v1/load_lora_adapter", json={**unknown, "rank": 4})).status_code == 200
+        gone = await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})
+        assert gone.status_code == 200
+        assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 404
+        while "-json" not in routing.all_calls:
+            await asyncio.sleep(0.001)
+        assert (await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})).status_code == 404
+
+
+async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(start: Start) -> None:
+    async with start(count=1) as routing:
+        (backend,) = routing.backends
+        assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        backend.open.clear()
+        running = asyncio.create_task(events(routing.http, COMPLETIONS, body("french")))
+        while not backend.streaming:
+            await asyncio.sleep(0.001)
+        await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"})
+        assert backend.calls == ["+french"]
+        backend.open.set()
+        assert text_of(await running) == words("french", "once", 5)
+        while backend.calls != ["+french", "-french"]:
+            await asyncio.sleep(0.001)
+
+
+async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start, tmp_path: Any) -> None:
+    asked = {"lora_name": "json", "lora_path": str(write_files(tmp_path / "json"))}
+    async with start(count=1) as routing:
+        await routing.http.post("/v1/load_lora_adapter", json=asked)
+        await routing.http.post(COMPLETIONS, json=body("json"))
+        write_files(tmp_path / "json", content=b"better weights")
+        again = await routing.http.post("/v1/load_lora_adapter", json={**asked, "load_inplace": True})
+        assert again.status_code == 200
+        assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 200
+        assert routing.calls == [["+json", "-json", "+json"]]
+
+
+async def test_an_adapter_that_a_backend_has_from_elsewhere_is_replaced_and_its_own_is_kept(start: Start) -> None:
+    async with start(count=1) as routing:
+        (backend,) = routing.backends
+        await backend.kill()
+        await routing.up(0)
+        backend.adapters = {"french": "/other/french", "pirate": "/elsewhere/pirate"}
+        await backend.start()
+        await routing.up(1)
+        for name in ("french", "pirate"):
+            assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
+        assert backend.calls == ["-french", "+french"]
+        assert backend.adapters == {"french": "/elsewhere/french", "pirate": "/elsewhere/pirate"}
+
+
+async def test_a_backends_refusals_are_passed_on(start: Start) -> None:
+    async with start() as routing:
+        for backend in routing.backends:
+            backend.fails_with = 422
+        for stream in (False, True):
+            reply = await routing.http.post(COMPLETIONS, json=body(stream=stream))
+            assert (reply.status_code, reply.json()["error"]["message"]) == (422, "it is as it is")
+        assert sum(len(backend.bodies) for backend in routing.backends) == 2
+        for backend in routing.backends:
+            backend.fails_with = 429
+        assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 429
+
+
+async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(start: Start) -> None:
+    async with start() as routing:
+        for backend in routing.backends:
+            backend.bad_paths.add("/elsewhere/french")
+        for stream in (False, True):
+            reply = await routing.http.post(COMPLETIONS, json=body("french", stream=stream))
+            assert reply.status_code == 400
+            assert "no tensors in /elsewhere/french" in reply.json()["error"]["message"]
+        assert (await routing.http.post(COMPLETIONS, json=body("pirate"))).status_code == 200
+
+
+async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) -> None:
+    async with start() as routing:
+        assert (await routing.http.post(COMPLETIONS, content=b"{")).status_code == 400
+        for method, path in (("POST", "/v1/embeddings"), ("GET", "/"), ("POST", "/v1/models")):
+            reply = await routing.http.request(method, path)
+            assert reply.status_code == 404
+            assert "not passed on" in reply.json()["error"]["message"]
+
+
+async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> None:
+    key = {"Authorization": "Bearer k"}
+    async with start(api_keys=("k",), admin_keys=("a",), backend_key="b") as routing:
+        assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 401
+        assert (await routing.http.post(COMPLETIONS, json=body(), headers=key)).status_code == 200
+        refused = await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"}, headers=key)
+        assert refused.status_code == 403
+        assert {key for backend in routing.backends for key in backend.keys} == {"Bearer b"}
+    async with start(count=1) as routing:
+        await routing.http.post(COMPLETIONS, json=body(), headers=key)
+        assert routing.backends[0].keys == ["Bearer k"]
+
+
+async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Start) -> None:
+    async with start(count=1) as routing:
+        (backend,) = routing.backends
+        backend.open.clear()
+        for stream in (True, False):
+            asking = asyncio.create_task(routing.http.post(COMPLETIONS, json=body(stream=stream)))
+            while len(backend.bodies) < 1 + (not stream):
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            await routing.idle()
+        while backend.streaming:
+            await asyncio.sleep(0.001)
+        assert backend.hung_up == 1
+        await routing.metric('lorikeet:route_requests_total{outcome="left"} 2.0')
+
+
+async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
+    async with start(row="lorikeet:least-loaded") as routing:
+        for backend in routing.backends:
+            backend.waiting = 3  # of somebody else
+            backend.open.clear()
+        running = asyncio.create_task(events(routing.http, COMPLETIONS, body()))
+        while sorted(each["requests"] for each in (await routing.cluster())["replicas"]) != [3, 4]:
+            await asyncio.sleep(0.001)
+        busy, idle = sorted(routing.backends, key=lambda backend: -backend.streaming)
+        idle.open.set()
+        for _ in range(3):
+            await routing.http.post(COMPLETIONS, json=body())
+        assert (len(idle.bodies), len(busy.bodies)) == (3, 1)
+        busy.open.set()
+        assert text_of(await running) == words("base", "once", 5)
+        await routing.metric(f'lorikeet:route_backend_up{{backend="{busy.url}"}} 1.0')
+        await routing.metric('lorikeet:route_requests_total{outcome="complete"} 4.0')
+
+
+async def test_requests_of_one_conversation_stay_together_under_the_default_row(start: Start) -> None:
+    async with start(row="auto") as routing:
+        turns = [{"role": "user", "content": "tell me of the lorikeet, the parrot with the brush on its tongue. " * 3}]
+        for _ in range(4):
+            answer = (await routing.http.post(CHAT, json={"model": "base", "messages": turns, "max_tokens": 3})).json()
+            turns += [answer["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+        assert sorted(len(backend.bodies) for backend in routing.backends) == [0, 4]

@@ -1,0 +1,241 @@
+"""What is left of a question when its answer breaks off, and what the client gets of every part."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lorikeet.gateway.answers import DONE, Answer, PassedOn
+from lorikeet.gateway.obstacles import obstacle
+from lorikeet.gateway.questions import CHAT, COMPLETIONS, Question
+from lorikeet.server.errors import ApiError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any) -> Question:
+    return Question(COMPLETIONS, json.dumps({"model": "m", "prompt": "once", "stream": True, **fields}).encode())
+
+
+def chat(**fields: Any) -> Question:
+    return Question(CHAT, json.dumps({"model": "m", "messages": MESSAGES, "stream": True, **fields}).encode())
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps({"id": "a", "created": 1, "object": "o", **fields}).encode() + b"\n\n"
+
+
+def text_event(text: str, tokens: int | None = None, reason: str | None = None, **fields: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": reason}
+    return event(choices=[choice], **({} if tokens is None else {"usage": usage(tokens)}), **fields)
+
+
+def delta_event(tokens: int | None = None, reason: str | None = None, **delta: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    return event(choices=[choice], **({} if tokens is None else {"usage": usage(tokens)}))
+
+
+def usage(tokens: int, prompt: int = 7) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+def read(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in data.split(b"\n\n") if line and line != b"data: [DONE]"]
+
+
+def body(answer: Answer, text_tokens: list[int] | None = None) -> dict[str, Any]:
+    return dict(json.loads(answer.next_body(text_tokens)))
+
+
+def test_the_first_backend_gets_the_question_and_is_asked_to_count() -> None:
+    question = chat(frobnicate={"x": [1]}, stream_options={"include_usage": False, "other": 1}, max_tokens=9)
+    sent = body(Answer(question))
+    options = {"include_usage": True, "continuous_usage_stats": True, "other": 1}
+    assert sent == {**question.fields, "stream_options": options}
+
+
+def test_the_next_backend_gets_the_text_behind_the_prompt_and_fewer_tokens() -> None:
+    answer = Answer(completion(max_tokens=9, min_tokens=4, temperature=0, seed=3))
+    answer.next_body()
+    answer.feed(text_event(" upon", 1) + text_event(" a", 3) + text_event("", 4))
+    sent = body(answer)
+    assert (sent["prompt"], sent["max_tokens"], sent["min_tokens"], sent["seed"]) == ("once upon a", 6, 1, 3)
+    answer.feed(text_event(" time", 1))
+    assert (body(answer)["prompt"], body(answer)["max_tokens"]) == ("once upon a time", 5)
+    assert answer.tokens == 4
+
+
+def test_a_completion_without_a_limit_has_the_default_one() -> None:
+    answer = Answer(completion())
+    answer.feed(text_event(" upon", 5))
+    assert body(answer)["max_tokens"] == 11
+    unlimited = Answer(chat())
+    unlimited.feed(delta_event(5, content="hi"))
+    assert "max_tokens" not in body(unlimited)
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 9}, {"max_completion_tokens": 9}])
+def test_a_conversation_goes_on_in_its_last_message(limits: dict[str, int]) -> None:
+    answer = Answer(chat(**limits))
+    answer.feed(delta_event(0, role="assistant", content="") + delta_event(2, content="hi "))
+    sent = body(answer)
+    assert sent["messages"] == [*MESSAGES, {"role": "assistant", "content": "hi "}]
+    assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
+    assert {name: sent[name] for name in limits} == dict.fromkeys(limits, 7)
+
+
+def test_a_message_that_the_client_began_is_lengthened() -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
+    answer = Answer(chat(messages=messages, continue_final_message=True, add_generation_prompt=False))
+    answer.feed(delta_event(1, content="hi"))
+    assert body(answer)["messages"] == [*MESSAGES, {"role": "assistant", "content": "Well, hi"}]
+
+
+def test_a_prompt_of_tokens_goes_on_with_the_tokens_of_the_text() -> None:
+    answer = Answer(completion(prompt=[1, 2], max_tokens=9))
+    assert not answer.needs_tokens
+    answer.feed(text_event(" upon", 1))
+    assert answer.needs_tokens
+    assert body(answer, [8, 9])["prompt"] == [1, 2, 8, 9]
+
+
+def test_a_backend_that_does_not_count_is_counted_by_its_chunks() -> None:
+    answer = Answer(completion(max_tokens=9))
+    answer.feed(text_event("a") + text_event("b") + text_event(""))
+    assert body(answer)["max_tokens"] == 7
+    assert answer.counts is None
+
+
+def test_the_client_sees_one_answer_of_one_id_without_counts_that_it_did_not_ask_for() -> None:
+    answer = Answer(chat(max_tokens=9))
+    answer.next_body()
+    seen = answer.feed(delta_event(0, role="assistant", content="") + delta_event(1, content="a") + delta_event(2))
+    answer.next_body()
+    other = b"".join([delta_event(0, role="assistant", content=""), delta_event(1, "stop", content="b")])
+    seen += answer.feed(other.replace(b'"id": "a", "created": 1', b'"id": "z", "created": 5'))
+    seen += answer.feed(event(choices=[], usage=usage(1)) + DONE)
+    chunks = read(seen)
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "a", "b"]
+    assert {(chunk["id"], chunk["created"], "usage" in chunk) for chunk in chunks} == {("a", 1, False)}
+    assert answer.is_done
+
+
+def test_counts_are_of_the_whole_answer() -> None:
+    answer = Answer(completion(max_tokens=9, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    answer.next_body()
+    answer.feed(text_event("a", 2))
+    answer.next_body()
+    seen = text_event("b", 3, "stop").replace(b'"prompt_tokens": 7', b'"prompt_tokens": 9')
+    chunks = read(answer.feed(seen + event(choices=[], usage={**usage(3, 9), "prompt_tokens_details": None}) + DONE))
+    assert [chunk["usage"] for chunk in chunks] == [usage(5), {**usage(5), "prompt_tokens_details": None}]
+    assert answer.counts is not None
+    assert (answer.counts.prompt_tokens, answer.counts.completion_tokens) == (7, 5)
+
+
+def test_what_is_left_of_a_whole_answer_is_its_end() -> None:
+    answer = Answer(completion(max_tokens=2, stream_options={"include_usage": True}))
+    answer.next_body()
+    answer.feed(text_event("a", 1))
+    assert not answer.is_whole
+    answer.feed(text_event("b", 2))
+    assert answer.is_whole
+    closing = answer.closing()
+    assert closing.endswith(DONE)
+    last, counts = read(closing)
+    assert (last["id"], last["choices"][0]["finish_reason"], last["choices"][0]["text"]) == ("a", "length", "")
+    assert (counts["choices"], counts["usage"]) == ([], usage(2))
+
+
+def test_an_end_that_was_seen_is_not_sent_again() -> None:
+    answer = Answer(chat(stream_options={"include_usage": True}))
+    answer.feed(delta_event(1, "stop", content="a"))
+    assert answer.is_whole
+    assert len(read(answer.closing())) == 1
+    answer.feed(event(choices=[], usage=usage(1)))
+    assert answer.closing() == DONE
+
+
+def test_pieces_may_end_anywhere() -> None:
+    answer = Answer(completion())
+    data = text_event("ä", 1) + text_event("ö", 2, "stop") + DONE
+    seen = b"".join(answer.feed(data[at : at + 1]) for at in range(len(data)))
+    assert [chunk["choices"][0]["text"] for chunk in read(seen)] == ["ä", "ö"]
+    assert answer.is_done
+
+
+def test_a_half_event_of_a_lost_backend_is_forgotten() -> None:
+    answer = Answer(completion())
+    answer.feed(text_event("a", 1) + text_event("b", 2)[:20])
+    answer.next_body()
+    assert [chunk["choices"][0]["text"] for chunk in read(answer.feed(text_event("b", 1)))] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "bad", [b'data: {"error": {"code": 500}}\n\n', b"data: {half\n\n", b"data: 3\n\n", b'data: {"choices": [1]}\n\n']
+)
+def test_an_error_in_the_stream_is_a_failure_of_the_backend(bad: bytes) -> None:
+    answer = Answer(completion())
+    seen = answer.feed(text_event("a", 1) + bad + text_event("b", 2))
+    assert answer.failure is not None
+    assert answer.text == "a"
+    assert len(read(seen)) == 1
+    answer.next_body()
+    assert answer.failure is None
+
+
+@pytest.mark.parametrize("delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
+def test_what_is_no_text_cannot_go_on(delta: dict[str, Any]) -> None:
+    answer = Answer(chat(tools=[{}]))
+    answer.feed(delta_event(1, content="a"))
+    assert answer.stuck is None
+    assert len(read(answer.feed(delta_event(2, **delta)))) == 1
+    assert answer.stuck == f"it holds {next(iter(delta))}"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        completion(n=2),
+        completion(logprobs=0),
+        completion(echo=True),
+        completion(prompt=["a", "b"]),
+        completion(prompt=[[1], [2]]),
+        completion(response_format={"type": "json_object"}),
+        completion(stream_options="all"),
+        chat(logprobs=True),
+        chat(messages=[]),
+        chat(add_generation_prompt=False),
+        chat(continue_final_message=True, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]),
+    ],
+)
+def test_some_questions_have_answers_that_cannot_go_on(question: Question) -> None:
+    assert obstacle(question) is not None
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        completion(n=1, echo=False, logprobs=None, response_format={"type": "text"}, stop=["x"]),
+        completion(prompt=[1, 2]),
+        chat(logprobs=False, tools=[{}], temperature=1),
+    ],
+)
+def test_most_can(question: Question) -> None:
+    assert obstacle(question) is None
+
+
+def test_an_answer_that_is_passed_on_comes_in_whole_lines_as_it_is() -> None:
+    answer = PassedOn(completion(n=2), "n")
+    assert answer.next_body() == completion(n=2).content
+    assert (answer.feed(b"data: {"), answer.stuck) == (b"", None)
+    assert answer.feed(b"}\r\n\r\ndata: [DO") == b"data: {}\r\n\r\n"
+    assert (answer.stuck, answer.is_done) == ("n", False)
+    assert answer.feed(b"NE]\r\n\r\n") == b"data: [DONE]\r\n\r\n"
+    assert answer.is_done
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"model": 3}'])
+def test_a_body_that_names_no_model_is_refused(content: bytes) -> None:
+    with pytest.raises(ApiError) as refusal:
+        Question(COMPLETIONS, content)
+    assert refusal.value.status == 400

@@ -1,0 +1,229 @@
+"""Connections to servers that answer in every way that HTTP/1.1 allows, and in some that it does not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from lorikeet.gateway.connections import Broken, Connections, Unreachable
+
+Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool]]
+"""What a server does with one request; False if it hangs up afterwards."""
+
+
+class Server:
+    """A server that follows a script.
+
+    Attributes:
+        requests: as they came.
+        accepted: connections so far.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[bytes] = []
+        self.accepted = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line for line in head.split(b"\r\n") if line.startswith(b"content-length: ")]
+                body = await reader.readexactly(int(length[0].split()[1])) if length else b""
+                self.requests.append(head + body)
+                if not await self.script(head + body, writer):
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def talking(script: Script, path: str = "") -> AsyncIterator[tuple[Server, Connections]]:
+    server = Server(script)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}{path}"
+    connections = Connections(server.url)
+    try:
+        yield server, connections
+    finally:
+        connections.close()
+        listening.close()
+        await listening.wait_closed()
+
+
+def answers(*pieces: bytes, keeps: bool = True) -> Script:
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        return keeps
+
+    return script
+
+
+async def test_a_request_goes_out_as_it_is() -> None:
+    async with talking(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), "/base/") as (server, connections):
+        reply = await connections.send("POST", "/v1/x", [(b"x-own", b"1")], b'{"a": 1}')
+        assert (reply.status, await reply.read()) == (204, b"")
+        host = server.url.removeprefix("http://").removesuffix("/base/").encode()
+        lines = [b"POST /base/v1/x HTTP/1.1", b"host: " + host, b"x-own: 1", b"content-length: 8", b"", b'{"a": 1}']
+        assert server.requests == [b"\r\n".join(lines)]
+        await connections.send("GET", "/health", [])
+        assert b"content-length" not in server.requests[1]
+        assert server.accepted == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "keeps", "accepted"),
+    [
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhe", b"llo"), True, 1),
+        (
+            (b"HTTP/1.1 200 OK\r\nx-a: b\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3", b"\r\nllo\r\n0\r\n\r\n"),
+            True,
+            1,
+        ),
+        ((b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: 5\r\n\r\nhello",), True, 1),
+        ((b"HTTP/1.1 200 OK\r\nx-a: b\r\nconnection: close\r\ncontent-length: 5\r\n\r\nhello",), True, 2),
+        ((b"HTTP/1.1 200 OK\r\nx-a: b\r\n\r\nhe", b"llo"), False, 2),
+        ((b"HTTP/1.0 200 OK\r\nx-a: b\r\ncontent-length: 5\r\n\r\nhello",), False, 2),
+    ],
+)
+async def test_an_answer_may_end_in_any_way(answer: tuple[bytes, ...], keeps: bool, accepted: int) -> None:
+    async with talking(answers(*answer, keeps=keeps)) as (server, connections):
+        for _ in range(2):
+            reply = await connections.send("GET", "/", [])
+            assert (reply.status, dict(reply.headers)[b"x-a"]) == (200, b"b")
+            assert await reply.read() == b"hello"
+            assert await reply.read() == b"hello"
+        assert server.accepted == accepted
+
+
+async def test_pieces_come_as_they_arrive() -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
+        await go_on.wait()
+        writer.write(b"1\r\nc\r\n0\r\n\r\n")
+        return True
+
+    async with talking(script) as (_, connections):
+        reply = await connections.send("GET", "/", [])
+        assert await reply.piece() == b"ab"
+        assert not reply.is_complete
+        go_on.set()
+        assert (await reply.piece(), await reply.piece()) == (b"c", b"")
+        assert reply.is_complete
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n",
+        b"HTTP/1.1 200",
+        b"nonsense\r\n\r\n",
+        b"",
+    ],
+)
+async def test_an_answer_that_breaks_off_is_no_answer(answer: bytes) -> None:
+    async with talking(answers(answer, keeps=False)) as (server, connections):
+        with pytest.raises(Broken):
+            await (await connections.send("GET", "/", [])).read()
+        assert len(server.requests) == 1
+
+
+async def test_what_came_before_the_break_is_read_first() -> None:
+    cut = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    async with talking(answers(cut, keeps=False)) as (_, connections):
+        reply = await connections.send("GET", "/", [])
+        assert await reply.piece() == b"hello"
+        with pytest.raises(Broken):
+            await reply.piece()
+
+
+async def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_by_another() -> None:
+    times = [0]
+
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        times[0] += 1
+        if times[0] == 2:
+            return False  # it closes instead of answering, as if it had not seen the request
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        return True
+
+    async with talking(script) as (server, connections):
+        for _ in range(2):
+            assert await (await connections.send("GET", "/", [])).read() == b"ok"
+        assert (server.accepted, len(server.requests)) == (2, 3)
+
+
+async def test_nobody_there_is_told_apart() -> None:
+    async with talking(answers(b"")) as (server, _):
+        url = server.url
+    with pytest.raises(Unreachable):
+        await Connections(url).send("GET", "/", [])
+
+
+@pytest.mark.parametrize("url", ["localhost:8001", "ftp://host", "http://", "/v1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="no address"):
+        Connections(url)
+
+
+async def test_hanging_up_ends_the_request_and_the_next_has_a_connection_of_its_own() -> None:
+    gone = asyncio.Event()
+
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n")
+        try:
+            while b"endless" in request:
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+        finally:
+            gone.set()
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async with talking(script) as (server, connections):
+        reply = await connections.send("GET", "/endless", [])
+        assert (await reply.piece())[:2] == b"ab"
+        reply.close()
+        await gone.wait()
+        other = await connections.send("GET", "/endless", [])
+        await other.piece()
+        assert await (await connections.send("GET", "/", [])).read() == b"ab"
+        assert server.accepted == 3
+        other.close()
+
+
+async def test_a_reader_that_does_not_keep_up_holds_the_server_back() -> None:
+    sent = [0]
+    chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(1000):
+            writer.write(chunk)
+            await writer.drain()
+            sent[0] += 1
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async with talking(script) as (_, connections):
+        reply = await connections.send("GET", "/", [])
+        before = -1
+        while before != sent[0]:  # until nothing more is taken
+            before = sent[0]
+            await asyncio.sleep(0.05)
+        assert sent[0] < 900
+        assert len(await reply.read()) == 1000 * 2**16
+        assert len(await (await connections.send("GET", "/", [])).read()) == 1000 * 2**16

@@ -1,0 +1,300 @@
+"""Backends that break, forget, drain and come back: every request is answered, and nothing is said twice."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lorikeet.config import ConfigError
+from lorikeet.gateway.proxy import MOST_FAILURES
+from lorikeet.gateway.questions import CHAT, COMPLETIONS
+from lorikeet.gateway.run import RouteOptions, gateway
+from tests.gateway.conftest import Start, events, routing, text_of
+from tests.gateway.scripted import ScriptedBackend, chat_text, words
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+COUNTED = {"stream_options": {"include_usage": True}}
+
+
+def body(model: str = "base", **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "once", "max_tokens": 12, **fields}
+
+
+@pytest.mark.parametrize("prompt", ["once", list(b"once")])
+@pytest.mark.parametrize("dies_after", [0, 1, 5])
+async def test_a_cut_completion_goes_on_where_it_broke_off(start: Start, prompt: Any, dies_after: int) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.dies_after = dies_after
+        chunks = await events(router.http, COMPLETIONS, body("french", prompt=prompt, **COUNTED))
+        assert text_of(chunks) == words("french", "once", 12)
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert chunks[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+        assert sum("usage" in chunk for chunk in chunks) == 1
+        asked = [each["max_tokens"] for backend in router.backends for each in backend.bodies]
+        assert sorted(asked) == sorted([12, 12 - dies_after, 12 - 2 * dies_after])
+
+
+async def test_a_cut_conversation_goes_on_in_the_same_message(start: Start) -> None:
+    async with start() as router:
+        for backend, words_said in zip(router.backends, (3, 2), strict=True):
+            backend.dies_after = words_said
+        asked = {"model": "base", "messages": MESSAGES, "max_tokens": 12, **COUNTED}
+        chunks = await events(router.http, CHAT, asked)
+        assert text_of(chunks) == words("base", chat_text(MESSAGES), 12)
+        assert sum(chunk["choices"][0]["delta"].get("role") is not None for chunk in chunks if chunk["choices"]) == 1
+        assert chunks[-1]["usage"]["completion_tokens"] == 12
+        ids = [name for backend in router.backends for name in backend.request_ids]
+        assert len(set(ids)) == 3
+
+
+async def test_backends_that_do_not_count_are_counted_for(start: Start) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.counts, backend.dies_after = False, 4
+        assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)
+
+
+@pytest.mark.parametrize("error", [{"error": {"message": "engine dead", "code": 500}}, {"object": "error"}])
+async def test_an_answer_goes_on_after_an_error_in_its_stream(start: Start, error: dict[str, Any]) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.stream_error = error
+        assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)
+        assert sum(len(backend.bodies) for backend in router.backends) == 3
+
+
+async def test_whole_answers_are_asked_for_anew(start: Start) -> None:
+    async with start() as router:
+        killed, _ = router.backends
+        killed.open.clear()
+        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body())) for _ in range(6)]
+        while len(killed.bodies) < 3:
+            await asyncio.sleep(0.001)
+        await killed.kill()
+        replies = await asyncio.gather(*asking)
+        assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("base", "once", 12)}
+
+
+async def test_streams_of_a_killed_backend_go_on_and_it_comes_back_with_its_adapters(start: Start) -> None:
+    async with start() as router:
+        killed, other = router.backends
+        models = ["base", "french", "pirate"]
+        for model in models:  # adapters are there before
+            await asyncio.gather(*(router.http.post(COMPLETIONS, json=body(model)) for _ in range(2)))
+        killed.open.clear()
+        asking = [
+            asyncio.create_task(events(router.http, COMPLETIONS, body(models[number % 3], prompt=f"p{number}")))
+            for number in range(24)
+        ]
+        while killed.streaming < 12:
+            await asyncio.sleep(0.001)
+        await killed.kill()
+        for number, chunks in enumerate(await asyncio.gather(*asking)):
+            assert text_of(chunks) == words(models[number % 3], f"p{number}", 12)
+        await router.up(1)
+        said = len(other.bodies)
+        assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert len(other.bodies) == said + 1
+        killed.open.set()
+        killed.calls.clear()
+        await killed.start()
+        await router.up(2)
+        for _ in range(4):
+            assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert killed.calls == ["+french"]
+
+
+async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: Start) -> None:
+    async with start() as router:
+        killed, _ = router.backends
+        killed.pauses_at = 5
+        asking = [
+            asyncio.create_task(events(router.http, COMPLETIONS, body(prompt=f"p{number}"))) for number in range(8)
+        ]
+        while killed.paused < 4:
+            await asyncio.sleep(0.001)
+        await killed.kill()
+        for number, chunks in enumerate(await asyncio.gather(*asking)):
+            assert text_of(chunks) == words("base", f"p{number}", 12)
+        await router.metric("lorikeet:route_continued_total 4.0")
+
+
+async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(start: Start) -> None:
+    async with start() as router:
+        frozen, other = router.backends
+        frozen.pauses_at = 5
+        asking = [
+            asyncio.create_task(events(router.http, COMPLETIONS, body(prompt=f"p{number}"))) for number in range(4)
+        ]
+        while frozen.paused < 2:
+            await asyncio.sleep(0.001)
+        frozen.health = 500
+        for number, chunks in enumerate(await asyncio.gather(*asking)):
+            assert text_of(chunks) == words("base", f"p{number}", 12)
+        assert len(other.bodies) == 4
+        assert frozen.paused == 2
+
+
+async def test_a_backend_that_cannot_be_reached_is_out_at_once(start: Start) -> None:
+    async with start(health_s=60.0) as router:
+        await router.backends[0].kill()
+        for _ in range(2):
+            assert (await router.http.post(COMPLETIONS, json=body())).status_code == 200
+        assert sum(each["open"] for each in (await router.cluster())["replicas"]) == 1
+
+
+async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
+    async with start(count=1) as router:
+        (backend,) = router.backends
+        await backend.kill()
+        await router.up(0)
+        assert (await router.http.get("/health")).status_code == 503
+        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("french")))
+        while not (await router.cluster())["waiting"]:
+            await asyncio.sleep(0.001)
+        await backend.start()
+        assert (await asking).json()["choices"][0]["text"] == words("french", "once", 12)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_backend_that_has_forgotten_an_adapter_loads_it_again(start: Start, stream: bool) -> None:
+    async with start(count=1, health_s=60.0) as router:
+        (backend,) = router.backends
+        await router.http.post(COMPLETIONS, json=body("french"))
+        backend.adapters.clear()
+        reply = await router.http.post(COMPLETIONS, json=body("french", stream=stream))
+        assert reply.status_code == 200
+        assert backend.calls == ["+french", "+french"]
+
+
+async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> None:
+    async with start(count=1, health_s=60.0) as router:
+        (backend,) = router.backends
+        await router.http.post(COMPLETIONS, json=body("french"))
+        backend.adapters.clear()
+        backend.open.clear()
+        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(8)]
+        while len(backend.calls) < 2 or len(router.parts.head._rides) < 8:
+            await asyncio.sleep(0.001)
+        backend.open.set()
+        assert {reply.status_code for reply in await asyncio.gather(*asking)} == {200}
+        assert len(backend.calls) < 1 + 8  # those who hear of the loss after the load may ask again
+
+
+async def test_adapters_that_a_backend_lists_no_longer_are_loaded_before_the_next_request(start: Start) -> None:
+    async with start(count=1) as router:
+        (backend,) = router.backends
+        await router.http.post(COMPLETIONS, json=body("french"))
+        backend.adapters.clear()
+        while (await router.cluster())["replicas"][0]["adapters"]:
+            await asyncio.sleep(0.005)
+        asked = len(backend.bodies)
+        assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert len(backend.bodies) == asked + 1
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": 1}, {"prompt": ["once"]}])
+async def test_an_answer_of_several_parts_ends_with_an_error_once_it_has_begun(
+    start: Start, fields: dict[str, Any]
+) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.dies_after = 3
+        chunks = await events(router.http, COMPLETIONS, body(**fields))
+        assert "cannot go on at another" in chunks[-1]["error"]["message"]
+        assert len(chunks) == 4
+        for backend in router.backends:
+            backend.dies_after = 0
+        again = await events(router.http, COMPLETIONS, body(**fields))
+        assert all("error" not in chunk for chunk in again)
+
+
+async def test_a_backend_that_fails_again_and_again_is_not_asked_for_ever(start: Start) -> None:
+    async with start(count=1) as router:
+        (backend,) = router.backends
+        backend.fails_with = 500
+        reply = await router.http.post(COMPLETIONS, json=body())
+        assert (reply.status_code, reply.json()["error"]["message"]) == (500, "it is as it is")
+        assert len(backend.bodies) == MOST_FAILURES + 1
+
+
+async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: Start) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.open.clear()
+        running = asyncio.create_task(events(router.http, COMPLETIONS, body()))
+        while not any(backend.streaming for backend in router.backends):
+            await asyncio.sleep(0.001)
+        other, draining = sorted(router.backends, key=lambda backend: backend.streaming)
+        other.open.set()
+        draining.health = 503
+        await router.up(1)
+        for _ in range(4):
+            assert (await router.http.post(COMPLETIONS, json=body())).status_code == 200
+        assert len(other.bodies) == 4
+        draining.open.set()
+        assert text_of(await running) == words("base", "once", 12)
+        assert len(draining.bodies) == 1
+        draining.health = 200
+        await router.up(2)
+        for _ in range(2):
+            await router.http.post(COMPLETIONS, json=body())
+        assert len(draining.bodies) == 2
+
+
+async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_another(start: Start) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.open.clear()
+        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(4)]
+        while not any(router.calls):
+            await asyncio.sleep(0.001)
+        (loading,) = [backend for backend in router.backends if backend.calls]
+        for backend in router.backends:
+            if backend is not loading:
+                backend.open.set()
+        await loading.kill()
+        replies = await asyncio.gather(*asking)
+        assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("french", "once", 12)}
+
+
+async def test_a_gateway_starts_before_its_backends() -> None:
+    backend = ScriptedBackend()
+    await backend.start()
+    await backend.kill()
+    async with routing([backend.url], [backend]) as router:
+        reply = await router.http.post(COMPLETIONS, json=body())
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        await backend.start()
+        await router.up(1)
+        assert (await router.http.post(COMPLETIONS, json=body())).status_code == 200
+        await backend.kill()
+
+
+async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.dies_after = 2
+        await asyncio.gather(*(events(router.http, COMPLETIONS, body("french")) for _ in range(6)))
+        await router.idle()
+        head = router.parts.head
+        assert not head._rides
+        assert not head.dispatcher._requests
+        assert head.dispatcher.fleet.loads.requests.sum() == sum(head.dispatcher.fleet.loads.others)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"row": "toppings"}, "--profile"),
+        ({"row": "loraserve"}, "operating points"),
+        ({"row": "nonsense"}, "no row is called"),
+        ({"backends": ("http://a", "http://a/v1")}, "twice"),
+        ({"backends": ("localhost:8001",)}, "no address"),
+    ],
+)
+async def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=reason):
+        async with gateway(RouteOptions(**{"backends": ("http://127.0.0.1:9",), **options})):
+            pass
