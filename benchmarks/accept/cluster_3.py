@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from benchmarks.accept import cluster_3_dlora as dlora
-from benchmarks.accept import cluster_3_figures as paper
-from benchmarks.accept import cluster_3_loraserve as loraserve
-from benchmarks.accept import cluster_3_toppings as toppings
+from benchmarks.accept import cluster_dlora as dlora
+from benchmarks.accept import cluster_figures as paper
+from benchmarks.accept import cluster_loraserve as loraserve
+from benchmarks.accept import cluster_toppings as toppings
 from benchmarks.accept import toppings_cases
 from benchmarks.accept.admission_common import two_processes
-from benchmarks.accept.cluster_3_page import cluster_page, ratio, storage, tail_ratio
-from benchmarks.accept.cluster_3_runs import mean_of
+from benchmarks.accept.cluster_page import cluster_page, ratio, storage, tail_ratio
+from benchmarks.accept.cluster_runs import mean_of
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.runs import ROOT, StoredRuns
 

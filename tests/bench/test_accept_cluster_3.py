@@ -1,15 +1,18 @@
 """cluster.3: its workloads, a short run of each kind, its page, and how it judges."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from benchmarks.accept import cluster_3
-from benchmarks.accept import cluster_3_dlora as dlora
-from benchmarks.accept import cluster_3_loraserve as loraserve
-from benchmarks.accept import cluster_3_toppings as toppings
-from benchmarks.accept.cluster_3_page import cluster_page
-from benchmarks.accept.cluster_3_runs import highest, ladder
+from benchmarks.accept import cluster_dlora as dlora
+from benchmarks.accept import cluster_loraserve as loraserve
+from benchmarks.accept import cluster_toppings as toppings
+from benchmarks.accept.cluster_page import cluster_page
+from benchmarks.accept.cluster_runs import highest, ladder
+from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread
 
 POINTS = [
@@ -68,7 +71,7 @@ def found_in_order() -> dict[str, Any]:
             "runs": {
                 place: {
                     row: [run_of(within=[0.5, 0.9 - 0.1 * number], tpt_mean_s=0.04 + 0.01 * number)]
-                    for number, row in enumerate(toppings.ROWS)
+                    for number, row in enumerate((*toppings.ROWS, toppings.OTHER_READING))
                 }
                 for place in toppings.PLACES
             },
@@ -161,6 +164,45 @@ def test_a_short_run_of_dlora(row: str) -> None:
     assert figures["requests"] == 24
     assert figures["latency_per_token_s"] > dlora.slo_s() / 10
     assert figures["within"][0] > 0
+
+
+# --- parts -------------------------------------------------------------------------------------------
+
+
+class KeptRuns(StoredRuns):
+    """All parts are there already; every run has the same figures.
+
+    Args:
+        figures: of each.
+    """
+
+    def __init__(self, figures: dict[str, Any]) -> None:
+        self._figures = figures
+        self._points = iter(POINTS)
+
+    def get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See ``StoredRuns``."""
+        if part.startswith("loraserve-point"):
+            return next(self._points)
+        return LIMITS if part.startswith("toppings-limits") else self._figures
+
+
+@pytest.mark.parametrize(("slowdown", "is_borne"), [(1.0, True), (100.0, False)])
+def test_what_the_parts_measure_makes_a_page(slowdown: float, is_borne: bool) -> None:
+    figures = run_of(ttft_p95_s=2.0 * slowdown, latency_per_token_s=0.05 * slowdown)
+    with ThreadPoolExecutor(1) as pool:
+        found = {
+            "loraserve": loraserve.measure(KeptRuns(figures), pool),
+            "toppings": toppings.measure(KeptRuns(figures), pool),
+            "dlora": dlora.measure(KeptRuns(figures), pool),
+        }
+    assert found["loraserve"]["points"][128] == 10_500.0
+    peak = found["loraserve"]["peaks"]["shifting"][loraserve.RANDOM]
+    assert peak["rate"] == (loraserve.RATES[-1] if is_borne else 0.0)
+    assert set(peak["tried"].values()) == {2.0 * slowdown}
+    assert found["dlora"]["peaks"][dlora.OURS] == (dlora.RATES[-1] if is_borne else 0.0)
+    assert "## Not made" in cluster_page(found)
+    assert not any(cluster_3.out_of_order(found).values())
 
 
 # --- judgement ---------------------------------------------------------------------------------------

@@ -71,10 +71,11 @@ def test_rows_that_need_no_profile_do_without() -> None:
             built.add((row.routing, row.placement))
         except ConfigError:
             refused.add((row.routing, row.placement))
-    assert {routing for routing, _ in built}.isdisjoint({"toppings", "dlora"})
+    by_costs = {"toppings", "toppings:no-intercept", "dlora"}
+    assert {routing for routing, _ in built}.isdisjoint(by_costs)
     assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
     assert all(
-        routing in ("toppings", "dlora") or placement in ("loraserve", "loraserve:literal", "dlora")
+        routing in by_costs or placement in ("loraserve", "loraserve:literal", "dlora")
         for routing, placement in refused
     )
 

@@ -178,6 +178,17 @@ def test_a_fit_of_measured_steps_gives_the_model_back() -> None:
     assert (mixed.slope_s, mixed.fixed_s) == pytest.approx((1.0, 0.0))
 
 
+@pytest.mark.parametrize(("name", "choice"), [("toppings", "busier"), ("toppings:no-intercept", "calmer")])
+def test_an_empty_queue_is_charged_a_whole_prefill_unless_it_is_not(name: str, choice: str) -> None:
+    """Charged, two requests more and a queue are cheaper: 12 * 0.2330 < 10 * 0.4330; else 12 * 0.2330 > 10 * 0.2330."""
+    fleet = fleet_of("calmer", "busier", output_tokens=200)
+    run(fleet, "calmer", *several(10, 64, "a"))
+    run(fleet, "busier", *several(11, 64, "b"))
+    send(fleet, "busier", ask("waits", 64))
+    router = ROUTING[name](RoutingOptions(prefill=PREFILL, decode=BGMV))
+    assert router.route(NEW, fleet, 0.0) == choice
+
+
 def test_models_that_the_paper_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="einsum"):
         PerformanceModel(KernelForm.EINSUM, 1.0, 1.0)
@@ -185,3 +196,5 @@ def test_models_that_the_paper_does_not_have_are_refused() -> None:
         fit_performance(KernelForm.PADDED, [([8], 1.0), ([8], 1.1)])
     with pytest.raises(ValueError, match="performance models"):
         ROUTING["toppings"](RoutingOptions(slo_s=inf))
+    with pytest.raises(ValueError, match="performance models"):
+        ROUTING["toppings:no-intercept"](RoutingOptions(slo_s=inf))

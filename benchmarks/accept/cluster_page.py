@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from benchmarks.accept import cluster_3_dlora as dlora
-from benchmarks.accept import cluster_3_figures as paper
-from benchmarks.accept import cluster_3_loraserve as loraserve
-from benchmarks.accept import cluster_3_toppings as toppings
+from benchmarks.accept import cluster_dlora as dlora
+from benchmarks.accept import cluster_figures as paper
+from benchmarks.accept import cluster_loraserve as loraserve
+from benchmarks.accept import cluster_toppings as toppings
 from benchmarks.accept import dlora_cases
-from benchmarks.accept.cluster_3_runs import mean_of
+from benchmarks.accept.cluster_runs import mean_of
 from benchmarks.accept.pages import page, table
 
 Found = Mapping[str, Any]
@@ -46,7 +46,11 @@ The servers of [TOPPINGS' own setting](toppings.md), steps as long as it prints 
 asked for alike, of ranks 8, 16, 32 and 64 (neither is printed). At most {running} requests in a step, the only bound
 that the paper prints. *Simulation* is a quarter of its simulated cluster: 15 of 60 servers, 10,000 of 40,000 functions,
 85 of 340 requests/s. The limit on TPT (latency ÷ output tokens) is 1.5 × what the base model reaches without LoRA under
-the same load, or on an idle server: the paper's words allow both. Policies are told the first."""
+the same load, or on an idle server: the paper's words allow both. Policies are told the first.
+
+`toppings:no-intercept` is another reading of its equation 2. As our row has it, a prefill of nothing takes no time, so
+the first request of a queue is charged for a whole prefill and the second for its rank alone: requests go where others
+wait already. The other reading takes the equation's fixed part for a prefill of nothing, and charges neither."""
 
 _DLORA = """\
 {replicas} replicas by profile {profile} (A800 in the paper: the same chip with slower links to others) and {adapters}
@@ -178,7 +182,7 @@ def _scales(found: Found) -> str:
 
 def _toppings(found: Found) -> str:
     lines = []
-    for place, row in product(toppings.PLACES, toppings.ROWS):
+    for place, row in product(toppings.PLACES, (*toppings.ROWS, toppings.OTHER_READING)):
         runs = found["runs"][place][row]
         lines.append(
             (

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.accept import toppings_cases as server
 from benchmarks.accept.admission_common import part_name
-from benchmarks.accept.cluster_3_runs import ClusterSetting, mean_of, run_cluster
+from benchmarks.accept.cluster_runs import ClusterSetting, mean_of, run_cluster
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
@@ -20,6 +20,8 @@ from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
 
 OURS, DLORA, RANDOM, FIRST_FIT = "toppings", "toppings:dlora", "toppings:random", "toppings:first-fit"
 ROWS = (OURS, DLORA, RANDOM, FIRST_FIT)
+OTHER_READING = "toppings:no-intercept"
+"""Equation 2 read so that an empty queue is not charged for all of a prefill that is not of ranks; judged by nobody."""
 RANKS = (8, 16, 32, 64)
 """Four, which the paper does not print; those of its performance models."""
 SLO_FACTOR = 1.5
@@ -82,14 +84,14 @@ def measure(runs: StoredRuns, pool: Executor) -> dict[str, Any]:
     """
     made = {place: pool.submit(stored_limits, runs, place) for place in PLACES}
     limits = {place: each.result() for place, each in made.items()}
-    cases = product(PLACES, ROWS)
+    rows = (*ROWS, OTHER_READING)
     waiting = {
         (place, row): [pool.submit(stored_case, runs, limits[place], Case(place, row, seed)) for seed in SEEDS]
-        for place, row in cases
+        for place, row in product(PLACES, rows)
     }
     return {
         "limits": limits,
-        "runs": {place: {row: [each.result() for each in waiting[place, row]] for row in ROWS} for place in PLACES},
+        "runs": {place: {row: [each.result() for each in waiting[place, row]] for row in rows} for place in PLACES},
     }
 
 
@@ -171,9 +173,10 @@ def out_of_order(found: Found) -> list[str]:
     """Return where the systems do not come in the order that the paper prints, in words."""
     wrong = []
     for place, row in product(PLACES, ROWS[1:]):
-        mine, theirs = (attained(found, place, each, "loaded") for each in (OURS, row))
+        mine, theirs, other = (attained(found, place, each, "loaded") for each in (OURS, row, OTHER_READING))
         if theirs > mine:
-            wrong.append(f"{place}: {theirs:.1%} of {row}'s requests keep the limit, {mine:.1%} of {OURS}'s")
+            said = f"{place}: {theirs:.1%} of {row}'s requests keep the limit, {mine:.1%} of {OURS}'s"
+            wrong.append(f"{said} ({other:.1%} of {OTHER_READING}'s)")
     tpt_s = [mean_of(found["runs"][SIMULATION][row], "tpt_mean_s") for row in ROWS]
     if tpt_s != sorted(tpt_s):
         said = ", ".join(f"{row} {1e3 * each:.1f} ms" for row, each in zip(ROWS, tpt_s, strict=True))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.accept.admission_common import part_name
-from benchmarks.accept.cluster_3_runs import HOST_BYTES, ClusterSetting, highest, ladder, mean_of, run_cluster
+from benchmarks.accept.cluster_runs import HOST_BYTES, ClusterSetting, highest, ladder, mean_of, run_cluster
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.traces import AZURE_CONVERSATION, unpacked
 from lorikeet.bench.rates import Rates

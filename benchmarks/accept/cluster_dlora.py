@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from benchmarks.accept import dlora_cases as server
 from benchmarks.accept import dlora_figures as paper
 from benchmarks.accept.admission_common import part_name
-from benchmarks.accept.cluster_3_runs import ClusterSetting, highest, ladder, mean_of, run_cluster
+from benchmarks.accept.cluster_runs import ClusterSetting, highest, ladder, mean_of, run_cluster
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.arrivals import at_rate
 from lorikeet.bench.function_trace import popularity
@@ -28,8 +28,9 @@ SEARCHED = (OURS, PEFT, VLLM)
 """Whose highest rate the paper compares; the others are those of 7.4."""
 SKEW = 1
 """Functions that follow one another to the same adapter: the least skew, since none is printed."""
-DURATION_S = 150.0
-"""Of the arrivals: five times as long as an answer of mean length takes at the loads that matter."""
+DURATION_S = 100.0
+"""Of the arrivals. Longer ones take long to simulate under more than the replicas bear: co-migration then looks every
+second at thousands of requests."""
 RATES = tuple(ladder(1.5, 1.2, 25))
 """Requests per second that are tried, 1.5 to 119: an answer is good to 20 %."""
 SEEDS = (7, 8)
