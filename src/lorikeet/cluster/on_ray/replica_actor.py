@@ -52,6 +52,7 @@ class ReplicaActor:
         self._replica = replica
         self._folder = PoolFolder(Path(pool_dir) / replica)
         self._engine: _Engine | None = None
+        self._replaced: tuple[int, int] | None = None  # process id and code of the engine before
 
     def __repr__(self) -> str:
         """Name the replica: Ray puts it before each line that its processes write."""
@@ -75,7 +76,7 @@ class ReplicaActor:
         """
         if self._engine is not None:
             self._engine.process.kill()
-            await asyncio.shield(self._engine.ended)
+            self._replaced = self._engine.process.pid, await asyncio.shield(self._engine.ended)
         process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.engine.process", address],
             stdin=subprocess.PIPE,
@@ -91,6 +92,8 @@ class ReplicaActor:
     async def wait(self, pid: int) -> int | None:
         """Wait until an engine has ended and return its code; None if there is no such engine."""
         engine = self._engine
+        if self._replaced is not None and self._replaced[0] == pid:
+            return self._replaced[1]  # whoever started the next one was faster than whoever waits for this one
         if engine is None or engine.process.pid != pid:
             return None
         return await asyncio.shield(engine.ended)
