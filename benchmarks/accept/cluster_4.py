@@ -96,8 +96,10 @@ def _measure(fault: _Fault) -> dict[str, Any]:
     disturbed, saw, idle = _streams(fault)
     differing, ties = compare(calm, disturbed)
     wrong = [each for each in (what_is_wrong(stream, TOKENS) for stream in (*calm, *disturbed)) if each]
+    in_flight = saw.get("in_flight", 0)
     problems = [
         *wrong[:3],
+        *([f"{in_flight} requests were in flight"] if in_flight < REQUESTS else []),
         *([f"{differing} streams differ"] if differing else []),
         *([] if idle else ["blocks are still referenced afterwards"]),
         *saw.pop("problems", []),
@@ -129,7 +131,7 @@ def _streams(fault: _Fault) -> tuple[list[Stream], dict[str, Any], bool]:
         scene.is_over.set()
         saw = watch.outcome()
         gauges, _ = wait_until_idle(server.url)
-    return streams, {"in_flight": watch.in_flight, **saw} if watch.in_flight else saw, gauges.idle
+    return streams, saw, gauges.idle
 
 
 def _adapters(scratch: Path) -> dict[str, Path]:
@@ -166,7 +168,6 @@ class _Watch:
         self._saw: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
         self._streams: dict[int, Stream] = {}
-        self.in_flight = 0
 
     def saw(self, stream: Stream) -> None:
         """A chunk came."""
@@ -174,7 +175,8 @@ class _Watch:
         if len(stream.tokens) >= BEGUN_TOKENS:
             self._begun.add(id(stream))
         if self._thread is None and len(self._begun) == self._begins_at:
-            self.in_flight = sum(each.finish_reason is None for each in self._streams.values())
+            in_flight = sum(each.finish_reason is None for each in self._streams.values())
+            self._saw = {"in_flight": in_flight}
             self.begin()
 
     def begin(self) -> None:
@@ -190,7 +192,7 @@ class _Watch:
         return self._saw
 
     def _run(self) -> None:
-        self._saw = self._act()
+        self._saw |= self._act()
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------
@@ -237,22 +239,28 @@ def _slow_replica(scene: _Scene) -> dict[str, Any]:
 
 
 def _kill_source(scene: _Scene) -> dict[str, Any]:
-    """A replica is killed with its actor when one copy is under way, and it is the only one that has another."""
+    """The replica that has most adapters is killed with its actor, while all requests are there and copies go on."""
     while True:
+        accepted = int(httpx.get(f"{scene.server.url}/load", timeout=60).json()["server_load"])
         state = _cluster(scene)
         copies, held = state["copies"], [replica["held"] for replica in state["replicas"]]
-        if copies["provisions"] and copies["under_way"] and max(held) > 0:
+        if accepted == REQUESTS and copies["under_way"] and max(held):
             break
         if scene.is_over.is_set():
-            return {"problems": ["no copy was seen under way"]}
-    source = state["replicas"][held.index(max(held))]
-    actor = psutil.Process(source["pid"]).parent()
+            return {"problems": [f"no copy was seen under way with {REQUESTS} requests there"]}
+    actor = psutil.Process(state["replicas"][held.index(max(held))]["pid"]).parent()
     assert actor is not None  # it is Ray's
-    in_flight = sum(replica["running"] + replica["waiting"] for replica in state["replicas"])
     actor.kill()
     seen = _after(scene, lambda now: all(each["is_open"] for each in now["replicas"]), "the replica did not come back")
-    lost = _cluster(scene)["copies"]["failed"]
-    return {"under_way": copies["under_way"], "copies_failed": lost, "told_in_flight": in_flight, **seen}
+    failed = _cluster(scene)["copies"]["failed"]
+    problems = [*seen.pop("problems", []), *([] if failed else ["no copy failed"])]
+    return {
+        "in_flight": accepted,
+        "under_way": copies["under_way"],
+        "copies_failed": failed,
+        "problems": problems,
+        **seen,
+    }
 
 
 FAULTS = (
