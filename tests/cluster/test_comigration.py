@@ -14,7 +14,7 @@ from lorikeet.cluster.comigration import ilp
 from lorikeet.cluster.comigration.problem import Problem
 from lorikeet.cluster.comigration.review import CoMigration, selected
 from lorikeet.cluster.comigration.state import CoMigrationSettings, Load, Movable, Move, Outcome, Plan, ReplicaLoad
-from lorikeet.cluster.comigration.times import AdapterTimes, rebuild_s
+from lorikeet.cluster.comigration.times import rebuild_s
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.scheduling.limits import Limits
@@ -384,26 +384,3 @@ def test_the_full_problem_is_solved_to_the_best_of_all_placements(drawn: list[tu
     count = len(movable)
     best_s = min(longest_s(problem, [plan >> i & 1 for i in range(count)]) for plan in range(2**count))
     assert longest_s(problem, whole.placement.tolist()) == pytest.approx(best_s, abs=0.1)
-
-
-# --- Times -------------------------------------------------------------------------------------------
-
-
-def test_a_request_is_expected_to_take_what_others_of_its_adapter_took() -> None:
-    times = AdapterTimes()
-    assert times.expected_s(A, 3.0) == 0.0
-    times.note(A, 4.0)
-    times.note(A, 8.0)
-    times.note(None, 18.0)
-    assert times.expected_s(A, 3.0) == 6.0
-    assert times.expected_s(None, 3.0) == 18.0
-    assert times.expected_s(B, 3.0) == 10.0, "as any others"
-    times.forget(A)
-    assert times.expected_s(A, 0.0) == 10.0
-
-
-def test_what_a_request_has_run_for_may_count() -> None:
-    times = AdapterTimes(remaining=True)
-    times.note(A, 6.0)
-    assert times.expected_s(A, 4.0) == 2.0
-    assert times.expected_s(A, 7.0) == 0.0

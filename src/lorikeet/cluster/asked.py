@@ -4,6 +4,7 @@ import msgspec
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
+from lorikeet.memory.tree import block_keys
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -28,9 +29,16 @@ class Asked(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...] = ()
 
 
-def asked(request: Request, keys: tuple[bytes, ...] = ()) -> Asked:
-    """Return what routing must know of a request."""
-    adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
+def asked(request: Request, block_tokens: int | None = None) -> Asked:
+    """Return what routing must know of a request.
+
+    Args:
+        request: with what it has generated so far.
+        block_tokens: tokens in a block, if the router wants keys.
+    """
+    adapter, token_ids = request.adapter, request.prompt_token_ids + request.output_token_ids
+    known_tokens = len(token_ids)
+    keys = () if block_tokens is None else tuple(block_keys(request.digest, token_ids, block_tokens))
     return Asked(
         request_id=request.request_id,
         adapter=request.digest,

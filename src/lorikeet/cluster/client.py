@@ -38,7 +38,6 @@ from lorikeet.engine.connection import EngineError, EngineHost
 from lorikeet.engine.keeper import EngineKeeper
 from lorikeet.engine.streams import RequestHandle, Streams
 from lorikeet.engine.views import ClusterState, EngineView
-from lorikeet.memory.tree import block_keys
 
 log = structlog.get_logger("lorikeet")
 
@@ -356,10 +355,7 @@ class ClusterClient:
 
     def _asked(self, handle: RequestHandle) -> Asked:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
-        keys: list[bytes] = []
-        if self._dispatcher.router.wants_keys and self._replicas:
-            keys = block_keys(request.digest, request.prompt_token_ids, self.hello.block_tokens)
-        return asked(request, tuple(keys))
+        return asked(request, self.hello.block_tokens if self._dispatcher.router.wants_keys else None)
 
     def _do(self, actions: Actions, reason: str = "") -> None:
         """Carry out what the dispatcher wants; ``reason`` is why requests failed, if any did."""

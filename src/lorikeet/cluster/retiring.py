@@ -6,21 +6,20 @@ from collections.abc import Callable
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.connection import EngineError
+from lorikeet.engine.drops import Drops
 
 
 class Retiring:
     """A version is dropped when nobody uses or holds it, and the last of its copies has been deleted."""
 
     def __init__(self) -> None:
-        self._waiting: dict[AdapterDigest, list[asyncio.Future[int]]] = {}
+        self._drops = Drops()
         self._deletes = Counter[AdapterDigest]()
         self._freed_bytes = Counter[AdapterDigest]()
 
     def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return what will be the bytes freed on all replicas."""
-        freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(digest, []).append(freed)
-        return freed
+        return self._drops.begin(digest)
 
     def deletes(self, digest: AdapterDigest, change: int) -> None:
         """So many more copies are being deleted."""
@@ -30,27 +29,20 @@ class Retiring:
 
     def freed(self, digest: AdapterDigest, freed_bytes: int) -> None:
         """A replica's engine has forgotten a version."""
-        if digest in self._waiting:
+        if digest in self._drops:
             self._freed_bytes[digest] += freed_bytes
 
     def cancel(self, digest: AdapterDigest) -> None:
         """A version is wanted again: whoever waits for its end hears of what has been freed so far."""
-        freed_bytes = self._freed_bytes.pop(digest, 0)
-        for freed in self._waiting.pop(digest, ()):
-            if not freed.done():
-                freed.set_result(freed_bytes)
+        self._drops.ended(digest, self._freed_bytes.pop(digest, 0))
 
     def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
         """Tell those who wait for versions that are gone by now; return these versions."""
-        gone = [digest for digest in self._waiting if not self._deletes[digest] and not is_used(digest)]
+        gone = [digest for digest in self._drops if not self._deletes[digest] and not is_used(digest)]
         for digest in gone:
             self.cancel(digest)
         return gone
 
     def fail(self, failure: EngineError) -> None:
         """Nothing will be dropped any more."""
-        for waiting in self._waiting.values():
-            for freed in waiting:
-                if not freed.done():
-                    freed.set_exception(failure)
-        self._waiting.clear()
+        self._drops.fail(failure)

@@ -17,6 +17,10 @@ class Drops:
         """Yield the versions that are being dropped."""
         return iter(tuple(self._waiting))
 
+    def __contains__(self, digest: AdapterDigest) -> bool:
+        """Whether a version is being dropped."""
+        return digest in self._waiting
+
     def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return what will be the bytes that were freed."""
         freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -37,7 +37,6 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import DropAdapter, KnowAdapters, StepOutputs, Submit
 from lorikeet.core.request import Request
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.memory.tree import block_keys
 from lorikeet.simulator.agenda import Agenda, Kind
 from lorikeet.simulator.cluster_figures import ClusterFigures, Tally
 from lorikeet.simulator.replica import EPOCH, SimulatedReplica
@@ -163,11 +162,8 @@ class ClusterRun:
         self._perform(self._dispatcher.arrive(self._asked(request), now), now)
 
     def _asked(self, request: Request) -> Asked:
-        if not self._setup.router.wants_keys:
-            return asked(request)
         block_tokens = next(iter(self._replicas.values())).sizes.block_tokens
-        token_ids = request.prompt_token_ids + request.output_token_ids
-        return asked(request, tuple(block_keys(request.digest, token_ids, block_tokens)))
+        return asked(request, block_tokens if self._setup.router.wants_keys else None)
 
     def _perform(self, actions: Actions, now: float) -> None:
         """Do what the dispatcher asks for."""

@@ -14,7 +14,7 @@ class Movable(NamedTuple):
         adapter: which it needs; None: the base model, which is everywhere.
         replica: where it is.
         memory_bytes: of its KV.
-        execution_s: what it is expected to take: the mean of its adapter's requests (``AdapterTimes``).
+        execution_s: what it is expected to take: the mean of its adapter's requests (``Averages``).
         move_s: what moving it now would take: its token ids travel, its KV is computed again (``rebuild_s``).
         moved_s: what its earlier moves have taken.
         on_host: its KV has been swapped out. Only the full problem tells the two memories apart.
