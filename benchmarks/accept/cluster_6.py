@@ -174,8 +174,8 @@ def _placed(router: RunningServer, backends: Sequence[RunningServer]) -> dict[st
     for name in [*RANKS, *RANKS]:
         router.complete(name, "The lorikeet is", max_tokens=4, temperature=0)
     cluster = _cluster(router)
-    url = {replica["id"]: replica["url"] for replica in cluster["replicas"]}
-    shares = {each["name"]: sorted(url[replica] for replica in each["shares"]) for each in cluster["adapters"]}
+    url = {replica["id"]: replica["address"] for replica in cluster["replicas"]}
+    shares = {name: sorted(url[replica] for replica in shares) for name, shares in cluster["shares"].items()}
     there = {name: sorted(each.url for each in backends if name in _loaded(each)) for name in RANKS}
     return {"shares": shares, "wrong": {name: there[name] for name in RANKS if there[name] != shares[name]}}
 
@@ -280,8 +280,8 @@ def _with_a_kill(
         async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
             while True:
                 replicas = (await http.get("/v1/cluster")).json()["replicas"]
-                (requests,) = [each["requests"] for each in replicas if each["url"] == backends[0].url]
-                if requests >= AT_ONCE // 4:
+                (first,) = [each for each in replicas if each["address"] == backends[0].url]
+                if first["running"] + first["waiting"] >= AT_ONCE // 4:
                     break
                 await asyncio.sleep(_GAP_S)
         await asyncio.sleep(_BEGUN_S)
@@ -291,7 +291,7 @@ def _with_a_kill(
     before = _run(router, tokenizer, range(REQUESTS - AFTER_RETURN), kill)
     _wait_until_gone(backends[0].process)
     again = start(0)
-    while not all(replica["open"] for replica in _cluster(router)["replicas"]):
+    while not all(replica["is_open"] for replica in _cluster(router)["replicas"]):
         time.sleep(_GAP_S)
     back_after_s = time.monotonic() - killed_s[0]
     after = _run(router, tokenizer, range(REQUESTS - AFTER_RETURN, REQUESTS))

@@ -4,7 +4,7 @@ from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from tests.support.fleets import ask, fleet_of, run, send
 

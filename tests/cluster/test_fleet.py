@@ -9,26 +9,14 @@ import pytest
 from lorikeet.cluster.asked import asked
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.hearing import gauges, hear
-from lorikeet.cluster.reports import Ended, Gauges, Held, Report
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.scheduling.limits import Limits
 from tests.support.fleets import ask, fleet_of, run, send
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 A, B = ReplicaId("a"), ReplicaId("b")
-
-
-def told(
-    number: int,
-    running: tuple[Held, ...] = (),
-    queued: tuple[Held, ...] = (),
-    ended: tuple[Ended, ...] = (),
-    **other: object,
-) -> Report:
-    """A report of replica a."""
-    given = {"replica": A, "epoch": 0, "free_tokens": 1000.0, "resident": frozenset(), **other}
-    return Report(number=number, running=running, queued=queued, ended=ended, **given)  # type: ignore[arg-type]
 
 
 def counts(fleet: Fleet, index: int = 0) -> tuple[int, int, int]:
@@ -50,60 +38,16 @@ def test_a_request_counts_as_queued_as_soon_as_it_is_sent() -> None:
     )
 
 
-def test_a_request_on_its_way_stays_queued_when_a_report_does_not_know_it_yet() -> None:
-    fleet = fleet_of("a")
-    send(fleet, "a", ask("x"))
-    assert fleet.report(told(1), now=1.0)
-    assert counts(fleet) == (1, 0, 1)
-
-
-def test_a_report_moves_what_was_sent_and_counts_it_once() -> None:
-    fleet = fleet_of("a")
-    x, y = ask("x", 8), ask("y", 64)
-    send(fleet, "a", x, y)
-    fleet.report(told(1, running=(Held(x, 3, is_prefilled=True),), queued=(Held(y),)), now=1.0)
-    assert counts(fleet) == (2, 1, 1)
-    assert (fleet.loads.prefill_tokens[0], fleet.loads.decode_tokens[0]) == (100, 47 + 50)
-    assert (fleet.loads.largest_rank[0], fleet.loads.total_rank[0], fleet.loads.queued_total_rank[0]) == (64, 72, 64)
-
-
-def test_what_was_reported_and_then_is_not_has_ended() -> None:
-    fleet = fleet_of("a")
-    x, y = ask("x", 8), ask("y", 64)
-    send(fleet, "a", x, y)
-    fleet.report(told(1, running=(Held(x), Held(y))), now=1.0)
-    fleet.report(told(3, running=(Held(x),)), now=3.0)
-    assert counts(fleet) == (1, 1, 0)
-    assert fleet.loads.largest_rank[0] == 8
-
-
-def test_ends_in_a_report_are_averaged_unless_they_were_cut_short() -> None:
+def test_ends_are_averaged_unless_they_were_cut_short() -> None:
     fleet = fleet_of("a", output_tokens=200)
     x, y = ask("x"), ask("y")
-    send(fleet, "a", x, y)
-    fleet.report(told(1, running=(Held(x, 7, is_prefilled=True), Held(y))), now=1.0)
-    fleet.report(told(2, ended=(Ended(x.request_id), Ended(y.request_id, is_complete=False))), now=5.0)
+    run(fleet, "a", x, y)
+    fleet.generated(A, x.request_id, 7)
+    fleet.ended(A, x.request_id, 5.0)
+    fleet.ended(A, y.request_id, 5.0, is_complete=False)
     assert counts(fleet) == (0, 0, 0)
     assert fleet.averages.output_tokens == 7
-    assert fleet.averages.execution_s(None) == 4.0
-
-
-def test_reports_of_the_past_are_ignored() -> None:
-    fleet = fleet_of(ReplicaInfo(A, epoch=1))
-    x = ask("x")
-    assert fleet.report(told(5, running=(Held(x),), epoch=1), now=1.0)
-    assert not fleet.report(told(4, epoch=1), now=2.0)
-    assert not fleet.report(told(6, epoch=0), now=2.0)
-    assert not fleet.report(told(6, replica=B), now=2.0)
-    assert counts(fleet) == (1, 1, 0)
-
-
-def test_a_request_of_somebody_else_counts_and_is_not_returned() -> None:
-    fleet = fleet_of("a")
-    fleet.report(told(1, running=(Held(ask("other", 32)),)), now=1.0)
-    assert counts(fleet) == (1, 1, 0)
-    assert fleet.loads.largest_rank[0] == 32
-    assert fleet.leave(A) == []
+    assert fleet.averages.execution_s(None) == 5.0
 
 
 def test_a_moved_request_is_counted_where_it_is_now_only() -> None:
@@ -112,7 +56,6 @@ def test_a_moved_request_is_counted_where_it_is_now_only() -> None:
     run(fleet, "a", x)
     send(fleet, "b", x)
     assert (counts(fleet, 0), counts(fleet, 1)) == ((0, 0, 0), (1, 0, 1))
-    fleet.report(told(1, running=(Held(x),)), now=1.0)
     fleet.generated(A, x.request_id)
     fleet.ended(A, x.request_id, 1.0)
     assert (counts(fleet, 0), counts(fleet, 1)) == ((0, 0, 0), (1, 0, 1))
@@ -162,7 +105,8 @@ def test_gauges_count_others_and_none_of_ours_twice() -> None:
     assert counts(fleet) == (4, 0, 1)
     assert fleet.gauges(Gauges(A, 0, 2, requests=1))
     assert counts(fleet) == (1, 0, 1)
-    assert not fleet.gauges(Gauges(A, 0, 2, requests=9))
+    for past in (Gauges(A, 0, 2, requests=9), Gauges(A, -1, 3, requests=9), Gauges(B, 0, 3, requests=9)):
+        assert not fleet.gauges(past)
     assert counts(fleet) == (1, 0, 1)
 
 

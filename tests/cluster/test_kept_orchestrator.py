@@ -134,12 +134,3 @@ def test_a_head_tells_a_new_one_what_it_missed(life: Life, folder: Path) -> None
     assert second.begin(KNOWN[1:8], None, older).shares == shares, "what is newer than the head's table counts"
     assert second.begin(None, REPLICAS[:1], None).replicas(KNOWN[1].adapter) == {REPLICAS[0]}
     assert second.table.epoch == newer.epoch + 1
-
-
-def test_without_a_registry_it_is_an_orchestrator_like_any_other() -> None:
-    clock = VirtualClock()
-    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), clock.now()), None, clock)
-    clock.advance(1.0)
-    assert kept.know(KNOWN).shares.keys() == {each.adapter for each in KNOWN}
-    assert kept.period(SEEN) is kept.table
-    kept.close()

@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions

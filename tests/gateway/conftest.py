@@ -53,7 +53,7 @@ class Routing:
 
     async def up(self, count: int) -> None:
         """Wait until so many backends are open."""
-        while sum(each["open"] for each in (await self.cluster())["replicas"]) != count:
+        while sum(each["is_open"] for each in (await self.cluster())["replicas"]) != count:
             await asyncio.sleep(0.005)
 
 
@@ -127,6 +127,11 @@ async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> li
         lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
     assert lines.index("[DONE]") == len(lines) - 1
     return [json.loads(line) for line in lines[:-1]]
+
+
+def requests_at(replica: dict[str, Any]) -> int:
+    """Return how many requests ``/v1/cluster`` shows at a replica."""
+    return int(replica["running"] + replica["waiting"])
 
 
 def text_of(chunks: list[dict[str, Any]]) -> str:

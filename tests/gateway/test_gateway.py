@@ -3,8 +3,11 @@
 import asyncio
 from typing import Any
 
+from typer.testing import CliRunner
+
+from lorikeet.cli import app
 from lorikeet.gateway.questions import CHAT, COMPLETIONS
-from tests.gateway.conftest import Start, adapters, events, text_of, write_files
+from tests.gateway.conftest import Start, adapters, events, requests_at, text_of, write_files
 from tests.gateway.scripted import chat_text, words
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -52,8 +55,19 @@ async def test_an_adapter_is_loaded_by_its_first_request_where_that_goes_and_onc
         await routing.http.post(COMPLETIONS, json=body("pirate"))
         assert sorted(map(len, routing.calls)) == [1, 2]
         cluster = await routing.cluster()
-        assert sorted(len(each["adapters"]) for each in cluster["replicas"]) == [1, 2]
-        assert cluster["adapters"][0]["held_by"] == ["backend-0", "backend-1"]
+        assert sorted(each["resident"] for each in cluster["replicas"]) == [["french"], ["french", "pirate"]]
+        assert cluster["copies"]["provisions"] == 3
+
+
+async def test_status_shows_a_gateways_backends(start: Start) -> None:
+    async with start(row="loraserve:random") as routing:
+        await routing.http.post(COMPLETIONS, json=body("french"))
+        url = str(routing.http.base_url)
+        asked = ["status", "--adapters", "--url", url]
+        printed = (await asyncio.to_thread(CliRunner().invoke, app, asked, env={"COLUMNS": "160"})).output
+    urls = [backend.url for backend in routing.backends]
+    for part in ("backend-1", "open", "1 on device", "french", "provisions 1", *urls):
+        assert part in printed, printed
 
 
 async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: Start) -> None:
@@ -64,9 +78,9 @@ async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: S
         assert sorted(routing.all_calls) == ["+a", "+b", "+c", "+d"]
         assert list(map(len, routing.calls)) == [2, 2]
         cluster = await routing.cluster()
-        shares = {each["name"]: each["shares"] for each in cluster["adapters"]}
+        shares = cluster["shares"]
         for replica in cluster["replicas"]:
-            assert replica["adapters"] == sorted(name for name in names if shares[name] == {replica["id"]: 1.0})
+            assert replica["resident"] == sorted(name for name in names if shares[name] == {replica["id"]: 1.0})
 
 
 async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_gateway(start: Start) -> None:
@@ -214,7 +228,7 @@ async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
             backend.waiting = 3  # of somebody else
             backend.open.clear()
         running = asyncio.create_task(events(routing.http, COMPLETIONS, body()))
-        while sorted(each["requests"] for each in (await routing.cluster())["replicas"]) != [3, 4]:
+        while sorted(map(requests_at, (await routing.cluster())["replicas"])) != [3, 4]:
             await asyncio.sleep(0.001)
         busy, idle = sorted(routing.backends, key=lambda backend: -backend.streaming)
         idle.open.set()

@@ -141,7 +141,7 @@ async def test_a_backend_that_cannot_be_reached_is_out_at_once(start: Start) -> 
         await router.backends[0].kill()
         for _ in range(2):
             assert (await router.http.post(COMPLETIONS, json=body())).status_code == 200
-        assert sum(each["open"] for each in (await router.cluster())["replicas"]) == 1
+        assert sum(each["is_open"] for each in (await router.cluster())["replicas"]) == 1
 
 
 async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
@@ -151,7 +151,7 @@ async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
         await router.up(0)
         assert (await router.http.get("/health")).status_code == 503
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("french")))
-        while not (await router.cluster())["waiting"]:
+        while not (await router.cluster())["unrouted"]:
             await asyncio.sleep(0.001)
         await backend.start()
         assert (await asking).json()["choices"][0]["text"] == words("french", "once", 12)
@@ -187,7 +187,7 @@ async def test_adapters_that_a_backend_lists_no_longer_are_loaded_before_the_nex
         (backend,) = router.backends
         await router.http.post(COMPLETIONS, json=body("french"))
         backend.adapters.clear()
-        while (await router.cluster())["replicas"][0]["adapters"]:
+        while (await router.cluster())["replicas"][0]["resident"]:
             await asyncio.sleep(0.005)
         asked = len(backend.bodies)
         assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200

@@ -10,7 +10,7 @@ import httpx
 
 from lorikeet.gateway.adapters import know_adapter
 from lorikeet.gateway.questions import CHAT, COMPLETIONS
-from tests.gateway.conftest import routing, text_of
+from tests.gateway.conftest import requests_at, routing, text_of
 from tests.server.conftest import TOKENIZER
 from tests.server.fakes import write_adapter
 from tests.server.test_serve import make_model, serving
@@ -48,8 +48,8 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
             reading = [asyncio.create_task(_read(router.http, path, body, begun)) for path, body in asked.items()]
             for _ in asked:
                 await begun.get()
-            (busy,) = [each for each in (await router.cluster())["replicas"] if each["requests"]]
-            (killed,) = [server for server in (first, second) if str(server.http.base_url).startswith(busy["url"])]
+            (busy,) = [each for each in (await router.cluster())["replicas"] if requests_at(each)]
+            (killed,) = [server for server in (first, second) if str(server.http.base_url).startswith(busy["address"])]
             killed.process.kill()
             for path, chunks in zip(asked, await asyncio.gather(*reading), strict=True):
                 expected = whole[path]["choices"][0]

@@ -14,9 +14,9 @@ from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.averages import Averages
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.hearing import hear
 from lorikeet.cluster.pool import AdapterPool, Fetch, Todo
-from lorikeet.cluster.reports import Gauges
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.events import Finished

@@ -62,8 +62,6 @@ class Entry:
         asked: as it was sent.
         replica: where it is.
         execution_s: time that it is expected to run for; never changes, so that sums over entries stay right.
-        is_ours: it was sent by whoever owns this fleet.
-        is_seen: the replica has told of it.
         is_running: it has been admitted.
         is_prefilled: it has yielded a token since it was queued last.
         output_tokens: generated there.
@@ -73,8 +71,6 @@ class Entry:
     asked: Asked
     replica: Member
     execution_s: float
-    is_ours: bool
-    is_seen: bool = False
     is_running: bool = False
     is_prefilled: bool = False
     output_tokens: int = 0

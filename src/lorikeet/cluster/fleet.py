@@ -12,8 +12,8 @@ import numpy as np
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.averages import Averages
 from lorikeet.cluster.entries import Entry, Member, ReplicaInfo
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.loads import Flags, Indices, Loads, Numbers
-from lorikeet.cluster.reports import Gauges, Held, Report
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 
 
@@ -81,13 +81,12 @@ class Fleet:
         return left
 
     def leave(self, replica_id: ReplicaId) -> list[RequestId]:
-        """Drop a replica that is gone; return those requests there that were sent from here, in order, to go elsewhere.
+        """Drop a replica that is gone; return the requests there, in order, to go elsewhere.
 
         Raises:
             KeyError: it is not there.
         """
         replica = self._by_id.pop(replica_id)
-        ours = [request_id for request_id in replica.requests if self._entries[request_id].is_ours]
         for adapter in replica.resident | set(replica.wanted):
             self._drop_holder(adapter, replica)
         for request_id in replica.requests:
@@ -97,7 +96,7 @@ class Fleet:
             other.index = index
         self.loads.delete(replica.index)
         self._note_open()
-        return ours
+        return list(replica.requests)
 
     def drain(self, replica_id: ReplicaId) -> None:
         """Send a replica no more requests."""
@@ -119,7 +118,7 @@ class Fleet:
         """
         replica = self._by_id[replica_id]
         self._remove(asked.request_id)
-        self._add(Entry(asked, replica, self.averages.execution_s(asked.adapter), is_ours=True))
+        self._add(Entry(asked, replica, self.averages.execution_s(asked.adapter)))
 
     def admitted(self, replica_id: ReplicaId, request_id: RequestId, now: float) -> None:
         """It left the queue."""
@@ -191,58 +190,19 @@ class Fleet:
 
     # --- what replicas tell --------------------------------------------------------------------------
 
-    def report(self, report: Report, now: float) -> bool:
-        """Take in all that a replica tells of itself. Return False if it is ignored, being of the past.
-
-        A request in the report that is not known was sent by somebody else; if it is known to be elsewhere, it has
-        moved and the report does not know. One that was in an earlier report and is in none of the lists ended, in a
-        report that got lost. One that was sent and has never been told of may be on its way: it stays queued.
-        """
-        replica = self._current(report)
-        if replica is None:
-            return False
-        for end in report.ended:
-            self.ended(report.replica, end.request_id, now, is_complete=end.is_complete)
-        told = {held.asked.request_id for held in (*report.running, *report.queued)}
-        for request_id in [each for each in replica.requests if self._entries[each].is_seen and each not in told]:
-            self._remove(request_id)
-        for is_running, all_held in ((True, report.running), (False, report.queued)):
-            for held in all_held:
-                self._take_in(replica, held, is_running, now)
-        self._note_others(replica, 0)
-        self._note_memory(replica, report.free_tokens, report.resident)
-        return True
-
     def gauges(self, gauges: Gauges) -> bool:
         """Take in counts. Return False if they are ignored, being of the past.
 
         Those sent from here are taken to be among the requests counted, so that none counts twice; requests of others
         are undercounted by as many as are on their way.
         """
-        replica = self._current(gauges)
-        if replica is None:
+        replica = self._by_id.get(gauges.replica)
+        if replica is None or gauges.epoch != replica.info.epoch or gauges.number <= replica.number:
             return False
+        replica.number = gauges.number
         self._note_others(replica, max(0, gauges.requests - len(replica.requests)))
         self._note_memory(replica, gauges.free_tokens, gauges.resident)
         return True
-
-    def _current(self, told: Report | Gauges) -> Member | None:
-        replica = self._by_id.get(told.replica)
-        if replica is None or told.epoch != replica.info.epoch or told.number <= replica.number:
-            return None
-        replica.number = told.number
-        return replica
-
-    def _take_in(self, replica: Member, held: Held, is_running: bool, now: float) -> None:
-        entry = self._entries.get(held.asked.request_id)
-        if entry is None:
-            entry = Entry(held.asked, replica, self.averages.execution_s(held.asked.adapter), is_ours=False)
-            self._add(entry)
-        elif entry.replica is not replica:
-            return
-        if is_running and entry.admitted_s is None:
-            entry.admitted_s = now
-        self._set(entry, is_running, held.is_prefilled, held.output_tokens)
 
     def _note_others(self, replica: Member, others: int) -> None:
         self.loads.requests[replica.index] += others - self.loads.others[replica.index]
@@ -296,7 +256,6 @@ class Fleet:
 
     def _set(self, entry: Entry, is_running: bool, is_prefilled: bool, output_tokens: int) -> None:
         entry.count(self.loads, -1)
-        entry.is_seen = True
         entry.is_running, entry.is_prefilled, entry.output_tokens = is_running, is_prefilled, output_tokens
         entry.count(self.loads, 1)
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.reports import Gauges
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.core.events import AdapterLoaded, Admitted, Finished, FinishReason, Preempted
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.messages import EngineStats, StepOutputs

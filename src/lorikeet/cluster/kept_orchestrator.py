@@ -128,16 +128,14 @@ class KeptOrchestrator:
 
     Args:
         orchestrator: a new one, which goes on from what is stored.
-        saver: keeps its state; owned from now on. None: nothing is stored.
+        saver: keeps its state; owned from now on.
         clock: what periods are measured by.
     """
 
-    def __init__(self, orchestrator: Orchestrator, saver: StateSaver | None, clock: Clock) -> None:
+    def __init__(self, orchestrator: Orchestrator, saver: StateSaver, clock: Clock) -> None:
         self._orchestrator = orchestrator
         self._saver = saver
         self._clock = clock
-        if saver is None:
-            return
         try:
             state = saver.load()
         except RegistryGone as error:
@@ -208,12 +206,10 @@ class KeptOrchestrator:
 
     def close(self) -> None:
         """Save no more."""
-        if self._saver is not None:
-            self._saver.close()
+        self._saver.close()
 
     def _kept(self) -> RoutingTable:
         """Save, before a head goes by a table that a successor would not know."""
-        if self._saver is not None:
-            self._saver.save(self._orchestrator.state())
-            self._saver.wait(SAVED_WITHIN_S)
+        self._saver.save(self._orchestrator.state())
+        self._saver.wait(SAVED_WITHIN_S)
         return self._orchestrator.table

@@ -48,10 +48,10 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
         table.add_row(
             replica["id"],
             state + restarts,
-            f"{replica['address']}:{replica['pid'] or '-'}",
+            replica["address"] if replica["pid"] is None else f"{replica['address']}:{replica['pid']}",
             str(replica["running"]),
             str(replica["waiting"]),
-            f"{replica['memory_used']:.0%}",
+            "-" if replica["memory_used"] is None else f"{replica['memory_used']:.0%}",
             f"{len(replica['resident'])} on device, {replica['held']} held ({format_size(replica['held_bytes'])})",
         )
     return table

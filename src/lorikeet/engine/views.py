@@ -1,6 +1,7 @@
 """What may be seen of the engines that serve, from beside them."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -54,7 +55,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
         running, waiting: requests, as its engine counts them.
         resident: digests of the adapters on its device.
         held, held_bytes: adapters whose files it has, and their bytes.
-        memory_used: share of its device memory that is not free.
+        memory_used: share of its device memory that is not free; None if it does not tell.
     """
 
     id: ReplicaId
@@ -68,7 +69,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     resident: tuple[AdapterDigest, ...]
     held: int
     held_bytes: int
-    memory_used: float
+    memory_used: float | None
 
 
 class CopyCounts(msgspec.Struct):
@@ -111,6 +112,14 @@ class ClusterState(msgspec.Struct, frozen=True):
     copies: CopyCounts = msgspec.field(default_factory=CopyCounts)
     moves: int = 0
     wanted: int | None = None
+
+    def shown(self, names: Mapping[AdapterDigest, str]) -> dict[str, Any]:
+        """Return it as ``/v1/cluster`` answers; adapters have names where they have one."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        for replica in shown["replicas"]:
+            replica["resident"] = [names.get(digest, digest) for digest in replica["resident"]]
+        shown["shares"] = {names.get(digest, digest): shares for digest, shares in self.shares.items()}
+        return {"object": "cluster", **shown}
 
 
 def replica_state(

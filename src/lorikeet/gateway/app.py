@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.records import check_name
 from lorikeet.gateway.adapters import know_adapter
+from lorikeet.gateway.describe import describe
 from lorikeet.gateway.proxy import Parts, pass_on
 from lorikeet.gateway.questions import CHAT, COMPLETIONS
 from lorikeet.server.auth import Auth
@@ -119,37 +120,10 @@ class _Routes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def cluster(self, http: Request) -> Response:
-        """Backends and what they have, adapters and where they belong."""
-        head, catalog = self._parts.head, self._parts.catalog
-        loads = head.dispatcher.fleet.loads
-        index = {info.replica: at for at, info in enumerate(head.dispatcher.fleet.infos())}
-        table = head.dispatcher.router.table
-        replicas = [
-            {
-                "id": replica,
-                "url": backend.url,
-                "alive": backend.is_up,
-                "open": backend.is_open,
-                "epoch": max(0, backend.epoch),
-                "adapters": sorted(backend.adapters),
-                "requests": int(loads.requests[index[replica]]) if replica in index else 0,
-                "counted_requests": backend.requests,
-            }
-            for replica, backend in head.backends.items()
-        ]
-        adapters = [
-            {
-                "name": each.name,
-                "source": each.source,
-                "rank": each.rank,
-                "weight_bytes": each.size_bytes,
-                "shares": {} if table is None else dict(table.shares.get(each.digest, ())),
-                "held_by": sorted(head.dispatcher.pool.table.holders(each.digest)),
-            }
-            for each in catalog.adapters.values()
-        ]
-        waiting = head.dispatcher.waiting
-        return _json({"row": self._row, "waiting": waiting, "replicas": replicas, "adapters": adapters})
+        """Backends as replicas, in the form of a server's own ``/v1/cluster``."""
+        head = self._parts.head
+        names = {digest: adapter.name for digest, adapter in head.versions.items()}
+        return _json({**describe(head).shown(names), "row": self._row})
 
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""

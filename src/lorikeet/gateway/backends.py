@@ -66,7 +66,6 @@ class Backend:
         was_missed: it did not answer at least once.
         adapters: by name, the versions that it has loaded for this gateway, as far as is known.
         base_cards: its base models, as it lists them.
-        requests: running and waiting ones, as it last told.
         loads, unloads, refusals: calls so far.
     """
 
@@ -79,7 +78,6 @@ class Backend:
         self.was_missed = False
         self.adapters: dict[str, AdapterDigest] = {}
         self.base_cards: list[dict[str, Any]] = []
-        self.requests: int | None = None
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str | None] = {}
         """Root by name of all adapters that it lists, whoever loaded them."""
@@ -115,8 +113,8 @@ class Backend:
             status, _ = await self._ask("GET", "/health")
             if status not in (200, 503):
                 raise Refused(status, f"/health answers {status}")
-            self.requests = await self._count_requests() if self._has_metrics else None
-        return Health(status == 200, self.requests)
+            requests = await self._count_requests() if self._has_metrics else None
+        return Health(status == 200, requests)
 
     async def _count_requests(self) -> int | None:
         status, text = await self._ask("GET", "/metrics")
@@ -158,7 +156,6 @@ class Backend:
         self.is_up = self.is_open = False
         self.adapters.clear()
         self._listed.clear()
-        self.requests = None
 
     # --- adapters ------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
 from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.pool import Fetch
-from lorikeet.cluster.reports import Gauges
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import Tasks
 from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Admitted, Finished, FinishReason
@@ -43,6 +43,7 @@ class Head:
     Attributes:
         backends: by replica.
         dispatcher: to read.
+        versions: all adapters that requests have been able to ask for, replaced ones included; to read.
         on_change: called when a backend has come, gone or been drained.
     """
 
@@ -50,7 +51,7 @@ class Head:
         self.backends = {backend.replica: backend for backend in backends}
         self.dispatcher = dispatcher
         self.on_change: Callable[[], object] = lambda: None
-        self._versions: dict[AdapterDigest, KnownAdapter] = {}
+        self.versions: dict[AdapterDigest, KnownAdapter] = {}
         self._rides: dict[RequestId, Ride] = {}
         self._refusals: dict[AdapterDigest, Refused] = {}
         self._tasks = Tasks()
@@ -67,7 +68,7 @@ class Head:
 
     def know(self, adapter: KnownAdapter) -> None:
         """Requests may come for an adapter."""
-        self._versions[adapter.digest] = adapter
+        self.versions[adapter.digest] = adapter
         self.dispatcher.know(adapter.digest)
 
     def retire(self, adapter: KnownAdapter) -> None:
@@ -238,7 +239,7 @@ class Head:
     async def _load(self, digest: AdapterDigest, replica: ReplicaId) -> bool:
         backend, began_s = self.backends[replica], time.monotonic()
         try:
-            await backend.load(self._versions[digest])
+            await backend.load(self.versions[digest])
         except Refused as error:
             log.warning("adapter not loaded", backend=backend.url, reason=str(error))
             self._refusals[digest] = error
@@ -253,7 +254,7 @@ class Head:
     async def _delete(self, digest: AdapterDigest, replica: ReplicaId) -> None:
         backend = self.backends[replica]
         try:
-            await backend.unload(self._versions[digest])
+            await backend.unload(self.versions[digest])
         except (Refused, ServerLost) as error:
             log.warning("adapter not unloaded", backend=backend.url, reason=str(error))
             return

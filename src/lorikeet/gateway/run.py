@@ -31,7 +31,7 @@ from lorikeet.gateway.proxy import Parts
 from lorikeet.gateway.questions import PromptLengths
 from lorikeet.gateway.watch import HEALTH_S, Watch
 from lorikeet.rows import resolve_row
-from lorikeet.server.announce import Announcer, fail
+from lorikeet.server.announce import Announcer, fail, shown_url
 from lorikeet.server.logs import configure_logs, log
 
 _KEEP_ALIVE_S = 75
@@ -159,8 +159,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-            self._on_ready(f"http://{shown}:{port}")
+            self._on_ready(shown_url(host, port))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal: finish what has been accepted, then stop at once. It is not passed on."""

@@ -18,6 +18,12 @@ def fail(text: str) -> NoReturn:
     raise SystemExit(1)
 
 
+def shown_url(host: str, port: int) -> str:
+    """Return the address under which a server on this machine can be opened that listens on ``host``."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
 class Announcer:
     """Bars on a terminal; elsewhere one line for each stage. All on stderr, the final lines on stdout."""
 

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Query
 
 from lorikeet.core.ids import ReplicaId
@@ -17,14 +16,9 @@ router = APIRouter()
 async def show_cluster(parts: Parts) -> dict[str, Any]:
     """Replicas, which adapters they are to serve, and what was copied. Adapters have names where they have one."""
     state = parts.client.describe()
-    shown: dict[str, Any] = msgspec.to_builtins(state)
     digests = {*state.shares, *(digest for replica in state.replicas for digest in replica.resident)}
     known = parts.adapters_by_digest(digests)
-    names = {digest: known[digest][0].name if known.get(digest) else digest for digest in digests}
-    for replica in shown["replicas"]:
-        replica["resident"] = [names[digest] for digest in replica["resident"]]
-    shown["shares"] = {names[digest]: shares for digest, shares in shown["shares"].items()}
-    return {"object": "cluster", **shown}
+    return state.shown({digest: known[digest][0].name for digest in digests if known.get(digest)})
 
 
 @router.post("/v1/cluster/replicas", status_code=201)

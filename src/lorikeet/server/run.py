@@ -24,7 +24,7 @@ from lorikeet.engine.client import EngineClient, Engines
 from lorikeet.engine.connection import EngineError
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
-from lorikeet.server.announce import Announcer, fail
+from lorikeet.server.announce import Announcer, fail, shown_url
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import TemplateError
 from lorikeet.server.lengths import open_lengths
@@ -86,7 +86,7 @@ async def _serve(settings: Settings) -> None:
         )
         for note in (*hello.notes, *catalog.notes, lengths_note):
             log.info(note)
-        url = _url(listener, settings.server.host)
+        url = shown_url(settings.server.host, listener.getsockname()[1])
         server = _Server(
             service,
             settings.server.drain_timeout_s,
@@ -166,11 +166,6 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
-
-
-def _url(listener: socket.socket, host: str) -> str:
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{listener.getsockname()[1]}"
 
 
 def _with_folder(settings: Settings, folder: Path) -> Settings:
