@@ -95,9 +95,9 @@ class Backend:
         """Send a request; return the answer once its head has come."""
         return await self._connections.send(method, path, headers + self._key, content)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close all connections."""
-        self._connections.close()
+        await self._connections.close()
 
     # --- health --------------------------------------------------------------------------------------
 

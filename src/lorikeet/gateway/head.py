@@ -62,7 +62,7 @@ class Head:
         """End what backends are loading and unloading, and all connections to them."""
         await self._tasks.close()
         for backend in self.backends.values():
-            backend.close()
+            await backend.close()
 
     # --- adapters and placement ----------------------------------------------------------------------
 
