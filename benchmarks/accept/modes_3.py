@@ -44,7 +44,10 @@ def run(runs: StoredRuns) -> Result:
     with tempfile.TemporaryDirectory(prefix="lorikeet-modes-") as scratch:
         live = _Live(runs, Path(scratch))
         rate = LOAD * live.peak()
-        made = {row: [live.run(row, rate, repeat) for repeat in range(REPEATS)] for row in (OURS, MERGED, UNMERGED)}
+        made: dict[str, list[dict[str, Any]]] = {row: [] for row in (OURS, MERGED, UNMERGED)}
+        for repeat in range(REPEATS):
+            for row, done in made.items():
+                done.append(live.run(row, rate, repeat))
         cheap = {row: [live.run(name, rate, 0)] for row, name in CHEAP.items()}
     ratios = {phase: {row: _ratio(made[OURS], made[row], phase) for row in (MERGED, UNMERGED)} for phase in PHASES}
     better = {phase: max(each.values(), key=lambda ratio: ratio.value) for phase, each in ratios.items()}
