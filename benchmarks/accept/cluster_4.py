@@ -248,10 +248,16 @@ def _kill_source(scene: _Scene) -> dict[str, Any]:
             break
         if scene.is_over.is_set():
             return {"problems": [f"no copy was seen under way with {REQUESTS} requests there"]}
-    actor = psutil.Process(state["replicas"][held.index(max(held))]["pid"]).parent()
+    source = held.index(max(held))
+    pid = state["replicas"][source]["pid"]
+    actor = psutil.Process(pid).parent()
     assert actor is not None  # it is Ray's
     actor.kill()
-    seen = _after(scene, lambda now: all(each["is_open"] for each in now["replicas"]), "the replica did not come back")
+
+    def is_back(now: dict[str, Any]) -> bool:
+        return now["replicas"][source]["pid"] not in (pid, None) and all(each["is_open"] for each in now["replicas"])
+
+    seen = _after(scene, is_back, "the replica did not come back")
     failed = _cluster(scene)["copies"]["failed"]
     problems = [*seen.pop("problems", []), *([] if failed else ["no copy failed"])]
     return {
