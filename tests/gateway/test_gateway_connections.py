@@ -69,12 +69,12 @@ def answers(*pieces: bytes, keeps: bool = True) -> Script:
 
 async def test_a_request_goes_out_as_it_is() -> None:
     async with talking(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), "/base/") as (server, connections):
-        reply = await connections.send("POST", "/v1/x", [(b"x-own", b"1")], b'{"a": 1}')
+        reply = await connections.send("POST", "/v1/x", [(b"x-own", b"caf\xc3\xa9")], b'{"a": 1}')
         assert (reply.status, await reply.read()) == (204, b"")
         host = server.url.removeprefix("http://").removesuffix("/base/").encode()
         first, *lines = server.requests[0].split(b"\r\n")
         assert (first, lines[-2:]) == (b"POST /base/v1/x HTTP/1.1", [b"", b'{"a": 1}'])
-        assert sorted(map(bytes.lower, lines[:-2])) == [b"content-length: 8", b"host: " + host, b"x-own: 1"]
+        assert sorted(map(bytes.lower, lines[:-2])) == [b"content-length: 8", b"host: " + host, b"x-own: caf\xc3\xa9"]
         await connections.send("GET", "/health", [])
         assert b"content-length" not in server.requests[1].lower()
         assert server.accepted == 1

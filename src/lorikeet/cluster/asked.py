@@ -36,9 +36,10 @@ def asked(request: Request, block_tokens: int | None = None) -> Asked:
         request: with what it has generated so far.
         block_tokens: tokens in a block, if the router wants keys.
     """
-    adapter, token_ids = request.adapter, request.prompt_token_ids + request.output_token_ids
-    known_tokens = len(token_ids)
-    keys = () if block_tokens is None else tuple(block_keys(request.digest, token_ids, block_tokens))
+    adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
+    keys: tuple[bytes, ...] = ()
+    if block_tokens is not None:
+        keys = tuple(block_keys(request.digest, request.prompt_token_ids + request.output_token_ids, block_tokens))
     return Asked(
         request_id=request.request_id,
         adapter=request.digest,

@@ -96,14 +96,14 @@ class Connections:
     async def send(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
         """Send a request; return the answer as soon as its head has come.
 
-        A kept connection that turns out to be closed is replaced by another: the server had not seen the request.
+        A kept connection that ends before an answer is replaced by another: as a rule it was closed while it was idle.
 
         Raises:
             Unreachable: nobody listens.
             Broken: the connection ended before an answer.
         """
         url = URL(self._url + path, encoded=True)
-        given = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+        given = CIMultiDict((name.decode(), value.decode(errors="replace")) for name, value in headers)
         while True:
             attempt = SimpleNamespace(was_kept=False)
             try:
@@ -114,11 +114,10 @@ class Connections:
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise Unreachable(_why(error)) from error
-            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-                if not attempt.was_kept:
-                    raise Broken(_why(error)) from error
             except aiohttp.ClientError as error:
-                raise Broken(_why(error)) from error
+                was_closed = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
+                if not (attempt.was_kept and was_closed):
+                    raise Broken(_why(error)) from error
 
     async def close(self) -> None:
         """Close all of them."""

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorikeet.gateway.describe import describe
 from lorikeet.gateway.head import Head
 
 _OUTCOMES = ("complete", "failed", "left")
@@ -45,18 +46,17 @@ class _Backends(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is known of each backend."""
-        loads = self._head.dispatcher.fleet.loads
-        index = {info.replica: at for at, info in enumerate(self._head.dispatcher.fleet.infos())}
         up = GaugeMetricFamily("lorikeet:route_backend_up", "Whether it answers.", labels=["backend"])
         requests = GaugeMetricFamily("lorikeet:route_backend_requests", "Requests there.", labels=["backend"])
         adapters = GaugeMetricFamily("lorikeet:route_backend_adapters", "Adapters loaded.", labels=["backend"])
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
         )
-        for replica, backend in self._head.backends.items():
-            up.add_metric([backend.url], float(backend.is_up))
-            requests.add_metric([backend.url], float(loads.requests[index[replica]]) if replica in index else 0.0)
-            adapters.add_metric([backend.url], float(len(backend.adapters)))
+        for state in describe(self._head).replicas:
+            up.add_metric([state.address], float(state.alive))
+            requests.add_metric([state.address], float(state.running + state.waiting))
+            adapters.add_metric([state.address], float(state.held))
+        for backend in self._head.backends.values():
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
         yield from (up, requests, adapters, changes)
