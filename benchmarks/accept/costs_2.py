@@ -91,7 +91,8 @@ def run(runs: StoredRuns) -> Result:
         },
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"modelled and live in one process each, {ADAPTERS} adapters of ranks 8 to 128, Poisson arrivals; "
+        notes=f"modelled and live in one process each, {ADAPTERS} adapters of ranks 8 to 128, Poisson arrivals, memory "
+        "touched before; "
         + ", ".join(
             f"{work.name}: {live[work.name][0]['requests']} requests at {LOAD * rates[work.name]:.2f}/s"
             for work in works
@@ -135,7 +136,7 @@ def _live(work: _Work, rate: float) -> dict[str, Any]:
     requests = work.requests(rate)
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch,
-        replica(default_model(), "bfloat16", memory_bytes=MEMORY_BYTES) as built,
+        replica(default_model(), "bfloat16", memory_bytes=MEMORY_BYTES, touch_memory=True) as built,
     ):
         refs = _adapters(Path(scratch), built.sizes.geometry)
         warm = [WorkloadRequest(0.0, None, 256, 32)] * 16

@@ -117,6 +117,7 @@ def _measure() -> dict[str, Any]:
             row="lorikeet:plain-no-reuse",
             memory_bytes=_DEVICE_BYTES,
             host_memory_bytes=_HOST_BYTES,
+            touch_memory=True,
             link_bytes_per_s=LINK_BYTES_PER_S,
             max_repeat=1,
             threads=THREADS,

@@ -50,4 +50,5 @@ class MachineRigs:
 
 def with_default_model(setting: MemorySetting) -> MemorySetting:
     """Return a setting as rows on these rigs need it."""
-    return msgspec.structs.replace(setting, model=str(default_model()), dtype=_DTYPE, threads=THREADS)
+    model = str(default_model())
+    return msgspec.structs.replace(setting, model=model, dtype=_DTYPE, threads=THREADS, touch_memory=True)

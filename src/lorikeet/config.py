@@ -84,6 +84,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cluster decide that need one.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
+        touch_memory: take all of both arenas from the system at the start, not as they fill. The start takes longer;
+            requests do not wait for new memory, which a virtual machine can be slow to get.
         link_bytes_per_s: a declared link between host and device: what a copy may move per second in each direction,
             for the CPU backend, whose copies are faster than any link; 0 leaves copies as fast as they are.
         block_tokens: tokens of KV in a block.
@@ -108,6 +110,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str = ""
     memory_bytes: Count = 0
     host_memory_bytes: Count = 0
+    touch_memory: bool = False
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_tokens: Positive = 16
     max_running: Positive = 64

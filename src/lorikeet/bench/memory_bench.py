@@ -44,6 +44,7 @@ class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
     max_repeat: int = 8
     max_model_tokens: int = 0
     threads: int = 0
+    touch_memory: bool = False
 
     def settings(self, row: str) -> Settings:
         """Return the settings of a replica that runs as ``row``."""

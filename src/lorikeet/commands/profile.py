@@ -103,6 +103,6 @@ def _measure(
     path = output or Path(f"{folder.name.lower()}.toml")
     settings = Settings(
         model=ModelSettings(model=str(folder), dtype=dtype),
-        engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES),
+        engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES, touch_memory=True),
     )
     return run_profile(settings, path.stem, QUICK if quick else FULL, announcer.show), path

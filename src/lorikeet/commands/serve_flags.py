@@ -82,6 +82,7 @@ FLAGS = (
         parse_size,
         "SIZE",
     ),
+    Flag("--touch-memory", "engine.touch_memory", bool, "Take all memory from the system at the start."),
     Flag(
         "--link-gb-per-s",
         "engine.link_bytes_per_s",

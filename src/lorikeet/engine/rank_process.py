@@ -95,7 +95,7 @@ def _serve(
     message = TO_RANK.decode(connection.recv_bytes())
     if not isinstance(message, ArenaSizes):
         return
-    arena = allocate_arena(model, message.device_blocks, engine.block_tokens)
+    arena = allocate_arena(model, message.device_blocks, engine)
     transfers = Transfers(
         arena, message.host_blocks, model.geometry, rank, group.size, loader, engine, lambda done: report(Moved(done))
     )

@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.engine.merging import Merger, linear_bytes
 from lorikeet.kernels import huge_pages
@@ -137,15 +137,16 @@ def host_arena_blocks(settings: Settings, model: RankModel) -> int:
     return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_tokens)
 
 
-def allocate_arena(model: RankModel, blocks: int, block_tokens: int) -> Tensor:
+def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
     """Return the arena, ``[blocks, elements]``.
 
-    On a CPU it is zero, page-aligned, and taken only as it is touched.
+    On a CPU it is zero and page-aligned, and taken only as it is touched unless the settings say otherwise.
     """
-    elements = model.geometry.block_elements(block_tokens)
+    elements = model.geometry.block_elements(engine.block_tokens)
     if model.device.type != "cpu":
         return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
-    return huge_pages.allocate(blocks * elements, model.dtype).view(blocks, elements)
+    arena = huge_pages.allocate(blocks * elements, model.dtype).view(blocks, elements)
+    return arena.zero_() if engine.touch_memory else arena
 
 
 def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:

@@ -229,7 +229,7 @@ def build_torch_executor(
         if peers is not None:
             peers.wait_until_ready()
         blocks, host_blocks = arena_blocks(settings, model, longest_tokens), host_arena_blocks(settings, model)
-        arena = allocate_arena(model, blocks, engine.block_tokens)
+        arena = allocate_arena(model, blocks, engine)
         transfers = Transfers(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
         undo.callback(transfers.close)
         if peers is not None:

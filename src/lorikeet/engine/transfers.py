@@ -77,6 +77,8 @@ class Transfers:
         self.counts = TransferCounts()
         block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
         self.host_arena = HostArena.create(host_blocks + readers * STAGED_BLOCKS, block_bytes)
+        if settings.touch_memory:
+            self.host_arena.bytes.fill(0)
         self._host_blocks = torch.from_numpy(self.host_arena.bytes).view(arena.dtype)
         self.host: Tensor = self._host_blocks[:host_blocks]
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
