@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from benchmarks.accept.offline import interval_words
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.stopwatch import KERNELS, Stopwatch
 from lorikeet.bench.statistics import median_interval
+from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.engine.build import Replica
 from lorikeet.engine.executor import EngineSizes, Executor
@@ -61,6 +62,13 @@ class NoOpExecutor:
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Nothing is in transfer."""
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """Blocks hold nothing."""
+        return (b"",) * len(blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """Blocks hold nothing."""
 
     def close(self) -> None:
         """Nothing is held."""

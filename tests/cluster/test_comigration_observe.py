@@ -1,7 +1,11 @@
 """What co-migration is told of a fleet."""
 
+import math
+from collections.abc import Callable
+
 from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.gauges import Gauges
@@ -20,8 +24,12 @@ def sent(**at_s: float) -> dict[RequestId, float]:
     return {RequestId(name): each for name, each in at_s.items()}
 
 
-def no_cost(tokens: int) -> float:
-    return 0.0
+def rebuilt(move_s: Callable[[int], float]) -> MoveTimes:
+    """Moves that take so long, since KV cannot travel."""
+    return MoveTimes(move_s, math.inf, 2.0, None)
+
+
+NO_COST = rebuilt(lambda tokens: 0.0)
 
 
 def test_requests_are_told_with_what_they_hold_and_what_moving_them_takes() -> None:
@@ -29,12 +37,22 @@ def test_requests_are_told_with_what_they_hold_and_what_moving_them_takes() -> N
     run(fleet, "a", ask("x", 8, "one", known_tokens=100, adapter_bytes=70))
     fleet.generated(A, RequestId("x"), 5)
     send(fleet, "a", ask("y", known_tokens=40))
-    observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, lambda tokens: tokens / 10, now=2.0)
+    observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, rebuilt(lambda tokens: tokens / 10), now=2.0)
     assert observed.requests == [
         Movable(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=10.5, moved_s=0.5),
         Movable(RequestId("y"), None, A, 80, 3.0, move_s=4.0),
     ]
     assert observed.adapter_bytes == {AdapterDigest("one"): 70}
+
+
+def test_kv_is_taken_along_where_that_is_sooner() -> None:
+    """100 tokens of 2 bytes take 2 s to travel and then a step of 1 s; computing them anew takes 1 s a ten."""
+    fleet = fleet_of(info("a"))
+    run(fleet, "a", ask("long", known_tokens=100), ask("short", known_tokens=10))
+    times = MoveTimes(lambda tokens: max(1.0, tokens / 10), math.inf, 2.0, lambda: 100.0)
+    observed = observe(fleet, sent(long=0.0, short=0.0), {}, times, now=1.0)
+    found = {each.request_id: (each.carries_kv, each.move_s) for each in observed.requests}
+    assert found == {"long": (True, 3.0), "short": (False, 1.0)}
 
 
 def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request_has_waited() -> None:
@@ -43,7 +61,7 @@ def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request
     send(fleet, "a", ask("y"), ask("z"))
     fleet.loaded(A, AdapterDigest("one"))
     fleet.gauges(Gauges(A, 0, 1, requests=3, free_tokens=850.0))
-    observed = observe(fleet, sent(x=0.0, y=6.0, z=4.0), {}, no_cost, now=10.0, reserved_share=0.05)
+    observed = observe(fleet, sent(x=0.0, y=6.0, z=4.0), {}, NO_COST, now=10.0, reserved_share=0.05)
     assert observed.replicas == [
         ReplicaLoad(A, 2000, 1700, 6.0, frozenset({AdapterDigest("one")}), reserved_bytes=100),
         ReplicaLoad(B, 2000, 2000, 0.0, reserved_bytes=100),
@@ -54,7 +72,7 @@ def test_who_was_preempted_has_had_its_turn() -> None:
     fleet = fleet_of(info("a"))
     run(fleet, "a", ask("x"))
     fleet.preempted(A, RequestId("x"))
-    (load,) = observe(fleet, sent(x=0.0), {}, no_cost, now=10.0).replicas
+    (load,) = observe(fleet, sent(x=0.0), {}, NO_COST, now=10.0).replicas
     assert load.queue_delay_s == 0
 
 
@@ -62,11 +80,11 @@ def test_who_was_not_handed_over_yet_and_replicas_that_take_nobody_are_left_out(
     fleet = fleet_of(info("a"), info("b"), "unknown")
     send(fleet, "a", ask("x", 8, "one"), ask("y"))
     fleet.drain(B)
-    observed = observe(fleet, sent(y=0.0), {}, no_cost, now=1.0)
+    observed = observe(fleet, sent(y=0.0), {}, NO_COST, now=1.0)
     assert [load.replica for load in observed.replicas] == [A]
     assert [request.request_id for request in observed.requests] == ["y"]
     assert observed.adapter_bytes == {}
 
 
 def test_an_empty_fleet_has_nothing_to_tell() -> None:
-    assert observe(Fleet(), {}, {}, no_cost, now=0.0) == ([], [], {})
+    assert observe(Fleet(), {}, {}, NO_COST, now=0.0) == ([], [], {})

@@ -153,6 +153,15 @@ def test_a_moved_request_has_its_adapter_brought_and_frees_what_it_leaves() -> N
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
+def test_a_request_that_is_to_move_to_a_replica_that_has_left_goes_to_another() -> None:
+    dispatcher = dispatcher_of(S1, S2)
+    dispatcher.arrive(asked("r1", None), 0.0)
+    assert dispatcher.fleet.where(RequestId("r1")) == S1
+    dispatcher.leave(S2)
+    assert dispatcher.move(asked("r1", None, 15), S2, 1.0).sends == (Send(RequestId("r1"), S1),)
+    assert dispatcher.fleet.loads.requests.tolist() == [1]
+
+
 def test_a_retired_adapter_is_deleted_when_its_last_request_ends() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))

@@ -1,10 +1,12 @@
 """Co-migration over real engines: what runs at a busy replica goes on at an idle one."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,20 +15,20 @@ import pytest_asyncio
 from lorikeet.cluster.build import MigrationCosts, build_migration
 from lorikeet.cluster.client import ClusterClient
 from lorikeet.cluster.comigration.state import CoMigrationSettings, Outcome
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.migrating import Migration
 from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.placing import InProcess
 from lorikeet.cluster.routing.plain import FirstFit
-from lorikeet.config import ClusterSettings, ConfigError, ReplicaStart
+from lorikeet.config import ClusterSettings, ConfigError, EngineSettings, ReplicaStart
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.profile import encode_profile
+from lorikeet.costs.profile import CostProfile, encode_profile
 from lorikeet.engine.streams import RequestHandle
-from lorikeet.rows import ROWS, Row
 from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt, until
 from tests.support.live_clusters import local_client, replicas_of, started
 from tests.support.profiles import round_profile
@@ -57,8 +59,13 @@ async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
         yield client
 
 
+def costs_of(move_s: Callable[[int], float]) -> MigrationCosts:
+    """What co-migration knows where KV cannot travel."""
+    return MigrationCosts(MoveTimes(move_s, math.inf, 1.0, None), 0.0)
+
+
 def migration_of(client: ClusterClient, move_s: float = 0.0) -> Migration:
-    return Migration(client, MigrationCosts(lambda tokens: move_s, 0.0), ALWAYS_SHORT)
+    return Migration(client, costs_of(lambda tokens: move_s), ALWAYS_SHORT)
 
 
 def ordered(client: ClusterClient) -> tuple[ReplicaId, ReplicaId]:
@@ -141,7 +148,7 @@ async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, ad
 
     handles = await begun(client, adapter, "again")
     before = client.describe().moves
-    reviewing = asyncio.create_task(Migration(client, MigrationCosts(move_s, 0.0), ALWAYS_SHORT, review_s=0.0).run())
+    reviewing = asyncio.create_task(Migration(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run())
     await until(lambda: client.describe().moves > before)
     reviewing.cancel()
     await asyncio.wait({reviewing})
@@ -183,11 +190,24 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
 
 async def test_what_a_move_takes_comes_from_the_profile_and_without_one_there_is_no_co_migration() -> None:
     published = load_profile("a100-80-llama-2-7b")
-    dlora, toppings = (build_migration(ROWS[name], published) for name in ("dlora", "toppings:dlora"))
+
+    def costs(row: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
+        return build_migration(EngineSettings(row=row, **engine), profile, lambda: 20e9)
+
+    dlora, toppings = costs("dlora"), costs("toppings:dlora")
     assert dlora is not None
     assert toppings is not None
-    assert 0 < dlora.move_s(10) < dlora.move_s(1000)
+    assert 0 < dlora.times.move_s(10) < dlora.times.move_s(1000)
     assert (dlora.reserved_share, toppings.reserved_share) == (0.05, 0.0)
-    assert build_migration(Row(), None) is None
+    assert costs("lorikeet:plain", None) is None
     with pytest.raises(ConfigError, match=r"comigration needs .*lorikeet profile.*--profile"):
-        build_migration(Row(comigration=True), None)
+        costs("lorikeet:plain,comigration=true", None)
+    # Half a megabyte a token at 20 GB/s; a prefill on that GPU takes longer. Without a host tier, or with several
+    # ranks, KV cannot travel.
+    hosted, ranks = (costs("dlora", host_memory_bytes=2**30, tensor_parallel=ranks) for ranks in (1, 2))
+    assert hosted is not None
+    assert ranks is not None
+    assert not dlora.times.carries(1000)
+    assert not ranks.times.carries(1000)
+    assert hosted.times.carries(1000)
+    assert hosted.times.move_s(1000) == pytest.approx(1000 * 2**19 / 20e9 + hosted.times.prefill_s(1))

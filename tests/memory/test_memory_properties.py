@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import BringKv
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.scripted import token_by_seed
@@ -45,6 +46,7 @@ class Traffic(RuleBasedStateMachine):
         )
         self.requests: dict[RequestId, Request] = {}
         self.aborted: set[RequestId] = set()
+        self.away: dict[RequestId, Request] = {}
         self.versions = dict.fromkeys(NAMES, 0)
 
     def _fails(self, transfer: Transfer) -> bool:
@@ -109,7 +111,7 @@ class Traffic(RuleBasedStateMachine):
 
     def _live(self) -> list[RequestId]:
         ended = self.bench.finished()
-        return [r for r in self.requests if r not in ended and r not in self.aborted]
+        return [r for r in self.requests if r not in ended and r not in self.aborted and r not in self.away]
 
     @rule(data=st.data())
     @counted
@@ -139,6 +141,29 @@ class Traffic(RuleBasedStateMachine):
             moved = self.bench.engine.export_request(data.draw(st.sampled_from(live)))
             self.bench.engine.submit(moved)
 
+    @rule(data=st.data())
+    @counted
+    def let_go(self, data: st.DataObject) -> None:
+        """A request leaves, and its KV follows when it has been gathered."""
+        self.bench.step()
+        if live := self._live():
+            request_id = data.draw(st.sampled_from(live))
+            exported = self.bench.engine.let_go(request_id)
+            assert exported is not None
+            self.away[request_id] = exported
+
+    @rule(brings=st.booleans())
+    @counted
+    def come_back(self, brings: bool) -> None:
+        """Perhaps with KV that is no longer here, or is still."""
+        self.bench.step()
+        for request_id in [request_id for request_id in self.away if request_id in self.bench.departed]:
+            exported, departed = self.away.pop(request_id), self.bench.departed.pop(request_id)
+            if brings:
+                count("blocks that departed", len(departed.keys))
+                self.bench.engine.bring_kv(BringKv(exported.adapter, departed.keys, departed.blocks))
+            self.bench.engine.submit(exported)
+
     @invariant()
     def accounts_are_exact(self) -> None:
         if hasattr(self, "bench"):
@@ -151,6 +176,9 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
+        self.bench.run(3_000)
+        self.come_back(brings=True)
+        assert not self.away, "a request that was let go never departed"
         self.bench.run(3_000)
         for (source, target), totals in self.bench.memory.tiers.totals.items():
             count(f"{source} to {target}", totals.transfers)

@@ -1,10 +1,13 @@
 """Whatever the fleet, the policies and the load: every request of a simulated cluster ends once, and whole."""
 
+import math
+
 import numpy as np
 import pytest
 
 from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.cluster.build import ClusterOptions, build_router
+from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_router
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
@@ -44,6 +47,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
         )
         for at_s in np.sort(generator.uniform(0, 8, 70))
     ]
+    kv = (lambda: 1e5) if seed == 2 else None  # whether it travels where it is sooner
     router = build_router(Row(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
     found = simulated(
         workload,
@@ -62,7 +66,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
         prefetch=bool(number % 2),
         copies=CopyCosts(list(FetchForm)[seed % 2], network_bytes_per_s=2e3, drive_bytes_per_s=1e3),
         provisioned=seed != 1,
-        move_s=(lambda tokens: 1e-3 * tokens) if seed == 2 else None,
+        migration=MigrationCosts(MoveTimes(lambda tokens: 1e-3 * tokens, math.inf, 32.0, kv), 0.0) if seed else None,
     )
     assert found.finished == list(range(1, 71))
     assert [each.error for each in found.run.exchanges] == [None] * 70

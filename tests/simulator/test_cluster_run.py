@@ -13,6 +13,9 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import Modelled, build_modelled
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.build import MigrationCosts
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Movable, Move, Outcome, Plan, ReplicaLoad
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.placement.static import Random
@@ -29,6 +32,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.rows import resolve_row
+from lorikeet.simulator import cluster_run
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile, seconds
 
@@ -267,13 +271,57 @@ def test_requests_that_wait_too_long_move_and_go_on_with_the_same_tokens() -> No
     stayed, moved = Told(), Told()
     choice = {"router": Always("replica-0"), "of": of}
     before = simulated(workload, 2, adapters, watch=stayed, **choice)
-    after = simulated(workload, 2, adapters, watch=moved, move_s=lambda tokens: 1e-3 * tokens, **choice)
+    after = simulated(workload, 2, adapters, watch=moved, migration=moves(None), **choice)
     assert before.figures.moves == 0
     assert after.figures.moves > 0
     assert 0 < after.figures.replicas[1].requests <= after.figures.moves
     assert moved.answers == stayed.answers
     assert all(len(answer) == 60 for answer in moved.answers.values())
     assert max(each.ended_s for each in after.run.exchanges) < 0.8 * max(each.ended_s for each in before.run.exchanges)
+
+
+class Evict:
+    """Moves all that is on the first replica to the second."""
+
+    def __init__(self, settings: CoMigrationSettings) -> None:
+        pass
+
+    def review(self, replicas: list[ReplicaLoad], requests: list[Movable], sizes: object) -> Plan:
+        first, second = names(2)
+        return Plan(
+            Outcome.PLANNED,
+            tuple(Move(each.request_id, each.adapter, first, second) for each in requests if each.replica == first),
+        )
+
+
+def test_kv_that_travels_is_charged_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests move while they run: with their KV or without it, and over a network that is fast or slow."""
+    monkeypatch.setattr(cluster_run, "CoMigration", Evict)
+    workload = [asks(0.01 * number, None, 40, 60) for number in range(4)]
+    stayed = Told()
+    choice = {"router": Always("replica-0"), "of": settings(host_memory_bytes=32 * BLOCK * 200)}
+    monkeypatch.setattr(cluster_run, "REVIEW_S", math.inf)
+    simulated(workload, 2, watch=stayed, migration=moves(1e9), **choice)
+    monkeypatch.setattr(cluster_run, "REVIEW_S", 1.0)
+    hits, ends_s = [], []
+    for kv_bytes_per_s, network_bytes_per_s in ((None, 1e9), (1e9, 1e9), (1e9, 1e3)):
+        moved = Told()
+        copies = CopyCosts(network_bytes_per_s=network_bytes_per_s, latency_s=0.0)
+        found = simulated(workload, 2, watch=moved, migration=moves(kv_bytes_per_s), copies=copies, **choice)
+        assert found.figures.moves == 4
+        assert moved.answers == stayed.answers
+        hits.append(found.replicas[1].engine.stats().prefix_hits_tokens)
+        ends_s.append(max(each.ended_s for each in found.run.exchanges))
+    assert hits[0] == 0
+    assert hits[1] == hits[2] >= 4 * 40 // BLOCK * BLOCK
+    # At least two blocks of 16 tokens of 32 bytes each, one request after the other.
+    assert ends_s[2] > ends_s[1] + 4 * 2 * BLOCK * 32 / 1e3 / 2
+
+
+def moves(kv_bytes_per_s: float | None) -> MigrationCosts:
+    """A prefill takes a millisecond a token, and KV travels at that speed if it can."""
+    kv = None if kv_bytes_per_s is None else lambda: kv_bytes_per_s
+    return MigrationCosts(MoveTimes(lambda tokens: 1e-3 * tokens, math.inf, 32.0, kv), 0.0)
 
 
 # --- the whole ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.messages import Departed
 from lorikeet.core.plan import Groups, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.driver import rest
@@ -87,6 +88,7 @@ class Bench:
         self.tokens: dict[RequestId, list[int]] = {}
         self.events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
+        self.departed: dict[RequestId, Departed] = {}
 
     def groups(self, ref: AdapterRef, tokens: int) -> Groups:
         """In which order an adapter arrives whose prefill is assisted: its first block last."""
@@ -101,6 +103,7 @@ class Bench:
             tokens.append(output.token.token_id)
         self.events += outputs.events
         self.adapter_events += outputs.adapter_events
+        self.departed |= {departed.request_id: departed for departed in outputs.departed}
         self.memory.check_integrity()
         if not self.engine.is_busy and self.engine.has_transfers:
             rest(self.engine, self.clock, math.inf)

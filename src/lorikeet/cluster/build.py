@@ -1,13 +1,12 @@
 """From a row to the policies of a cluster: who serves which adapter, and who gets which request."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from math import inf
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lorikeet.cluster.comigration.times import rebuild_s
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.fetch_times import CopyCosts
 from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
@@ -16,14 +15,14 @@ from lorikeet.cluster.placement.burst import RESERVED_SHARE
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
-from lorikeet.config import ConfigError
+from lorikeet.config import ConfigError, EngineSettings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.slo import Slo, slo_words
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import TransferModel, Way
-from lorikeet.rows import Row
+from lorikeet.rows import Row, resolve_row
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Of a mean request where nothing better is known; those of LoRAServe's motivation."""
@@ -68,11 +67,11 @@ class MigrationCosts(NamedTuple):
     """What co-migration must know of a replica.
 
     Attributes:
-        move_s: what moving a request with so many tokens, prompt and answer so far, takes.
+        times: of moves.
         reserved_share: of each replica's memory, that it does not count on.
     """
 
-    move_s: Callable[[int], float]
+    times: MoveTimes
     reserved_share: float
 
 
@@ -119,28 +118,39 @@ def build_placement(
     return make(replicas, PlacementOptions(options.seed) if needed is None else needed(row, profile, options))
 
 
-def build_migration(row: Row, profile: CostProfile | None, copies: CopyCosts | None = None) -> MigrationCosts | None:
+def build_migration(
+    settings: EngineSettings,
+    profile: CostProfile | None,
+    kv_bytes_per_s: Callable[[], float],
+    copies: CopyCosts | None = None,
+) -> MigrationCosts | None:
     """Return what co-migration needs, None if the row has none.
 
+    KV travels by way of the host tiers, and only where one rank has all of it.
+
     Args:
-        row: of all replicas.
+        settings: of all replicas.
         profile: of one of them; None if there is none.
+        kv_bytes_per_s: how fast KV travels between them.
         copies: says how fast replicas reach each other.
 
     Raises:
         ConfigError: there is no profile.
     """
+    _, row = resolve_row(settings.row)
     if not row.comigration:
         return None
-    model = CostModel(_needed(profile, "comigration needs to know what a prefill costs"), row.kernel_form)
+    profile = _needed(profile, "comigration needs to know what a prefill costs")
+    model = CostModel(profile, row.kernel_form)
 
     def prefill_s(tokens: int) -> float:
         return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
 
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(row.placement) is _for_burst_tolerance
-    move_s = partial(rebuild_s, prefill_s=prefill_s, link_bytes_per_s=link_bytes_per_s)
-    return MigrationCosts(move_s, RESERVED_SHARE if reserves else 0.0)
+    travels = row.host_kv and settings.host_memory_bytes > 0 and settings.tensor_parallel == 1
+    times = MoveTimes(prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if travels else None)
+    return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
 
 
 def build_points(row: Row, profile: CostProfile | None, options: ClusterOptions, what_for: str) -> OperatingPoints:

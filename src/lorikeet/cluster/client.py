@@ -20,6 +20,7 @@ from lorikeet.cluster.describe import cluster_state
 from lorikeet.cluster.dispatcher import Actions, Dispatcher
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.hearing import gauges
+from lorikeet.cluster.moves import KvSpeed, Moves
 from lorikeet.cluster.orchestrator import Known
 from lorikeet.cluster.placer import Placer
 from lorikeet.cluster.placing import PlacementService
@@ -30,9 +31,9 @@ from lorikeet.cluster.tasks import Tasks
 from lorikeet.cluster.transport import Transport, TransportError
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, AdapterEvicted, Finished, FinishReason
+from lorikeet.core.events import AdapterEvent, AdapterEvicted, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import Abort, EngineStats, Hello, Progress, StepOutputs, Submit
+from lorikeet.core.messages import Abort, EngineStats, Hello, Progress, StepOutputs
 from lorikeet.core.request import Request
 from lorikeet.engine.connection import EngineError, EngineHost
 from lorikeet.engine.keeper import EngineKeeper
@@ -57,6 +58,7 @@ class ClusterClient:
         router: chooses replicas.
         period_s: time between two placements.
         prefetch: replicas fetch what a new placement gives them at once.
+        kv_speed: learns how fast KV travels.
 
     Attributes:
         wanted: replicas that there should be by the load; None if nobody counts it.
@@ -73,6 +75,7 @@ class ClusterClient:
         router: Router,
         period_s: float,
         prefetch: bool = False,
+        kv_speed: KvSpeed | None = None,
     ) -> None:
         self.wanted: int | None = None
         self._settings = settings
@@ -84,7 +87,7 @@ class ClusterClient:
         self._dispatcher = Dispatcher(router, prefetch=prefetch)
         self._placer = Placer(placement, period_s, self._follow)
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._do)
-        self._moves = 0
+        self._moves = Moves(self._streams, self._replicas, self._hand_on, kv_speed or KvSpeed())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
@@ -272,6 +275,7 @@ class ClusterClient:
         self._do(actions)
         for handle in [self._streams[request_id] for request_id in homeless]:
             was_there, handle.replica = handle.replica is not None, None
+            self._moves.forget(handle.request.request_id)
             if not (died and was_there) or self._streams.died(handle, code):
                 self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
 
@@ -283,8 +287,10 @@ class ClusterClient:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return  # it was removed, and says its last words
-        self._note_answers(replica_id, outputs)
-        self._streams.take(replica_id, outputs)
+        for handle, finished in self._streams.take(replica_id, outputs):
+            self._moves.forget(handle.request.request_id)
+            if finished.reason in _COMPLETE:
+                self._placer.answered(handle.request.digest, len(handle.token_ids))
         for event in outputs.adapter_events:
             if isinstance(event, AdapterEvicted) and event.dropped:
                 replica.drops.ended(event.digest, event.freed_bytes)
@@ -295,6 +301,8 @@ class ClusterClient:
             if outputs.stats is not None:
                 told = gauges(replica_id, replica.epoch, outputs.stats, keeper.hello.block_tokens)
                 self._do(self._dispatcher.gauges(told, now))
+        for departed in outputs.departed:
+            self._moves.departed(departed)
         if outputs.stats is not None:
             for on_stats in self._on_stats:
                 on_stats(replica_id, outputs.stats)
@@ -322,36 +330,21 @@ class ClusterClient:
         else:
             self._give_up(failure)
 
-    def _note_answers(self, replica_id: ReplicaId, outputs: StepOutputs) -> None:
-        """Count the tokens of complete answers: those that came before, and those of these outputs."""
-        for event in outputs.events:
-            if not isinstance(event, Finished) or event.request_id not in self._streams:
-                continue
-            handle, is_complete = self._streams[event.request_id], event.reason in _COMPLETE
-            if is_complete and handle.replica == replica_id:
-                now_tokens = sum(output.request_id == event.request_id for output in outputs.tokens)
-                self._placer.answered(handle.request.digest, len(handle.token_ids) + now_tokens)
-
     def _follow(self, table: RoutingTable) -> None:
         self._do(self._dispatcher.swap(table, time.monotonic()))
 
     # --- requests ------------------------------------------------------------------------------------
 
-    def move(self, request_id: RequestId, target: ReplicaId) -> bool:
+    def move(self, request_id: RequestId, target: ReplicaId, *, with_kv: bool = False) -> bool:
         """Let a request go on at another replica; its client sees no gap. Return False if it cannot be moved now.
 
-        Its tokens travel, its KV is computed anew at the target.
+        Its tokens travel. So does its KV if asked for, and as far as there is room in the host tiers of both replicas;
+        the rest is computed anew at the target.
         """
-        if request_id not in self._streams or target not in self._replicas or not self._replicas[target].is_joined:
-            return False
-        handle = self._streams[request_id]
-        if handle.replica is None or handle.replica == target:
-            return False
-        self._replicas[handle.replica].keeper.send(Abort(request_id))
-        handle.replica = None
-        self._moves += 1
+        return self._moves.begin(request_id, target, with_kv=with_kv)
+
+    def _hand_on(self, handle: RequestHandle, target: ReplicaId) -> None:
         self._do(self._dispatcher.move(self._asked(handle), target, time.monotonic()))
-        return True
 
     def _asked(self, handle: RequestHandle) -> Asked:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
@@ -363,6 +356,7 @@ class ClusterClient:
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:
+            self._moves.forget(request_id)
             self._streams.finish(self._streams[request_id], FinishReason.ERROR, f"its adapter cannot be had: {reason}")
         self._files.end_retired()
 
@@ -373,13 +367,15 @@ class ClusterClient:
             adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
             request = msgspec.structs.replace(request, adapter=adapter)
         handle.replica, handle.sent_s = replica_id, time.monotonic()
-        self._replicas[replica_id].keeper.send(Submit(request))
+        for message in self._moves.messages(request):
+            self._replicas[replica_id].keeper.send(message)
 
     def _abort(self, handle: RequestHandle) -> None:
         request_id = handle.request.request_id
         if request_id in self._streams and self._streams[request_id] is handle:
             if handle.replica is not None:
                 self._replicas[handle.replica].keeper.send(Abort(request_id))
+            self._moves.forget(request_id)
             self._streams.finish(handle, FinishReason.ABORT)
             self._do(self._dispatcher.ended(request_id, time.monotonic(), is_complete=False))
 

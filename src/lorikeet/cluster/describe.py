@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from lorikeet.cluster.carrier import Carrier
 from lorikeet.cluster.dispatcher import Dispatcher
+from lorikeet.cluster.moves import Moves
 from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import ReplicaId
@@ -15,7 +16,7 @@ def cluster_state(
     dispatcher: Dispatcher,
     carrier: Carrier,
     table: RoutingTable,
-    moves: int,
+    moves: Moves,
     wanted: int | None,
 ) -> ClusterState:
     """Return what there is: replicas, the placement, what was copied, how many requests were moved."""
@@ -36,6 +37,7 @@ def cluster_state(
         epoch=table.epoch,
         shares={adapter: dict(shares) for adapter, shares in table.shares.items()},
         copies=carrier.counts,
-        moves=moves,
+        moves=moves.count,
+        moves_with_kv=moves.with_kv,
         wanted=wanted,
     )

@@ -214,11 +214,11 @@ class Dispatcher:
 
         Args:
             asked: the request with what it has generated.
-            target: where to.
+            target: where to; if it has left, the request is routed anew.
             now: the present time.
 
         Raises:
-            KeyError: the request or the target is not here.
+            KeyError: the request is not here.
         """
         known = self._requests[asked.request_id]
         if asked.adapter in self._provisioning:
@@ -226,8 +226,12 @@ class Dispatcher:
         collected = _Collected()
         self._leave_pool(known, collected)
         known.asked = asked
-        self.fleet.dispatched(asked, target)
-        self._begin(known, target, collected)
+        if target in self.fleet:
+            self.fleet.dispatched(asked, target)
+            self._begin(known, target, collected)
+        else:
+            self.fleet.withdraw(asked.request_id)
+            self._waiting[asked.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
 

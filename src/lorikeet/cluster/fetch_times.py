@@ -58,6 +58,15 @@ class CopyCosts(msgspec.Struct, frozen=True):
         link_s = self.link_s(size_bytes)
         return max(0.0, link_s - self.local_s(size_bytes)) if self.form is FetchForm.PIPELINED else link_s
 
+    def carry_s(self, size_bytes: int) -> float:
+        """Return the time that KV of a request takes from one host's memory to another's."""
+        return self._over(size_bytes, self.network_bytes_per_s)
+
+    @property
+    def carried_bytes_per_s(self) -> float:
+        """How fast KV goes from device to device by way of both hosts."""
+        return self.ranks / (2 / self.host_bytes_per_s + 1 / self.network_bytes_per_s)
+
     def provision_s(self, size_bytes: int) -> float:
         """Return the time to read an adapter from its own files into a host's memory."""
         return self._over(size_bytes, self.drive_bytes_per_s)
@@ -83,6 +92,12 @@ class CopyTimes:
         begins_s = max(now, self._links_free_s.get(source, now))
         self._links_free_s[source] = begins_s + self._costs.link_s(size_bytes)
         return begins_s + self._costs.fetch_s(size_bytes)
+
+    def carried_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
+        """Return when the KV of a request has come that leaves its host now."""
+        begins_s = max(now, self._links_free_s.get(source, now))
+        self._links_free_s[source] = begins_s + self._costs.carry_s(size_bytes)
+        return self._links_free_s[source]
 
     def provided_s(self, replica: ReplicaId, size_bytes: int, now: float) -> float:
         """Return when a provision that is asked for now has come; drives are those of the replicas."""

@@ -59,6 +59,10 @@ class Fleet:
         """Return one replica."""
         return self._replicas[index].info
 
+    def __contains__(self, replica_id: ReplicaId) -> bool:
+        """Whether a replica is there."""
+        return replica_id in self._by_id
+
     def members(self) -> Sequence[Member]:
         """Return what is remembered of each replica, by index; to read."""
         return self._replicas
@@ -117,7 +121,7 @@ class Fleet:
             KeyError: the replica is not there.
         """
         replica = self._by_id[replica_id]
-        self._remove(asked.request_id)
+        self.withdraw(asked.request_id)
         self._add(Entry(asked, replica, self.averages.execution_s(asked.adapter)))
 
     def admitted(self, replica_id: ReplicaId, request_id: RequestId, now: float) -> None:
@@ -150,7 +154,22 @@ class Fleet:
             if is_complete:
                 ran_s = None if entry.admitted_s is None else now - entry.admitted_s
                 self.averages.finished(entry.asked.adapter, entry.output_tokens, ran_s)
-            self._remove(request_id)
+            self.withdraw(request_id)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """A request is nowhere; nothing is learned from it."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        replica, adapter = entry.replica, entry.asked.adapter
+        del replica.requests[request_id]
+        if adapter is not None:
+            replica.wanted[adapter] -= 1
+            if not replica.wanted[adapter]:
+                del replica.wanted[adapter]
+            self._check_holder(replica, adapter)
+        entry.count(self.loads, -1)
+        self._note_idle(replica)
 
     def where(self, request_id: RequestId) -> ReplicaId | None:
         """Return where a request is; None if it is nowhere."""
@@ -235,20 +254,6 @@ class Fleet:
             replica.wanted[adapter] += 1
             self._holders.setdefault(adapter, set()).add(replica)
         entry.count(self.loads, 1)
-
-    def _remove(self, request_id: RequestId) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
-            return
-        replica, adapter = entry.replica, entry.asked.adapter
-        del replica.requests[request_id]
-        if adapter is not None:
-            replica.wanted[adapter] -= 1
-            if not replica.wanted[adapter]:
-                del replica.wanted[adapter]
-            self._check_holder(replica, adapter)
-        entry.count(self.loads, -1)
-        self._note_idle(replica)
 
     def _note_idle(self, replica: Member) -> None:
         if not self.loads.requests[replica.index]:

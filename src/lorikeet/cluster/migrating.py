@@ -62,8 +62,8 @@ class Migration:
         """
         fleet = self._client.fleet
         self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
-        sent_s, (move_s, reserved_share) = self._client.sent_s(), self._costs
-        observed = observe(fleet, sent_s, self._moved_s, move_s, time.monotonic(), reserved_share)
+        sent_s, (times, reserved_share) = self._client.sent_s(), self._costs
+        observed = observe(fleet, sent_s, self._moved_s, times, time.monotonic(), reserved_share)
         plan = await asyncio.to_thread(self._comigration.review, *observed)
         if plan.moves:
             moved = self._move(plan, observed)
@@ -74,12 +74,13 @@ class Migration:
 
     def _move(self, plan: Plan, observed: Observed) -> int:
         """Return how many requests were moved."""
-        takes_s = {request.request_id: request.move_s for request in observed.requests}
+        requests = {request.request_id: request for request in observed.requests}
         fleet, moved = self._client.fleet, 0
         for move in plan.moves:
             is_as_planned = fleet.where(move.request_id) == move.source and move.target in fleet.open_index
-            if is_as_planned and self._client.move(move.request_id, move.target):
+            request = requests[move.request_id]
+            if is_as_planned and self._client.move(move.request_id, move.target, with_kv=request.carries_kv):
                 earlier_s = self._moved_s.get(move.request_id, 0.0)
-                self._moved_s[move.request_id] = earlier_s + takes_s[move.request_id]
+                self._moved_s[move.request_id] = earlier_s + request.move_s
                 moved += 1
         return moved

@@ -14,6 +14,7 @@ from lorikeet.cluster.client import ClusterClient
 from lorikeet.cluster.local_transport import LocalTransport
 from lorikeet.cluster.locations import Locations
 from lorikeet.cluster.migrating import Migration
+from lorikeet.cluster.moves import KvSpeed
 from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placing import InProcess, PlacementService
@@ -65,13 +66,19 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         link_bytes_per_s=settings.engine.link_bytes_per_s,
     )
     router = build_router(row, profile, options)
-    migration = build_migration(row, profile)
+    kv_speed = KvSpeed()
+    migration = build_migration(settings.engine, profile, lambda: kv_speed.bytes_per_s)
     points = build_points(row, profile, options, "scaling by load") if cluster.max_replicas else None
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(row, replicas, profile, options, points)
     orchestrator = make(time.monotonic())  # what is wrong with the settings is said before anything is started
     make_client = partial(
-        ClusterClient, settings, router=router, period_s=row.placement_period_s, prefetch=row.pool_prefetch
+        ClusterClient,
+        settings,
+        router=router,
+        period_s=row.placement_period_s,
+        prefetch=row.pool_prefetch,
+        kv_speed=kv_speed,
     )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-")))
     url, identity = cluster.registry_url or registry_url(settings.adapters), _identity(settings)

@@ -25,6 +25,26 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
+class LetGo(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request that goes on elsewhere, and hand over its KV as ``Departed``. Unknown ids are ignored."""
+
+    request_id: RequestId
+
+
+class BringKv(msgspec.Struct, frozen=True, tag=True):
+    """KV that another engine has computed, for a request that follows.
+
+    Attributes:
+        adapter: the version that it was computed under; None for the base model.
+        keys: of its blocks, the first of a sequence.
+        blocks: what they hold, of an engine with the same settings.
+    """
+
+    adapter: AdapterRef | None
+    keys: tuple[bytes, ...]
+    blocks: tuple[bytes, ...]
+
+
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     """Free an adapter version as soon as no request runs under it; answered by ``AdapterEvicted``."""
 
@@ -41,7 +61,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop at once."""
 
 
-ToEngine = Submit | Abort | KnowAdapters | DropAdapter | Shutdown
+ToEngine = Submit | Abort | LetGo | BringKv | KnowAdapters | DropAdapter | Shutdown
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -233,13 +253,27 @@ class EngineStats(msgspec.Struct, frozen=True):
     modes: ModeStats = ModeStats()
 
 
+class Departed(msgspec.Struct, frozen=True):
+    """A request that was let go is gone, and this is the KV of its first blocks, as far as it could be had.
+
+    Attributes:
+        request_id: of the request.
+        keys, blocks: see ``BringKv``.
+    """
+
+    request_id: RequestId
+    keys: tuple[bytes, ...]
+    blocks: tuple[bytes, ...]
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All that one turn of the loop has to tell. Tokens of a request precede its ``Finished``."""
+    """All that one turn of the loop has to tell. Tokens of a request precede its ``Finished`` or ``Departed``."""
 
     tokens: tuple[TokenOutput, ...]
     events: tuple[RequestEvent, ...]
     adapter_events: tuple[AdapterEvent, ...]
     stats: EngineStats | None = None
+    departed: tuple[Departed, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,10 @@
 """What the engine knows of whoever runs its plans. Torch, scripted, modelled and paced executors fit it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 
@@ -32,6 +34,14 @@ class Executor(Protocol):
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Block until a transfer has completed or ``timeout_s`` is over (None: no limit)."""
+        ...
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """Return what host blocks hold that no transfer writes. Not under tensor parallelism: each rank has a part."""
+        ...
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """Write host blocks that no transfer reads or writes, with what :meth:`read_host` gave elsewhere."""
         ...
 
     def close(self) -> None:

@@ -3,16 +3,29 @@
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import Abort, DropAdapter, EngineStats, KnowAdapters, MemoryStats, StepOutputs, Submit
+from lorikeet.core.messages import (
+    Abort,
+    BringKv,
+    DropAdapter,
+    EngineStats,
+    KnowAdapters,
+    LetGo,
+    MemoryStats,
+    StepOutputs,
+    Submit,
+)
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request
+from lorikeet.engine.departures import Departures
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.records import Exported, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
 from lorikeet.memory.memory import Memory
-from lorikeet.memory.tree import Kind
+from lorikeet.memory.tree import BASE, Kind
 from lorikeet.rows import ColdStart
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
@@ -48,6 +61,7 @@ class Engine:
         self._cold_start = cold_start
         self._on_plan = on_plan
         self._recorder: Recorder = recorder or NoRecorder()
+        self._departures = Departures(memory, executor)
         self._unwanted: set[AdapterDigest] = set()
         self._last_plan = StepPlan(step=-1)
         self._steps = 0
@@ -69,6 +83,31 @@ class Engine:
         now = self._clock.now()
         self._recorder.note(Received(now, Exported(request_id)))
         return self._scheduler.export_request(request_id, now)
+
+    def let_go(self, request_id: RequestId) -> Request | None:
+        """Take a request out with its KV, to be resumed elsewhere; None if it is not here.
+
+        Its KV goes to the host tier while the engine goes on; then ``StepOutputs.departed`` has it, for
+        :meth:`bring_kv` of another engine with the same settings.
+        """
+        now = self._clock.now()
+        self._recorder.note(Received(now, LetGo(request_id)))
+        try:
+            request = self._scheduler.export_request(request_id, now, keep_kv=True)
+        except KeyError:  # it may just have finished
+            return None
+        self._departures.begin(request, now)
+        return request
+
+    def bring_kv(self, message: BringKv) -> None:
+        """Take KV in that another engine has computed, as far as the host tier has room for it."""
+        now = self._clock.now()
+        self._recorder.note(Received(now, msgspec.structs.replace(message, blocks=())))
+        adapter = BASE if message.adapter is None else self._memory.know(message.adapter)
+        places = self._memory.travel.put(adapter, message.keys, now)
+        if message.blocks:  # a replay has none
+            contents = [message.blocks[index] for index, _ in places]
+            self._executor.write_host([block for _, block in places], contents)
 
     def know_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
         """Take note of versions that requests may come for, so that they can be read and prefetched."""
@@ -95,6 +134,7 @@ class Engine:
             ExecutorError: the step failed; the engine cannot go on.
         """
         now = self._take_transfers()
+        departed = self._departures.take(now)
         self._free_unwanted(now)
         self._memory.swapper.tick(now)
         plan = self._scheduler.plan(now, until_s)
@@ -112,7 +152,7 @@ class Engine:
         adapter_events = self._memory.take_events()
         if events or adapter_events:
             self._recorder.note(Told(events, adapter_events))
-        return StepOutputs(tokens, events, adapter_events)
+        return StepOutputs(tokens, events, adapter_events, departed=departed)
 
     @property
     def is_busy(self) -> bool:
@@ -209,6 +249,6 @@ class Engine:
         if not self._unwanted:
             return
         running, waiting = self._scheduler.live_adapters()
-        for digest in sorted(self._unwanted - running - waiting):
+        for digest in sorted(self._unwanted - running - waiting - self._departures.adapters()):
             if self._memory.retire(digest, now):
                 self._unwanted.discard(digest)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from lorikeet.core.clock import WaitableClock
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.links import Link
@@ -160,6 +160,13 @@ class ModelledExecutor:
         if not due:
             raise ExecutorError("a transfer is awaited, and none is under way")
         self._clock.wait_until(min(due))
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """See ``Executor``: blocks hold nothing here."""
+        return (b"",) * len(blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """See ``Executor``."""
 
     def close(self) -> None:
         """Nothing is held."""

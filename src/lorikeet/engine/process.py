@@ -19,11 +19,13 @@ from lorikeet import __version__
 from lorikeet.config import Settings
 from lorikeet.core.messages import (
     Abort,
+    BringKv,
     DropAdapter,
     Fatal,
     FromEngine,
     Hello,
     KnowAdapters,
+    LetGo,
     Progress,
     Shutdown,
     StepOutputs,
@@ -94,6 +96,10 @@ def serve(channel: Channel, engine: Engine) -> None:
                     engine.submit(request)
                 case Abort(request_id):
                     engine.abort(request_id)
+                case LetGo(request_id):
+                    engine.let_go(request_id)
+                case BringKv():
+                    engine.bring_kv(message)
                 case KnowAdapters(adapters):
                     engine.know_adapters(adapters)
                 case DropAdapter(digest):

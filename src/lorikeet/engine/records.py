@@ -7,7 +7,7 @@ import msgspec
 from lorikeet.config import EngineSettings
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.ids import RequestId
-from lorikeet.core.messages import Abort, DropAdapter, KnowAdapters, Submit
+from lorikeet.core.messages import Abort, BringKv, DropAdapter, KnowAdapters, LetGo, Submit
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.engine.executor import EngineSizes
 
@@ -32,7 +32,8 @@ class Exported(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-Message = Submit | Abort | KnowAdapters | DropAdapter | Exported
+Message = Submit | Abort | LetGo | BringKv | KnowAdapters | DropAdapter | Exported
+"""Of ``BringKv`` only what plans depend on, the keys: a replay needs no bytes."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
-from lorikeet.core.messages import Abort, DropAdapter, KnowAdapters, Submit
+from lorikeet.core.messages import Abort, BringKv, DropAdapter, KnowAdapters, LetGo, Submit
 from lorikeet.core.plan import SequenceStart, StepPlan, Token, Transfer, TransferDone
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
@@ -140,6 +140,10 @@ def _tell(engine: Engine, received: Received) -> None:
             engine.drop_adapter(digest)
         case Exported(request_id):
             engine.export_request(request_id)
+        case LetGo(request_id):
+            engine.let_go(request_id)
+        case BringKv():
+            engine.bring_kv(received.message)
 
 
 class _LeftRecording(Exception):

@@ -5,8 +5,10 @@ tokens under its own adapter version, or weights that are not there. Transfers c
 wrongly is read wrongly later. So every engine test on it is also a test that no plan can mix tenants.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
@@ -124,6 +126,15 @@ class ScriptedExecutor:
         due = [when_s for when_s in limits if when_s is not None]
         require(bool(due), "a transfer is awaited, and none is under way")
         self._clock.wait_until(min(due))
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """See ``Executor``: the KV that they hold, by offset."""
+        return tuple(msgspec.msgpack.encode(self._arenas.read_host(block)) for block in blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """See ``Executor``."""
+        for block, content in zip(blocks, contents, strict=True):
+            self._arenas.write_host(block, msgspec.msgpack.decode(content, type=dict[int, int]))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -59,6 +59,28 @@ class ScriptedArenas:
             held = self._contents[place] = {}
         held[offset] = key
 
+    def read_host(self, block: BlockId) -> dict[int, int]:
+        """Return the KV that a host block holds, by offset.
+
+        Raises:
+            ExecutorError: it holds none, or a transfer writes it.
+        """
+        place = (Tier.HOST, block)
+        held = self._contents.get(place)
+        require(isinstance(held, dict) and place not in self._writes, f"host block {block} is read and holds no KV")
+        assert isinstance(held, dict)
+        return held
+
+    def write_host(self, block: BlockId, kv: dict[int, int]) -> None:
+        """Write KV that comes from elsewhere into a host block.
+
+        Raises:
+            ExecutorError: a transfer reads or writes the block.
+        """
+        place = (Tier.HOST, block)
+        require(not self._is_busy(place), f"host block {block} is written, which is part of a transfer")
+        self._contents[place] = kv
+
     def awaits(self, digest: AdapterDigest) -> bool:
         """Whether an adapter is on its way to the device."""
         coming = (transfer for transfer in self.transfers.values() if transfer.target is Tier.DEVICE)

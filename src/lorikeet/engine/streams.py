@@ -117,8 +117,8 @@ class Streams:
         handle = self._handles[request.request_id] = RequestHandle(request, abort)
         return handle
 
-    def take(self, replica: ReplicaId, outputs: StepOutputs) -> None:
-        """Hand on what a replica told: tokens once, in order, and of requests that are there."""
+    def take(self, replica: ReplicaId, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
+        """Hand on what a replica told: tokens once, in order, of requests that are there; return those that ended."""
         fresh: dict[RequestId, list[Token]] = {}
         for sampled in outputs.tokens:
             handle = self._handles.get(sampled.request_id)
@@ -135,13 +135,14 @@ class Streams:
                 handle.timings.apply(event)
                 if isinstance(event, Finished):
                     ended[event.request_id] = event
-        for request_id in fresh | ended:
-            handle = self._handles[request_id]
+        handles = {request_id: self._handles[request_id] for request_id in fresh | ended}
+        for request_id, handle in handles.items():
             output = Output(tuple(fresh.get(request_id, ())), ended.get(request_id))
             if output.finished is None:
                 handle.put(output)
             else:
                 self.end(handle, output)
+        return [(handles[request_id], finished) for request_id, finished in ended.items()]
 
     def died(self, handle: RequestHandle, code: int | None) -> bool:
         """Account for the death of the engine that ran a request; return whether the request goes on."""

@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from lorikeet.config import Settings
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
@@ -157,6 +158,17 @@ class TorchExecutor:
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Block until a transfer has completed, a rank has died, or ``timeout_s`` is over (None: no limit)."""
         self._finished.wait(timeout_s)
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """See ``Executor``."""
+        assert self._peers.size == 1, "every rank has a part of each block"
+        return tuple(self.transfers.host_arena.bytes[block].tobytes() for block in blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """See ``Executor``."""
+        assert self._peers.size == 1, "every rank has a part of each block"
+        for block, content in zip(blocks, contents, strict=True):
+            self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
 
     def close(self) -> None:
         """End threads, loader processes, host workers and ranks. Transfers under way are abandoned."""

@@ -102,6 +102,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         shares: digest → replica → share of the adapter's requests; empty with one replica.
         copies: so far.
         moves: requests moved between replicas so far.
+        moves_with_kv: those of them whose KV went along; that of others was computed anew.
         wanted: replicas that there should be by the load; None where their number does not follow it.
     """
 
@@ -111,6 +112,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     shares: dict[AdapterDigest, dict[ReplicaId, float]] = {}
     copies: CopyCounts = msgspec.field(default_factory=CopyCounts)
     moves: int = 0
+    moves_with_kv: int = 0
     wanted: int | None = None
 
     def shown(self, names: Mapping[AdapterDigest, str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorikeet.core.plan import Transfer
+from lorikeet.core.plan import Transfer, TransferDone
 
 
 class BlockCounts(NamedTuple):
@@ -50,6 +50,13 @@ class RouteTotals:
     blocks: int = 0
     failed: int = 0
     busy_s: float = 0.0
+
+    def note(self, blocks: int, done: TransferDone) -> None:
+        """Count a transfer that has ended."""
+        self.transfers += 1
+        self.blocks += blocks
+        self.failed += done.error is not None
+        self.busy_s += done.duration_s
 
 
 @dataclass(eq=False)

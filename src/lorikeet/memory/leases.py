@@ -1,10 +1,12 @@
 """What sequences hold of the memory, and what they wait for."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
 from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import TransferDone
 
 
 class Wait(Enum):
@@ -76,3 +78,24 @@ class TransferOutcome(NamedTuple):
     without_adapter: tuple[SequenceLease, ...] = ()
     without_kv: tuple[SequenceLease, ...] = ()
     began_s: float = 0.0
+
+
+def arrived(leases: Collection[SequenceLease], done: TransferDone, began_s: float) -> TransferOutcome:
+    """Take the end of a transfer in for those who waited for it, and return what it means for them.
+
+    Args:
+        leases: who waited.
+        done: how it ended.
+        began_s: when it was decided.
+    """
+    adapter = tuple(lease for lease in leases if done.transfer_id in lease.adapter_transfers)
+    kv = tuple(lease for lease in leases if done.transfer_id not in lease.adapter_transfers)
+    for lease in leases:
+        lease.adapter_transfers.discard(done.transfer_id)
+        lease.kv_transfers.discard(done.transfer_id)
+    if done.error is not None:
+        return TransferOutcome((), (), done.error, adapter, kv, began_s)
+    return TransferOutcome(
+        tuple(lease for lease in adapter if not lease.adapter_transfers),
+        tuple(lease for lease in kv if not lease.kv_transfers),
+    )

@@ -18,7 +18,7 @@ from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
-from lorikeet.memory.leases import SequenceLease, TransferOutcome, Wait
+from lorikeet.memory.leases import SequenceLease, TransferOutcome, Wait, arrived
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import View
 from lorikeet.memory.room import Room
@@ -26,6 +26,7 @@ from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.travel import KvTravel
 from lorikeet.memory.tree import BASE, Kind, Moving, Tree, block_keys
 
 _PLAIN = MemoryRules()
@@ -76,6 +77,7 @@ class Memory:
         self._view.load_s = self.adapters.predicted_load_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
+        self.travel = KvTravel(self.tiers, self.room, self._leases)
 
     # --- what there is -------------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class Memory:
         landing = self.tiers.land(done)
         flight, tree = landing.flight, self.tree
         leases = tuple(self._waiting.pop(done.transfer_id, ()))
+        self.travel.landed(done.transfer_id)
         self.swapper.note_landing(flight, done.error, now)
         for node in landing.came:
             self._eviction.inserted(node, now)
@@ -165,18 +168,7 @@ class Memory:
             self._report_load(flight, done, now)
             if flight.demand:  # whoever asked for it may have ended
                 self.adapters.free_if_unkept(flight.nodes[0], self._view.waiting, now)
-        mine = {lease: done.transfer_id in lease.adapter_transfers for lease in leases}
-        for lease in leases:
-            lease.adapter_transfers.discard(done.transfer_id)
-            lease.kv_transfers.discard(done.transfer_id)
-        adapter = tuple(lease for lease, is_adapter in mine.items() if is_adapter)
-        kv = tuple(lease for lease, is_adapter in mine.items() if not is_adapter)
-        if done.error is not None:
-            return TransferOutcome((), (), done.error, adapter, kv, flight.began_s)
-        return TransferOutcome(
-            tuple(lease for lease in adapter if not lease.adapter_transfers),
-            tuple(lease for lease in kv if not lease.kv_transfers),
-        )
+        return arrived(leases, done, flight.began_s)
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
         """Return the transfers begun since the last call, and the ids of earlier ones that are awaited by now."""

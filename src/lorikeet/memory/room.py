@@ -7,6 +7,7 @@ import numpy as np
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.memory.flights import Flight
 from lorikeet.memory.leases import Wait
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
@@ -228,6 +229,17 @@ class Room:
     def make_host_room(self, blocks: int, now: float) -> bool:
         """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters."""
         return self._make_host_room(blocks, now, np.inf, adapters=True)
+
+    def make_host_room_for_kv(self, now: float) -> bool:
+        """See to it that a host block can be leased for KV: other KV leaves."""
+        return self._make_host_room(1, now, np.inf, adapters=False)
+
+    def copy_to_host(self, node: int, now: float) -> Flight | None:
+        """Begin to copy KV that is needed on the device to the host, too; None if there can be no room for it."""
+        if not (self._rules.host_kv and self.make_host_room_for_kv(now)):
+            return None
+        self._eviction.removed(node, now)  # as far as it knows; it is told when the copy has ended that it is there
+        return self._tiers.store_kv(node, self._tiers.host.lease(1)[0], now)
 
     def _make_host_room(self, blocks: int, now: float, below: float, *, adapters: bool) -> bool:
         tiers = self._tiers

@@ -223,6 +223,12 @@ class Tiers:
         transfer = Transfer(next(self._ids), Tier.SOURCE, Tier.HOST, entry.host_blocks, adapter=entry.ref, demand=False)
         return self._begin(transfer, (node,), now)
 
+    def adopt_on_host(self, node: int, block: BlockId) -> None:
+        """Let a node of KV that is nowhere stand for a leased host block, which is about to be written."""
+        self.tree.host[node], self.tree.host_generation[node] = block, self.host.generation(block)
+        self.tree.on_host[node] = True
+        self._host_kv += 1
+
     def drop_from_device(self, node: int) -> None:
         """Free an unpinned node's device blocks. Its bytes are lost, unless the host or its source has them."""
         tree = self.tree
@@ -280,10 +286,7 @@ class Tiers:
             raise BlockError(f"transfer {done.transfer_id} was not under way")
         transfer = flight.transfer
         totals = self.totals.setdefault((transfer.source, transfer.target), RouteTotals())
-        totals.transfers += 1
-        totals.blocks += len(transfer.device_blocks or transfer.host_blocks)
-        totals.busy_s += done.duration_s
-        totals.failed += done.error is not None
+        totals.note(len(transfer.device_blocks or transfer.host_blocks), done)
         landing = Landing(flight, done.error)
         for node in flight.nodes:
             del self.flight_of[node]
@@ -319,13 +322,12 @@ class Tiers:
         parent = int(tree.parent[node])
         # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
         orphan = self._dependent and parent != NO_NODE and not self._is_coming_or_there(parent)
+        self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
         if landing.error is None and not orphan:
             tree.on_device[node] = True
-            self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
             self._count(node, 1)
             landing.came.append(node)
             return
-        self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
         if tree.kind[node] == Kind.ADAPTER:
             self.resident_adapters -= 1
         else:
@@ -383,9 +385,7 @@ class Tiers:
     def _free_device(self, node: int) -> None:
         tree = self.tree
         if tree.kind[node] == Kind.KV:
-            block = BlockId(int(tree.device[node]))
-            self.device.check(block, int(tree.device_generation[node]))
-            self.device.release([block])
+            self.device.release(self.device_blocks([node]))
             tree.device[node] = NO_BLOCK
         else:
             entry = tree.adapters[node]

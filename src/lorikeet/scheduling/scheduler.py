@@ -109,15 +109,17 @@ class Scheduler:
         if request_id in self._sequences:
             self._finish(self._sequences[request_id], now, FinishReason.ABORT)
 
-    def export_request(self, request_id: RequestId, now: float) -> Request:
+    def export_request(self, request_id: RequestId, now: float, *, keep_kv: bool = False) -> Request:
         """Take a request out as plain data that :meth:`submit` resumes, here or in another engine.
+
+        With ``keep_kv`` its KV stays, whatever the row does with that of preempted sequences.
 
         Raises:
             KeyError: there is no such request.
         """
         sequence = self._sequences[request_id]
         request = sequence.export()
-        self._leave(sequence, now, goes_on=True)
+        self._leave(sequence, now, goes_on=True, keep_kv=keep_kv)
         return request
 
     def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
@@ -379,7 +381,7 @@ class Scheduler:
         self._leave(sequence, now)
         self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
-    def _leave(self, sequence: Sequence, now: float, *, goes_on: bool = False) -> None:
+    def _leave(self, sequence: Sequence, now: float, *, goes_on: bool = False, keep_kv: bool = False) -> None:
         """Take a sequence out of everything."""
         del self._sequences[sequence.request_id]
         if sequence.lease is None:
@@ -388,7 +390,7 @@ class Scheduler:
         self.queue.ended(sequence.request, now)
         if goes_on:
             computed = sequence.computed_tokens if sequence.is_ready else 0
-            keep_kv = KEEPS_KV[self._row.preempted_kv](self._memory, self._pace, computed)
+            keep_kv = keep_kv or KEEPS_KV[self._row.preempted_kv](self._memory, self._pace, computed)
             self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)

@@ -90,7 +90,7 @@ def simulate_cluster(
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
     router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
     copies = CopyCosts(choice.fetch, ranks=profile.tensor_parallel)
-    migration = build_migration(row, profile, copies)
+    migration = build_migration(settings.engine, profile, lambda: copies.carried_bytes_per_s, copies)
     setup = ClusterSetup(
         router,
         placement,
@@ -98,8 +98,7 @@ def simulate_cluster(
         prefetch=row.pool_prefetch,
         copies=copies,
         provisioned=choice.provisioned,
-        move_s=None if migration is None else migration.move_s,
-        reserved_share=0.0 if migration is None else migration.reserved_share,
+        migration=migration,
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
     note = f"{choice.replicas} replicas of {name}: placement {row.placement}, routing {row.routing}"

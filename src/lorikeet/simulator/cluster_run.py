@@ -13,16 +13,17 @@ hears after them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from lorikeet.bench.in_process import Collector, WorkloadArrivals
 from lorikeet.cluster.asked import Asked, asked
+from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.review import CoMigration
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Move
+from lorikeet.cluster.comigration.state import CoMigrationSettings
 from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
 from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes
 from lorikeet.cluster.hearing import gauges
@@ -34,12 +35,12 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import DropAdapter, KnowAdapters, StepOutputs, Submit
+from lorikeet.core.messages import BringKv, Departed, DropAdapter, KnowAdapters, StepOutputs, Submit
 from lorikeet.core.request import Request
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.simulator.agenda import Agenda, Kind
 from lorikeet.simulator.cluster_figures import ClusterFigures, Tally
-from lorikeet.simulator.replica import EPOCH, SimulatedReplica
+from lorikeet.simulator.replica import EPOCH, Leaving, SimulatedReplica, Told
 
 REVIEW_S = 1.0
 """Time between two reviews of co-migration (docs/decisions/comigration.md)."""
@@ -59,8 +60,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
         copies: what copies between replicas take.
         provisioned: at the start every adapter is where the first placement has it; else nowhere, and its first request
             has it read from its files.
-        move_s: what moving a request of so many tokens takes, as co-migration sees it; None for no co-migration.
-        reserved_share: of each replica's memory, that co-migration does not count on.
+        migration: what co-migration must know; None for no co-migration.
     """
 
     router: Router
@@ -69,8 +69,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
     prefetch: bool = False
     copies: CopyCosts = CopyCosts()
     provisioned: bool = True
-    move_s: Callable[[int], float] | None = None
-    reserved_share: float = 0.0
+    migration: MigrationCosts | None = None
 
 
 class ClusterRun:
@@ -107,7 +106,8 @@ class ClusterRun:
         self._requests: dict[RequestId, Request] = {}
         self._sent_s: dict[RequestId, float] = {}
         self._moved_s: dict[RequestId, float] = {}
-        self._move_s: dict[RequestId, float] = {}
+        self._targets: dict[RequestId, ReplicaId] = {}
+        self._brought: dict[RequestId, Departed] = {}
         self._seen_arrivals: list[tuple[AdapterDigest, int]] = []
         self._seen_answers: list[tuple[AdapterDigest, int]] = []
         self._tally = Tally(list(self._replicas), {ref.digest: ref.weight_bytes for ref in adapters}, now)
@@ -146,8 +146,8 @@ class ClusterRun:
             self._tell(replica, KnowAdapters(tuple(map(self._refs.__getitem__, held))), now)
         self._place(table, now)
         self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
-        if self._setup.move_s is not None:
-            self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, self._setup.move_s))
+        if self._setup.migration is not None:
+            self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, self._setup.migration))
 
     def _is_stuck(self, kind: Kind) -> bool:
         """Whether nothing goes on but what goes on for ever; the next event is of that kind."""
@@ -171,7 +171,10 @@ class ClusterRun:
         for request_id, replica in actions.sends:
             self._sent_s[request_id] = now
             self._tally.of[replica].requests += 1
-            self._tell(self._replicas[replica], Submit(self._requests[request_id]), now)
+            request, brought = self._requests[request_id], self._brought.pop(request_id, None)
+            if brought is not None:
+                self._tell(self._replicas[replica], BringKv(request.adapter, brought.keys, brought.blocks), now)
+            self._tell(self._replicas[replica], Submit(request), now)
         for fetch in actions.fetches:
             end_s = self._copy_times.fetched_s(fetch.source, self._refs[fetch.adapter].weight_bytes, now)
             self._copies += 1
@@ -198,7 +201,7 @@ class ClusterRun:
 
     # --- engines -------------------------------------------------------------------------------------
 
-    def _tell(self, replica: SimulatedReplica, message: Submit | KnowAdapters | DropAdapter, now: float) -> None:
+    def _tell(self, replica: SimulatedReplica, message: Told, now: float) -> None:
         replica.tell(message)
         self._give_turn(replica, now)
 
@@ -235,9 +238,11 @@ class ClusterRun:
         if outputs.stats is not None:
             told = gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_tokens)
             self._perform(self._dispatcher.gauges(told, now), now)
-        leaving, replica.leaving = replica.leaving, []
-        for move in leaving:
-            self._move(move, now)
+        for departed in outputs.departed:
+            self._departed(replica, departed, now)
+        all_leaving, replica.leaving = replica.leaving, []
+        for leaving in all_leaving:
+            self._move(leaving, now)
         self._give_turn(replica, replica.next_turn_s(now))
 
     def _ended(self, request_id: RequestId) -> None:
@@ -265,25 +270,46 @@ class ClusterRun:
             self._place(table, now)
         self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
 
-    def _review(self, move_s: Callable[[int], float], now: float) -> None:
-        fleet, reserved_share = self._dispatcher.fleet, self._setup.reserved_share
-        observed = observe(fleet, self._sent_s, self._moved_s, move_s, now, reserved_share)
-        self._move_s = {request.request_id: request.move_s for request in observed.requests}
+    def _review(self, migration: MigrationCosts, now: float) -> None:
+        times, reserved_share = migration
+        observed = observe(self._dispatcher.fleet, self._sent_s, self._moved_s, times, now, reserved_share)
+        requests = {request.request_id: request for request in observed.requests}
         for move in self._comigration.review(*observed).moves:
-            if self._replicas[move.source].is_turning:
-                self._replicas[move.source].leaving.append(move)
+            source, leaving = self._replicas[move.source], Leaving(requests[move.request_id], move.target)
+            if source.is_turning:
+                source.leaving.append(leaving)
             else:
-                self._move(move, now)
-        self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, move_s))
+                self._move(leaving, now)
+        self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, migration))
 
-    def _move(self, move: Move, now: float) -> None:
-        """Take a request out of its engine and give it to another, unless it has ended since the review."""
-        request_id, source = move.request_id, self._replicas[move.source]
-        if self._dispatcher.fleet.where(request_id) != move.source:
+    def _move(self, leaving: Leaving, now: float) -> None:
+        """Take a request out of its engine and give it to another, unless it has ended or left since the review."""
+        seen, target = leaving
+        request_id, source = seen.request_id, self._replicas[seen.replica]
+        if self._dispatcher.fleet.where(request_id) != seen.replica or request_id in self._targets:
             return
-        request = self._requests[request_id] = source.withdraw(request_id, now)
+        let_go = source.let_go(request_id, now) if seen.carries_kv else None
+        self._requests[request_id] = let_go or source.withdraw(request_id, now)
         self._give_turn(source, now)
         del self._sent_s[request_id]
-        self._moved_s[request_id] = self._moved_s.get(request_id, 0.0) + self._move_s[request_id]
+        self._moved_s[request_id] = self._moved_s.get(request_id, 0.0) + seen.move_s
         self._tally.moves += 1
-        self._perform(self._dispatcher.move(self._asked(request), move.target, now), now)
+        if let_go is None:
+            self._go_on(request_id, target, now)
+        else:
+            self._targets[request_id] = target
+
+    def _departed(self, replica: SimulatedReplica, departed: Departed, now: float) -> None:
+        """The KV of a request that was let go is in its host's memory, and goes on to another's."""
+        size_bytes = len(departed.keys) * replica.sizes.block_bytes
+        self._copies += 1
+        end_s = self._copy_times.carried_s(replica.id, size_bytes, now)
+        self._agenda.add(end_s, Kind.COPIED, partial(self._carried, departed))
+
+    def _carried(self, departed: Departed, now: float) -> None:
+        self._copies -= 1
+        self._brought[departed.request_id] = departed
+        self._go_on(departed.request_id, self._targets.pop(departed.request_id), now)
+
+    def _go_on(self, request_id: RequestId, target: ReplicaId, now: float) -> None:
+        self._perform(self._dispatcher.move(self._asked(self._requests[request_id]), target, now), now)

@@ -2,14 +2,15 @@
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import msgspec
 
 from lorikeet.bench.replicas import Modelled
-from lorikeet.cluster.comigration.state import Move
+from lorikeet.cluster.comigration.state import Movable
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.core.ids import ReplicaId, RequestId
-from lorikeet.core.messages import DropAdapter, KnowAdapters, StepOutputs, Submit
+from lorikeet.core.messages import BringKv, DropAdapter, KnowAdapters, StepOutputs, Submit
 from lorikeet.core.request import Request
 from lorikeet.engine.process import STATS_EVERY_S
 
@@ -18,6 +19,22 @@ _MARGIN = 1.1
 
 EPOCH = 0
 """Incarnation of every simulated engine: none is ever started again."""
+
+
+Told = Submit | BringKv | KnowAdapters | DropAdapter
+"""What an engine is sent."""
+
+
+class Leaving(NamedTuple):
+    """A request that is to go elsewhere.
+
+    Attributes:
+        seen: as it was when that was decided.
+        target: where to.
+    """
+
+    seen: Movable
+    target: ReplicaId
 
 
 class SimulatedReplica:
@@ -46,12 +63,12 @@ class SimulatedReplica:
         self._executor = made.executor
         self._coalesced = made.coalesced
         self._max_batch = max_batch
-        self._inbox: list[Submit | KnowAdapters | DropAdapter] = []
+        self._inbox: list[Told] = []
         self._stats_due_s = -math.inf
         self._step_s = 0.0
         self.is_turning = False
         self.turn_s = math.inf
-        self.leaving: list[Move] = []
+        self.leaving: list[Leaving] = []
         self.busy_s = 0.0
 
     def info(self) -> ReplicaInfo:
@@ -65,7 +82,7 @@ class SimulatedReplica:
             kv_token_bytes=sizes.block_bytes / sizes.block_tokens,
         )
 
-    def tell(self, message: Submit | KnowAdapters | DropAdapter) -> None:
+    def tell(self, message: Told) -> None:
         """Send a message. A replica that rests must be given a turn."""
         self._inbox.append(message)
 
@@ -88,6 +105,8 @@ class SimulatedReplica:
             match message:
                 case Submit(request):
                     self.engine.submit(request)
+                case BringKv():
+                    self.engine.bring_kv(message)
                 case KnowAdapters(adapters):
                     self.engine.know_adapters(adapters)
                 case DropAdapter(digest):
@@ -129,3 +148,8 @@ class SimulatedReplica:
                 return message.request
         self._clock.wait_until(now)
         return self.engine.export_request(request_id)
+
+    def let_go(self, request_id: RequestId, now: float) -> Request | None:
+        """Have a request depart with its KV, and return it; None if the engine has not received it yet."""
+        self._clock.wait_until(now)
+        return self.engine.let_go(request_id)

@@ -1,11 +1,11 @@
 """The time of the engine's loop beside its steps: scheduling, memory and commits, on the real executor."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.fit import fit_line
@@ -37,6 +37,12 @@ class _Timed:
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         self._inner.wait_for_transfer(timeout_s)
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        return self._inner.read_host(blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        self._inner.write_host(blocks, contents)
 
     def close(self) -> None:
         self._inner.close()

@@ -1,9 +1,10 @@
 """What co-migration is told, made from what routing knows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
+from lorikeet.cluster.comigration.times import MoveTimes
 from lorikeet.cluster.entries import Entry, Member
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -21,7 +22,7 @@ def observe(
     fleet: Fleet,
     sent_s: Mapping[RequestId, float],
     moved_s: Mapping[RequestId, float],
-    move_s: Callable[[int], float],
+    times: MoveTimes,
     now: float,
     reserved_share: float = 0.0,
 ) -> Observed:
@@ -32,7 +33,7 @@ def observe(
         sent_s: when each request was handed to the replica where it is. Others are left out: their adapter is on its
             way to the replica, say.
         moved_s: what the earlier moves of requests took, of those that have moved.
-        move_s: what moving a request with so many tokens, prompt and answer so far, takes.
+        times: what moving a request takes.
         now: the present time.
         reserved_share: of each replica's memory, set aside for copies of adapters.
     """
@@ -43,7 +44,7 @@ def observe(
         entries = [entry for entry in map(fleet.entry, member.requests) if entry and entry.asked.request_id in sent_s]
         observed.replicas.append(_load(fleet, member, entries, sent_s, now, reserved_share))
         for entry in entries:
-            observed.requests.append(_movable(fleet, entry, moved_s, move_s))
+            observed.requests.append(_movable(fleet, entry, moved_s, times))
             if entry.asked.adapter is not None:
                 observed.adapter_bytes[entry.asked.adapter] = entry.asked.adapter_bytes
     return observed
@@ -72,7 +73,7 @@ def _load(
     )
 
 
-def _movable(fleet: Fleet, entry: Entry, moved_s: Mapping[RequestId, float], move_s: Callable[[int], float]) -> Movable:
+def _movable(fleet: Fleet, entry: Entry, moved_s: Mapping[RequestId, float], times: MoveTimes) -> Movable:
     asked, tokens = entry.asked, entry.asked.known_tokens + entry.output_tokens
     return Movable(
         request_id=asked.request_id,
@@ -80,6 +81,7 @@ def _movable(fleet: Fleet, entry: Entry, moved_s: Mapping[RequestId, float], mov
         replica=entry.replica.info.replica,
         memory_bytes=int(tokens * entry.replica.info.kv_token_bytes),
         execution_s=fleet.averages.execution_s(asked.adapter),
-        move_s=move_s(tokens),
+        move_s=times.move_s(tokens),
+        carries_kv=times.carries(tokens),
         moved_s=moved_s.get(asked.request_id, 0.0),
     )

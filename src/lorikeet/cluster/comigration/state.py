@@ -15,7 +15,8 @@ class Movable(NamedTuple):
         replica: where it is.
         memory_bytes: of its KV.
         execution_s: what it is expected to take: the mean of its adapter's requests (``Averages``).
-        move_s: what moving it now would take: its token ids travel, its KV is computed again (``rebuild_s``).
+        move_s: what moving it now would take (``MoveTimes``).
+        carries_kv: its KV would be taken along; else it is computed again.
         moved_s: what its earlier moves have taken.
         on_host: its KV has been swapped out. Only the full problem tells the two memories apart.
     """
@@ -28,6 +29,7 @@ class Movable(NamedTuple):
     move_s: float = 0.0
     moved_s: float = 0.0
     on_host: bool = False
+    carries_kv: bool = False
 
 
 class ReplicaLoad(NamedTuple):
@@ -100,7 +102,7 @@ class Outcome(StrEnum):
 
 
 class Move(NamedTuple):
-    """One request that leaves. Its token ids travel, and the target computes its KV again.
+    """One request that leaves.
 
     Attributes:
         request_id: whose it is.

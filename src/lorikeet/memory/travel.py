@@ -1,0 +1,106 @@
+"""KV that goes from one engine to another: it leaves from the host tier, and comes to the host tier.
+
+What a sequence has computed is in the tree once its lease was given back (``Memory.suspend``). Here it is held where it
+is until the host has all of it; at its new engine it hangs in the tree as if it had been displaced from the device
+there, so that the sequence finds it by its keys like any other.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lorikeet.core.ids import BlockId
+from lorikeet.memory.leases import SequenceLease
+from lorikeet.memory.room import Room
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import Moving
+
+
+class KvTravel:
+    """See the module.
+
+    Args:
+        tiers: where everything is.
+        room: finds room on the host.
+        leases: of the memory.
+    """
+
+    def __init__(self, tiers: Tiers, room: Room, leases: set[SequenceLease]) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._room = room
+        self._leases = leases
+        self._gathering: dict[int, list[SequenceLease]] = {}
+
+    def gather(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
+        """Hold the KV that is found for a sequence, and begin to copy to the host what is not there.
+
+        The lease has no block table. When it is ready :meth:`gathered` says what can be read; ``Memory.release`` gives
+        it back.
+
+        Args:
+            adapter: node of the version.
+            keys: of the whole blocks of the sequence.
+            now: the time.
+        """
+        lease = SequenceLease(adapter, path=self._tree.match(keys), keys=list(keys))
+        self._leases.add(lease)
+        self._tiers.pin([adapter, *lease.path])
+        for node in lease.path:
+            if self._tree.on_host[node]:
+                continue
+            flight = self._tiers.flight_of.get(node) or self._room.copy_to_host(node, now)
+            if flight is None:
+                break
+            lease.kv_transfers.add(flight.transfer.transfer_id)
+            self._gathering.setdefault(flight.transfer.transfer_id, []).append(lease)
+        return lease
+
+    def landed(self, transfer_id: int) -> None:
+        """A transfer has ended."""
+        for lease in self._gathering.pop(transfer_id, ()):
+            lease.kv_transfers.discard(transfer_id)
+
+    def gathered(self, lease: SequenceLease) -> list[BlockId]:
+        """Return the host blocks of what has been gathered: of a sequence's first blocks, up to one that has failed."""
+        blocks: list[BlockId] = []
+        for node in lease.path:
+            if not self._tree.on_host[node]:
+                break
+            block = BlockId(int(self._tree.host[node]))
+            self._tiers.host.check(block, int(self._tree.host_generation[node]))
+            blocks.append(block)
+        return blocks
+
+    def put(self, adapter: int, keys: Sequence[bytes], now: float) -> list[tuple[int, BlockId]]:
+        """Find room on the host for KV that comes from elsewhere; whoever calls writes it before anything else happens.
+
+        What is known here stays as it is, and what lies behind the first block that finds no room is left out.
+
+        Args:
+            adapter: node of the version.
+            keys: of the first blocks of a sequence.
+            now: the time.
+
+        Returns:
+            Which of ``keys`` to write, and where.
+        """
+        tree, room = self._tree, self._room
+        path, places = [adapter, *tree.match(keys)], []
+        self._tiers.pin(path)
+        for index in range(len(path) - 1, len(keys)):
+            node = tree.find(keys[index])
+            if node is None:
+                node = tree.add_kv(path[-1], keys[index], now)
+            assert tree.moving[node] == Moving.NO, "KV that moves is found by its key"
+            if not room.make_host_room_for_kv(now):
+                room.forget_if_empty(node)
+                break
+            block = self._tiers.host.lease(1)[0]
+            self._tiers.adopt_on_host(node, block)
+            self._tiers.pin([node])
+            path.append(node)
+            places.append((index, block))
+        self._tiers.unpin(path)
+        room.rescore(np.asarray(path), now)
+        return places

@@ -1,0 +1,152 @@
+"""Requests that move between real engines with their KV."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.moves import KvSpeed
+from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.cluster.placement.static import FullReplication
+from lorikeet.cluster.placing import InProcess
+from lorikeet.cluster.routing.plain import LeastLoaded
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import ReplicaId
+from lorikeet.engine.streams import RequestHandle
+from tests.support.live import (
+    answer_alone,
+    finish,
+    greedy,
+    is_idle,
+    live_settings,
+    make_adapter,
+    make_model,
+    prompt,
+    until,
+)
+from tests.support.live_clusters import local_client, replicas_of, started
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REPLICAS = (ReplicaId("replica-0"), ReplicaId("replica-1"))
+PROMPT_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef:
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "a", model, seed=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
+    service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
+    settings = replicas_of(live_settings(model, max_repeat=1, host_memory_bytes=8 * 2**20), 2)
+    async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, LeastLoaded())) as client:
+        yield client
+
+
+def other(handle: RequestHandle) -> ReplicaId:
+    assert handle.replica is not None
+    return REPLICAS[1 - REPLICAS.index(handle.replica)]
+
+
+def hit_tokens(client: ClusterClient, replica: ReplicaId) -> int:
+    stats = client.views[replica].stats
+    return 0 if stats is None else stats.prefix_hits_tokens
+
+
+async def begun(client: ClusterClient, name: str, adapter: AdapterRef, tokens: int = 3) -> RequestHandle:
+    await until(lambda: all(view.alive and view.stats is not None for view in client.views.values()))
+    client.know_adapters([adapter])
+    handle = client.submit(greedy(name, prompt(PROMPT_TOKENS, seed=len(name)), 200, adapter))
+    await until(lambda: len(handle.token_ids) >= tokens)
+    return handle
+
+
+async def checked(handle: RequestHandle, model: Path) -> None:
+    """See that the answer is what an engine alone says."""
+    finished, gaps = await finish(handle)
+    assert finished.reason is FinishReason.LENGTH, finished
+    assert len(gaps) == handle.request.sampling.max_tokens
+    assert handle.token_ids == await asyncio.to_thread(answer_alone, model, handle.request)
+
+
+async def test_kv_goes_along_and_is_found(client: ClusterClient, adapter: AdapterRef, model: Path) -> None:
+    handle = await begun(client, "there and back", adapter)
+    for number in (1, 2):
+        target, tokens = other(handle), len(handle.token_ids)
+        before = hit_tokens(client, target)
+        assert client.move(handle.request.request_id, target, with_kv=True)
+        assert not client.move(handle.request.request_id, target, with_kv=True), "it is on its way"
+        await until(
+            lambda target=target, tokens=tokens: handle.replica == target and len(handle.token_ids) > tokens + 9
+        )
+        state = client.describe()
+        assert (state.moves, state.moves_with_kv) == (number, number)
+        await until(lambda target=target, before=before: hit_tokens(client, target) - before > 0.9 * PROMPT_TOKENS)
+    await checked(handle, model)
+    await until(lambda: all(is_idle(view.stats) for view in client.views.values()))
+
+
+async def test_a_request_that_ends_before_it_is_let_go_is_not_moved(client: ClusterClient, adapter: AdapterRef) -> None:
+    handle = await begun(client, "left", adapter)
+    before = client.describe().moves
+    assert client.move(handle.request.request_id, other(handle), with_kv=True)
+    handle.abort()
+    finished, _ = await finish(handle)
+    assert finished.reason is FinishReason.ABORT
+    await until(lambda: all(is_idle(view.stats) for view in client.views.values()))
+    assert client.describe().moves == before
+
+
+async def test_a_replica_that_dies_before_it_has_let_a_request_go_loses_nothing(
+    client: ClusterClient, adapter: AdapterRef, model: Path
+) -> None:
+    handle = await begun(client, "orphaned", adapter)
+    source = handle.replica
+    assert source is not None
+    pid = client.views[source].process_id
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it hears nothing any more
+    assert client.move(handle.request.request_id, other(handle), with_kv=True)
+    os.kill(pid, signal.SIGKILL)
+    await checked(handle, model)
+    assert handle.deaths == 1
+    await until(lambda: len(client.views) == 2 and all(view.alive for view in client.views.values()))
+
+
+async def test_a_target_that_dies_meanwhile_is_not_waited_for(
+    client: ClusterClient, adapter: AdapterRef, model: Path
+) -> None:
+    handle = await begun(client, "homeless", adapter)
+    source, target = handle.replica, other(handle)
+    assert source is not None
+    pids = client.views[source].process_id, client.views[target].process_id
+    assert None not in pids
+    os.kill(pids[0], signal.SIGSTOP)  # type: ignore[arg-type]
+    assert client.move(handle.request.request_id, target, with_kv=True)
+    os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]
+    await until(lambda: not client.views[target].alive)
+    os.kill(pids[0], signal.SIGCONT)  # type: ignore[arg-type]
+    await checked(handle, model)
+    await until(lambda: all(view.alive for view in client.views.values()))
+
+
+async def test_speed_begins_as_a_guess_and_is_learned() -> None:
+    speed = KvSpeed()
+    assert speed.bytes_per_s == pytest.approx(1e9)
+    for _ in range(100):
+        speed.note(2**30, half_s=1.0)
+    assert speed.bytes_per_s == pytest.approx(2**30 / 2, rel=0.01)
+    assert speed.travelled_bytes == 100 * 2**30

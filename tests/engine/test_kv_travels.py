@@ -1,0 +1,196 @@
+"""KV that goes from one engine to another with its request."""
+
+import pytest
+
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import Abort, BringKv, Departed, LetGo
+from lorikeet.core.plan import Tier, Transfer
+from lorikeet.core.request import Request
+from lorikeet.engine.records import Received, Record
+from lorikeet.rows import ROWS
+from lorikeet.scheduling.limits import Limits
+from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
+
+R = RequestId("r")
+PROMPT = list(range(100, 118))
+"""Four blocks and two tokens."""
+
+
+def bench(**options: object) -> Bench:
+    limits = Limits(max_running=8, max_step_tokens=64, max_model_tokens=64)
+    return Bench(**{"blocks": 40, "host_blocks": 40, "limits": limits, **options})  # type: ignore[arg-type]
+
+
+def begun(source: Bench, ref: object = None, tokens: int = 3, **sampling: object) -> None:
+    """Let a request have so many tokens."""
+    source.engine.submit(request(R, PROMPT, 0.0, ref, max_tokens=12, **sampling))  # type: ignore[arg-type]
+    while len(source.tokens.get(R, [])) < tokens:
+        source.step()
+
+
+def let_go(source: Bench) -> tuple[Request, Departed]:
+    """Let the request go, and wait until its KV has been gathered."""
+    exported = source.engine.let_go(R)
+    assert exported is not None
+    while R not in source.departed:
+        source.step()
+    return exported, source.departed[R]
+
+
+def taken_up(source: Bench, exported: Request, departed: Departed, **options: object) -> Bench:
+    """Return the engine that the request has ended at, with its KV."""
+    target = bench(**options)
+    target.tokens[R] = list(source.tokens[R])
+    target.engine.bring_kv(BringKv(exported.adapter, departed.keys, departed.blocks))
+    target.memory.check_integrity()
+    target.engine.submit(exported)
+    target.run()
+    return target
+
+
+def alone(ref: object = None) -> list[int]:
+    whole = bench()
+    whole.engine.submit(request(R, PROMPT, 0.0, ref, max_tokens=12))  # type: ignore[arg-type]
+    whole.run()
+    return whole.tokens[R]
+
+
+def first_start(target: Bench) -> int:
+    """Tokens whose KV was there when the request began."""
+    return next(step.start for plan in target.plans for step in plan.sequences)
+
+
+@pytest.mark.parametrize("row", ["lorikeet:plain", "elora", "dlora", "vllm-static", "chameleon"])
+def test_a_request_goes_on_elsewhere_with_its_kv(row: str) -> None:
+    """18 tokens of prompt and 3 of answer, of which the last is not computed: five whole blocks travel."""
+    ref = adapter("a", 2)
+    source = bench(row=ROWS[row])
+    begun(source, ref)
+    exported, departed = let_go(source)
+    computed = len(PROMPT) + len(source.tokens[R]) - 1
+    assert len(departed.keys) == len(departed.blocks) == computed // BLOCK_TOKENS == 5
+    target = taken_up(source, exported, departed, row=ROWS[row])
+    assert first_start(target) == 5 * BLOCK_TOKENS
+    assert target.tokens[R] == alone(ref)
+    source.run()
+    assert not source.engine.has_chores or row == "elora", "elora's swapper goes on ticking"
+
+
+def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes_anew() -> None:
+    source = bench(host_blocks=0)
+    begun(source)
+    exported, departed = let_go(source)
+    assert (departed.keys, departed.blocks) == ((), ())
+    target = taken_up(source, exported, departed)
+    assert first_start(target) == 0
+    assert target.tokens[R] == alone()
+
+
+def test_what_finds_no_room_is_computed_anew() -> None:
+    small = bench(host_blocks=3)
+    begun(small)
+    exported, departed = let_go(small)
+    assert len(departed.keys) == 3
+    source = bench()
+    begun(source)
+    _, whole = let_go(source)
+    for target, brought in ((bench(host_blocks=40), departed), (bench(host_blocks=2), whole)):
+        found = taken_up(source, exported, brought, host_blocks=target.host_blocks)
+        assert first_start(found) == min(len(brought.keys), found.host_blocks) * BLOCK_TOKENS
+        assert found.tokens[R] == alone()
+
+
+def test_what_could_not_be_copied_ends_what_travels() -> None:
+    outs: list[Transfer] = []
+
+    def third_fails(transfer: Transfer) -> bool:
+        if transfer.target is Tier.HOST and transfer not in outs:
+            outs.append(transfer)
+        return len(outs) == 3 and transfer == outs[2]
+
+    source = bench(fails=third_fails)
+    begun(source)
+    exported, departed = let_go(source)
+    assert len(departed.keys) == 2
+    assert taken_up(source, exported, departed).tokens[R] == alone()
+
+
+def test_what_is_on_the_host_already_departs_at_once() -> None:
+    source = bench()
+    begun(source)
+    exported, first = let_go(source)
+    source.engine.submit(exported)
+    source.step()
+    again, second = let_go(source)
+    assert second == first
+    assert again.attempt == exported.attempt + 1
+
+
+def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None:
+    source = bench(row=ROWS["dlora"])
+    begun(source)
+    source.engine.submit(request("other", [7] * 6, 0.0, max_tokens=12))
+    source.step()
+    source.engine.let_go(R)
+    before = len(source.tokens[RequestId("other")])
+    source.step()
+    assert R not in source.departed
+    assert len(source.tokens[RequestId("other")]) > before
+
+
+def test_a_request_that_waits_departs_with_nothing_and_one_that_is_not_there_not_at_all() -> None:
+    source = bench()
+    source.engine.submit(request(R, PROMPT))
+    exported = source.engine.let_go(R)
+    assert exported is not None
+    source.step()
+    assert source.departed[R].blocks == ()
+    assert source.engine.let_go(R) is None
+    source.step()
+    assert not source.engine.has_requests
+
+
+def test_an_adapter_is_dropped_when_what_departs_under_it_has() -> None:
+    ref = adapter("a", 2)
+    source = bench()
+    begun(source, ref)
+    source.engine.let_go(R)
+    source.engine.drop_adapter(AdapterDigest("digest-a"))
+    while R not in source.departed:
+        source.step()
+    assert len(source.departed[R].keys) == 5
+    source.run()
+    assert source.memory.counts().free == source.blocks
+    assert source.memory.host_counts().free == source.host_blocks
+
+
+def test_kv_that_is_known_is_not_written_again() -> None:
+    source = bench()
+    begun(source)
+    exported, departed = let_go(source)
+    target = taken_up(source, exported, departed)
+    before = target.memory.host_counts()
+    target.engine.bring_kv(BringKv(None, departed.keys, departed.blocks))
+    target.memory.check_integrity()
+    assert target.memory.host_counts() == before
+
+
+def test_a_recording_has_the_keys_and_not_the_bytes() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.messages: list[object] = []
+
+        def note(self, record: Record) -> None:
+            if isinstance(record, Received):
+                self.messages.append(record.message)
+
+        def close(self) -> None:
+            pass
+
+    source = bench()
+    begun(source)
+    source.engine._recorder = kept = Kept()
+    exported, departed = let_go(source)
+    source.engine.bring_kv(BringKv(None, departed.keys, departed.blocks))
+    source.engine.abort(exported.request_id)
+    assert kept.messages == [LetGo(R), BringKv(None, departed.keys, ()), Abort(R)]
