@@ -17,31 +17,41 @@ _GROUPS = (*[(KernelForm.UNPADDED, KernelForm.PADDED)] * 4, *[(KernelForm.EINSUM
 """Forms that are measured between two runs of the base model, so often in a round."""
 
 
-def measure_steps(
-    rig: Rig, steps: Sequence[Step], rounds: int, max_repeat: int, repeat_limit_s: float, tick: Tick
-) -> list[StepMeasurement]:
-    """Time each step ``rounds`` times, after a round that is not kept.
+class StepSweep:
+    """Times steps without adapters, in as many sittings as one likes: a machine may be faster for minutes.
+
+    Each has been run once that is not kept.
 
     Args:
         rig: runs them.
         steps: without adapters.
-        rounds: at least one.
         max_repeat, repeat_limit_s: decodes are repeated as an engine with these settings does.
-        tick: called ``len(steps) * (rounds + 1)`` times.
+        tick: called once for each step, and again in each round.
     """
-    order = random.Random(0)
-    prepared, repeats = {}, {}
-    for step in order.sample(steps, len(steps)):
-        prepared[step] = rig.prepare(step)
-        repeat = max_repeat if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
-        repeats[step] = rig.run(prepared[step], repeat=repeat, limit_s=repeat_limit_s).steps
-        tick()
-    seconds: dict[Step, list[float]] = {step: [] for step in steps}
-    for _ in range(rounds):
-        for step in order.sample(steps, len(steps)):
-            seconds[step].append(rig.run(prepared[step], repeat=repeats[step]).seconds)
+
+    def __init__(self, rig: Rig, steps: Sequence[Step], max_repeat: int, repeat_limit_s: float, tick: Tick) -> None:
+        self._rig = rig
+        self._steps = steps
+        self._tick = tick
+        self._order = random.Random(0)
+        self._prepared, self._repeats = {}, {}
+        for step in self._order.sample(steps, len(steps)):
+            self._prepared[step] = rig.prepare(step)
+            repeat = max_repeat if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
+            self._repeats[step] = rig.run(self._prepared[step], repeat=repeat, limit_s=repeat_limit_s).steps
             tick()
-    return [StepMeasurement(_work(step, repeats[step]), tuple(seconds[step])) for step in steps]
+        self._seconds: dict[Step, list[float]] = {step: [] for step in steps}
+
+    def measure(self, rounds: int) -> None:
+        """Time each step so often."""
+        for _ in range(rounds):
+            for step in self._order.sample(self._steps, len(self._steps)):
+                self._seconds[step].append(self._rig.run(self._prepared[step], repeat=self._repeats[step]).seconds)
+                self._tick()
+
+    def measurements(self) -> list[StepMeasurement]:
+        """Return all times so far, in the order of the steps."""
+        return [StepMeasurement(_work(step, self._repeats[step]), tuple(self._seconds[step])) for step in self._steps]
 
 
 def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> dict[KernelForm, list[LoraMeasurement]]:
