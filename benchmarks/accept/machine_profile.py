@@ -10,9 +10,9 @@ from benchmarks.accept.server import LORIKEET
 from lorikeet.costs.profile import CostProfile, decode_profile
 
 
-def machine_profile(runs: StoredRuns) -> CostProfile:
+def machine_profile(runs: StoredRuns, part: str = "profile") -> CostProfile:
     """Return the profile, measured once and kept as a part of the line."""
-    return decode_profile(runs.get("profile", _measure)["toml"], "profile")
+    return decode_profile(runs.get(part, _measure)["toml"], part)
 
 
 def _measure() -> dict[str, Any]:
