@@ -10,6 +10,9 @@ from tests.support.postgres import postgres_url  # noqa: F401 - a fixture, for e
 
 # One OpenMP team per process: tests start several processes on few cores. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Triton's kernels run in its interpreter where there is no GPU. Set before any of them is imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples on every run, and no time limits: other work may share the machine.
 hypothesis.settings.register_profile("lorikeet", deadline=None, derandomize=True)

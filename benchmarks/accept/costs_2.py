@@ -102,8 +102,8 @@ def run(runs: StoredRuns) -> Result:
             for work in works
         )
         + f"; peaks by simulation, {TARGET:.0%} of requests with TTFT ≤ {SLO.ttft_s:g} s and TPOT ≤ {SLO.tpot_s:g} s; "
-        f"mean of the twins by {REPEATS} profiles, one taken before each repeat, beside the mean of the repeats (lowest "
-        "to highest of both), ms; conversations of Mooncake's trace (Apache-2.0), lengths divided by 32",
+        f"mean of the twins by {REPEATS} profiles, one taken before each repeat, beside the mean of the repeats (both "
+        "lowest to highest), ms; conversations of Mooncake's trace (Apache-2.0), lengths divided by 32",
         details={"rows": rows},
     )
 

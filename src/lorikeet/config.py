@@ -95,7 +95,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         repeat_limit_s: a repeat ends after this time.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
-        kernels: ``native``, ``reference``, or ``auto``: native where it was built and fits dtype and device.
+        kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
+            installed and fit dtype and device.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
         host_lora_workers: processes that compute what adapters add to prefills while they are on their way from the

@@ -96,7 +96,7 @@ FLAGS = (
     Flag("--max-num-batched-tokens --chunked-prefill-size", "engine.max_step_tokens", int, "Most tokens in a step."),
     Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
     Flag("--device", "engine.device", str, "cpu or cuda."),
-    Flag("--kernels", "engine.kernels", str, "auto, native or reference."),
+    Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),

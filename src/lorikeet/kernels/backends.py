@@ -1,5 +1,7 @@
 """Which backend computes."""
 
+import os
+
 import torch
 
 from lorikeet.kernels.base import Kernels
@@ -7,28 +9,45 @@ from lorikeet.kernels.library import NativeUnavailableError, best_library
 from lorikeet.kernels.native import DTYPES, NativeKernels
 from lorikeet.kernels.reference import ReferenceKernels
 
-NAMES = ("auto", "native", "reference")
+NAMES = ("auto", "native", "triton", "reference")
 
 
 def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return a backend.
 
     Args:
-        name: one of ``NAMES``; ``auto`` is native where that can be, else the reference, whose name then says why.
+        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU where that can be, else the reference,
+            whose name then says why.
         dtype, device: of weights, adapters and KV.
 
     Raises:
-        ValueError: there is no such backend, or ``native`` cannot be.
+        ValueError: there is no such backend, or it cannot be used here.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(NAMES)}")
-    if name == "reference" or (name == "auto" and device.type != "cpu"):
+    if name == "reference":
         return ReferenceKernels()
     try:
+        if name == "triton" or (name == "auto" and device.type == "cuda"):
+            return _triton_kernels(device)
         if device.type != "cpu" or dtype not in DTYPES:
             raise NativeUnavailableError(f"the native kernels do not compute {dtype} on {device.type}")
         return NativeKernels(*best_library())
-    except NativeUnavailableError as error:
-        if name == "native":
+    except (NativeUnavailableError, TritonUnavailableError) as error:
+        if name != "auto":
             raise ValueError(str(error)) from error
-        return ReferenceKernels(instead_of_native=str(error))
+        return ReferenceKernels(instead_of_faster=str(error))
+
+
+class TritonUnavailableError(RuntimeError):
+    """The Triton kernels cannot be used here; the message says why."""
+
+
+def _triton_kernels(device: torch.device) -> Kernels:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise TritonUnavailableError(f"the Triton kernels run on a GPU or in the interpreter, not on {device.type}")
+    try:
+        from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
+    except ImportError as error:
+        raise TritonUnavailableError(f"the Triton kernels need Triton: {error}") from error
+    return TritonKernels()

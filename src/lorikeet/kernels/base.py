@@ -49,6 +49,7 @@ class LoraWeights:
         self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         self.index = torch.tensor(index, dtype=torch.int64)
         self._make_pieces: Callable[[], LoraPieces] = lambda: pieces
+        self._on_device: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def from_table(
@@ -57,13 +58,21 @@ class LoraWeights:
         """Make one of numbers: tensors of hundreds of pieces take milliseconds, and native kernels need none."""
         made = cls.__new__(cls)
         made.rank, made.modules, made.table, made.index = rank, modules, table, index
-        made._make_pieces = make_pieces
+        made._make_pieces, made._on_device = make_pieces, None
         return made
 
     @cached_property
     def pieces(self) -> LoraPieces:
         """As tensors."""
         return self._make_pieces()
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return table and index where kernels on a device can read them; copied once."""
+        if device.type == "cpu":
+            return self.table, self.index
+        if self._on_device is None:
+            self._on_device = self.table.to(device), self.index.to(device)
+        return self._on_device
 
 
 class LoraSegment(NamedTuple):
@@ -96,6 +105,15 @@ class LoraTargets:
         self.modules = frozenset(target.module for target in targets)
         rows = ((LORA_MODULES.index(module), column, outputs) for module, column, outputs in targets)
         self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
+        self._on_device: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return :attr:`numbers` where kernels on a device can read them; copied once."""
+        if device.type == "cpu":
+            return self.numbers
+        if self._on_device is None:
+            self._on_device = self.numbers.to(device)
+        return self._on_device
 
 
 class LoraBatch:
@@ -119,6 +137,18 @@ class LoraBatch:
         )
         padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
         self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
+        self._on_device: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
+        if device.type == "cpu":
+            return self.table
+        if self._on_device is None:
+            places = [segment.weights.on(device) for segment in self.segments]
+            pointers = [(table.data_ptr(), index.data_ptr()) for table, index in places]
+            rows = [(s.start, s.stop, *own) for s, own in zip(self.segments, pointers, strict=True)]
+            self._on_device = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+        return self._on_device
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
         """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""

@@ -21,11 +21,11 @@ class ReferenceKernels:
     """See ``kernels.base.Kernels`` for what each method computes.
 
     Args:
-        instead_of_native: why the fast backend does not compute, empty if it was not wanted; part of the name.
+        instead_of_faster: why the fast backend does not compute, empty if it was not wanted; part of the name.
     """
 
-    def __init__(self, instead_of_native: str = "") -> None:
-        self.name = f"reference ({instead_of_native})" if instead_of_native else "reference"
+    def __init__(self, instead_of_faster: str = "") -> None:
+        self.name = f"reference ({instead_of_faster})" if instead_of_faster else "reference"
 
     @property
     def threads(self) -> int:

@@ -1,0 +1,196 @@
+"""The Triton kernels in Triton's interpreter, against fp64, by the error that torch makes in the same dtype."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets
+from lorikeet.kernels.choose import ChoiceParameters, choose
+from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.reference import ReferenceKernels
+from tests.kernels import test_native_attention as attention
+from tests.kernels import test_native_lora as lora
+from tests.kernels.exactness import check_error
+from tests.kernels.test_native_choose import parameters
+from tests.kernels.test_native_elementwise import REFERENCE, Heads, _ExactNorms, random
+from tests.support.interpreter import round_to_nearest
+
+round_to_nearest()
+TRITON = TritonKernels()
+DTYPES = (torch.bfloat16, torch.float32)
+FEW = settings(max_examples=8)
+dtypes = st.sampled_from(DTYPES)
+rows = st.integers(1, 9)
+
+
+@FEW
+@given(rows, st.one_of(st.integers(1, 70), st.just(576)), st.booleans(), dtypes)
+def test_add_norm(rows: int, hidden: int, added: bool, dtype: torch.dtype) -> None:
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
+        delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
+        own, by_torch = x.clone(), x.clone()
+        found, torchs = (
+            backend.add_norm(each, delta, weight, 1e-5) for backend, each in ((TRITON, own), (REFERENCE, by_torch))
+        )
+        assert torch.equal(own, by_torch)
+        wide = by_torch.double()
+        return found, torchs, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    check_error("triton add_norm", draw)
+
+
+@FEW
+@given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
+def test_silu_mul(rows: int, columns: int, dtype: torch.dtype) -> None:
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        gate_up = random(rows, 2 * columns, dtype=dtype, seed=seed) * 4
+        return TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double())
+
+    check_error("triton silu_mul", draw)
+
+
+@FEW
+@given(
+    rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), st.booleans(),
+    dtypes,
+)  # fmt: skip
+def test_rotary_store(rows: int, group: int, kv_heads: int, half: int, normed: bool, dtype: torch.dtype) -> None:
+    def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, normed, dtype, seed)
+        found = heads.run(TRITON, dtype)  # type: ignore[arg-type]
+        return found[part], heads.run(REFERENCE, dtype)[part], heads.run(_ExactNorms(), torch.float64)[part]
+
+    for part, name in enumerate(("rotary", "store_kv")):
+        check_error(f"triton {name}", partial(draw, part=part))
+
+
+class Paged(attention.Case):
+    """A call of the attention kernel; its KV is a layer of an arena, so that it is strided."""
+
+    def by_triton(self) -> Tensor:
+        shape = self.shape
+        none = torch.zeros(0, dtype=torch.int64)
+        tables = torch.where(self.tables < len(self.kv), self.tables, 0)
+        batch = Batch(none, none, none, none, self.row_starts, self.contexts, tables, none)
+        arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
+        qkv = torch.cat((self.q, self.q[:, : (2 * shape.kv_heads - 2) * shape.head_dim]), dim=1)
+        return TRITON.attention(qkv, arena[:, 1], batch, shape.head_dim**-0.5, shape.window or None)
+
+
+lengths = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65]))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> attention.Shape:
+    """Decodes, prefills and what lies between, on both sides of the sizes that the kernel cuts at."""
+    sequences = []
+    for _ in range(draw(st.integers(1, 2))):
+        rows = draw(lengths)
+        sequences.append((rows, rows + draw(st.one_of(st.just(0), lengths))))
+    return attention.Shape(
+        sequences,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7])),
+        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 7])),
+        block_tokens=draw(st.sampled_from([1, 5, 16, 64])),
+        window=draw(st.sampled_from([0, 0, 1, 17, 100])),
+    )
+
+
+@FEW
+@given(shapes(), dtypes)
+def test_attention(shape: attention.Shape, dtype: torch.dtype) -> None:
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        case = Paged(shape, dtype, seed)
+        return case.by_triton(), case.by_torch(dtype), case.by_torch(torch.float64)
+
+    check_error("triton attention", draw)
+
+
+def test_a_nan_that_is_seen_is_not_hidden() -> None:
+    case = Paged(attention.Shape([(3, 40)]), torch.float32)
+    case.kv[case.tables[0, 0], 0, 3] = torch.nan
+    assert case.by_triton().isnan().all()
+
+
+def adapted(case: lora.Case, form: KernelForm = KernelForm.UNPADDED, layer: int = lora.LAYER) -> Tensor:
+    batch = LoraBatch([LoraSegment(*segment) for segment in case.segments], form)
+    return TRITON.linear(case.x, case.weight, None, LoraDelta(batch, layer, LoraTargets(*case.targets)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@FEW
+@given(st.data())
+def test_lora(dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(lora.cases(dtype))
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        again = lora.redrawn(case, seed)
+        return adapted(again), lora.dense(again, dtype), lora.dense(again, torch.float64)
+
+    check_error("triton linear_lora", draw)
+    if case.segments:
+        assert torch.equal(adapted(case), adapted(case, KernelForm.PADDED)), "padding changes no bit"
+
+
+def test_einsum_is_the_references() -> None:
+    targets = (LoraTarget("q", 0, 20), LoraTarget("v", 20, 12))
+    adapters = [lora.weights(16, targets, {"q": [rank], "v": [3]}, torch.float32, rank) for rank in (4, 9)]
+    case = lora.Case(targets, [(0, 3, adapters[0]), (4, 6, adapters[1])], torch.randn(7, 16), torch.randn(32, 16))
+    batch = LoraBatch([LoraSegment(*segment) for segment in case.segments], KernelForm.EINSUM)
+    delta = LoraDelta(batch, lora.LAYER, LoraTargets(*targets))
+    assert torch.equal(adapted(case, KernelForm.EINSUM), REFERENCE.linear(case.x, case.weight, None, delta))
+    assert torch.equal(adapted(case, layer=0), case.x @ case.weight.T), "the adapters leave layer 0 alone"
+
+
+@FEW
+@given(
+    seed=st.integers(0, 2**32),
+    vocab=st.sampled_from([1, 2, 7, 63, 64, 65, 1023, 1024, 1025, 4099]),
+    scale=st.sampled_from([0.01, 0.5, 3.0, 100.0]),
+    masked=st.sampled_from([0.0, 0.3, 0.99]),
+    dtype=dtypes,
+    asked=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.3, 1.0, 50.0]),
+            st.sampled_from([0, 1, 7, 300]),
+            st.sampled_from([1.0, 0.95, 0.5, 1e-6]),
+            st.sampled_from([0.0, 0.05, 1.0]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_chosen_tokens_are_the_references(
+    seed: int, vocab: int, scale: float, masked: float, dtype: torch.dtype, asked: list[tuple[float, int, float, float]]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(asked), vocab, generator=generator) * scale
+    hidden = torch.rand(logits.shape, generator=generator) < masked
+    hidden[:, 0] = False
+    logits = logits.masked_fill(hidden, -torch.inf).to(dtype)
+    temperature, top_k, top_p, min_p = zip(*asked, strict=True)
+    made: ChoiceParameters = parameters(len(asked), temperature, top_k, top_p, min_p, seed)
+    assert torch.equal(TRITON.choose(logits, made), choose(logits, made))
+
+
+def test_a_row_that_is_not_finite_has_no_token() -> None:
+    logits = torch.zeros(4, 100)
+    logits[1, 7], logits[2, 99] = torch.nan, torch.inf
+    logits[3] = -torch.inf
+    for temperature in (0.0, 1.0):
+        assert TRITON.choose(logits, parameters(4, temperature)).tolist()[1:] == [-1, -1, -1]
+
+
+def test_plain_products_are_the_librarys() -> None:
+    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+    packed = TRITON.pack(weight)
+    assert torch.equal(TRITON.linear(x, packed, bias), ReferenceKernels().linear(x, weight, bias))
+    TRITON.repack(weight * 2, packed)
+    assert torch.equal(TRITON.linear(x, packed, None), x @ weight.T)
