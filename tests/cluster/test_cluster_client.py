@@ -202,9 +202,9 @@ async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
 ) -> None:
     await until(lambda: both_there(client))
     client.know_adapters(adapters.values())
-    handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=150)]
+    handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=400)]
     handles.append(
-        client.submit(greedy("sampled", prompt(9), 120, adapters["b"], temperature=1.0, seed=3, presence_penalty=0.5))
+        client.submit(greedy("sampled", prompt(9), 400, adapters["b"], temperature=1.0, seed=3, presence_penalty=0.5))
     )
     for round_ in range(4):
         await begun(*handles, tokens=5 + 10 * round_)
