@@ -117,9 +117,7 @@ def test_ex_8d_what_exceeds_the_memory_is_swapped() -> None:
 
 
 def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:
-    moved = Request(
-        RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, attempt=1, output_token_ids=[7] * 30
-    )
+    moved = Request(RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, output_token_ids=[7] * 30)
     target = Bench(blocks=64, limits=Limits(max_running=8, max_step_tokens=256, max_model_tokens=256))
     target.tokens[moved.request_id] = list(moved.output_token_ids)  # which the client has: the next is number 31
     target.engine.submit(moved)

@@ -287,7 +287,8 @@ class ClusterClient:
         replica = self._replicas.get(replica_id)
         if replica is None:
             return  # it was removed, and says its last words
-        for handle, finished in self._streams.take(replica_id, outputs):
+        outputs = self._streams.current(replica_id, outputs)
+        for handle, finished in self._streams.take(outputs):
             self._moves.forget(handle.request.request_id)
             if finished.reason in _COMPLETE:
                 self._placer.answered(handle.request.digest, len(handle.token_ids))
@@ -361,7 +362,7 @@ class ClusterClient:
         self._files.end_retired()
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
-        request = handle.resumed()
+        request = handle.next_attempt()
         if request.adapter is not None:
             placed = self._files.carrier.placed(request.adapter.digest, replica_id)
             adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)

@@ -17,10 +17,11 @@ class FinishReason(StrEnum):
 
 
 class Queued(msgspec.Struct, frozen=True, tag=True):
-    """The engine took the request into its admission queue."""
+    """The engine took the request into its admission queue; this begins all that it tells of the attempt."""
 
     request_id: RequestId
     at_s: float
+    attempt: int = 0
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):

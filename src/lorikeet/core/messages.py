@@ -99,7 +99,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token of one request. (request, attempt, index) names it for ever, so duplicates can be dropped."""
+    """One token of one request. (request, attempt, index) names it for ever, so those of the past can be told."""
 
     request_id: RequestId
     attempt: int

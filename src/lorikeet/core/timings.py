@@ -44,18 +44,18 @@ class RequestTimings:
     preemptions: int = 0
 
     def apply(self, event: RequestEvent) -> None:
-        """Take one event in. First occurrences count; later attempts do not overwrite them."""
-        first_attempt = self.preemptions == 0 and self.first_token_s is None
+        """Take one event in. First occurrences count; later ones do not overwrite them."""
+        first_time = self.preemptions == 0 and self.first_token_s is None
         match event:
             case Queued():
                 self.queued_s = event.at_s if self.queued_s is None else self.queued_s
             case Admitted():
                 if self.admitted_s is None:
                     self.admitted_s, self.cached_tokens = event.at_s, event.cached_tokens
-            case AdapterArrived() if first_attempt and self.admitted_s is not None:
+            case AdapterArrived() if first_time and self.admitted_s is not None:
                 self.adapter_wait_s = event.at_s - self.admitted_s
                 self.kv_wait_s = max(0.0, self.kv_wait_s - self.adapter_wait_s)
-            case KvArrived() if first_attempt and self.admitted_s is not None:
+            case KvArrived() if first_time and self.admitted_s is not None:
                 self.kv_wait_s = event.at_s - self.admitted_s - self.adapter_wait_s
             case FirstToken():
                 self.first_token_s = event.at_s if self.first_token_s is None else self.first_token_s

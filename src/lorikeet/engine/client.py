@@ -167,7 +167,7 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY
-        self._keeper.send(Submit(request))
+        self._keeper.send(Submit(handle.next_attempt()))
         return handle
 
     def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -216,7 +216,7 @@ class EngineClient:
 
     def engine_told(self, keeper: EngineKeeper, outputs: StepOutputs) -> None:
         """Hand tokens and events on."""
-        self._streams.take(ONLY, outputs)
+        self._streams.take(self._streams.current(ONLY, outputs))
         for event in outputs.adapter_events:
             if isinstance(event, AdapterEvicted) and event.dropped:
                 self._drops.ended(event.digest, event.freed_bytes)
@@ -238,7 +238,7 @@ class EngineClient:
         self._keeper.know(self._known.values())
         for handle in self._streams:
             handle.replica = ONLY
-            self._keeper.send(Submit(handle.resumed()))
+            self._keeper.send(Submit(handle.next_attempt()))
         for digest in self._drops:  # after the requests, which may still run under them
             self._keeper.drop(digest)
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.events import Finished, FinishReason, Queued, RequestEvent
 from lorikeet.core.ids import ReplicaId, RequestId
-from lorikeet.core.messages import StepOutputs
+from lorikeet.core.messages import StepOutputs, TokenOutput
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 from lorikeet.core.timings import RequestTimings
@@ -40,8 +40,9 @@ class RequestHandle:
         timings: filled as events arrive.
         token_ids: received so far, earlier attempts of the request included.
         deaths: of engines that ran it.
-        attempt: the newest.
-        replica: where it is; what others tell of it is of the past. None: nowhere.
+        attempt: the newest; what is told of others is of the past.
+        is_queued: that attempt has reached its engine.
+        replica: where it is. None: nowhere.
         sent_s: when it was handed to that replica of a cluster, on this process's clock.
     """
 
@@ -50,7 +51,8 @@ class RequestHandle:
         self.timings = RequestTimings(request.arrival_s)
         self.token_ids = list(request.output_token_ids)
         self.deaths = 0
-        self.attempt = request.attempt
+        self.attempt = request.attempt - 1
+        self.is_queued = False
         self.replica: ReplicaId | None = None
         self.sent_s = 0.0
         self._abort = abort
@@ -78,9 +80,10 @@ class RequestHandle:
         """Hand an output to whoever iterates."""
         self._outputs.put_nowait(output)
 
-    def resumed(self) -> Request:
-        """Return the request as it goes on after what has arrived, as an attempt of its own."""
+    def next_attempt(self) -> Request:
+        """Return the request as it goes on after what has arrived, to be handed to an engine."""
         self.attempt += 1
+        self.is_queued = False
         return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
 
 
@@ -117,24 +120,28 @@ class Streams:
         handle = self._handles[request.request_id] = RequestHandle(request, abort)
         return handle
 
-    def take(self, replica: ReplicaId, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
-        """Hand on what a replica told: tokens once, in order, of requests that are there; return those that ended."""
+    def current(self, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:
+        """Return what a replica told without what is of the past: of requests that have ended or moved since.
+
+        A request may have come back there meanwhile: the end of its earlier attempt there is not its end.
+        """
+        events = tuple([event for event in outputs.events if self._is_current(replica, event)])
+        tokens = tuple([token for token in outputs.tokens if self._is_token_current(token)])
+        return msgspec.structs.replace(outputs, tokens=tokens, events=events)
+
+    def take(self, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
+        """Hand on what is current; return the requests that ended."""
         fresh: dict[RequestId, list[Token]] = {}
         for sampled in outputs.tokens:
-            handle = self._handles.get(sampled.request_id)
-            if handle is None or handle.replica != replica or sampled.index < len(handle.token_ids):
-                continue  # aborted here, moved, or already received from an earlier attempt
+            handle = self._handles[sampled.request_id]
             assert sampled.index == len(handle.token_ids), f"token {sampled.index} of {sampled.request_id} came early"
-            handle.attempt = max(handle.attempt, sampled.attempt)
             handle.token_ids.append(sampled.token.token_id)
             fresh.setdefault(sampled.request_id, []).append(sampled.token)
         ended: dict[RequestId, Finished] = {}
         for event in outputs.events:
-            handle = self._handles.get(event.request_id)
-            if handle is not None and handle.replica == replica:
-                handle.timings.apply(event)
-                if isinstance(event, Finished):
-                    ended[event.request_id] = event
+            self._handles[event.request_id].timings.apply(event)
+            if isinstance(event, Finished):
+                ended[event.request_id] = event
         handles = {request_id: self._handles[request_id] for request_id in fresh | ended}
         for request_id, handle in handles.items():
             output = Output(tuple(fresh.get(request_id, ())), ended.get(request_id))
@@ -143,6 +150,18 @@ class Streams:
             else:
                 self.end(handle, output)
         return [(handles[request_id], finished) for request_id, finished in ended.items()]
+
+    def _is_current(self, replica: ReplicaId, event: RequestEvent) -> bool:
+        handle = self._handles.get(event.request_id)
+        if handle is None or handle.replica != replica:
+            return False
+        if isinstance(event, Queued):
+            handle.is_queued = event.attempt == handle.attempt
+        return handle.is_queued
+
+    def _is_token_current(self, sampled: TokenOutput) -> bool:
+        handle = self._handles.get(sampled.request_id)
+        return handle is not None and handle.replica is not None and handle.attempt == sampled.attempt
 
     def died(self, handle: RequestHandle, code: int | None) -> bool:
         """Account for the death of the engine that ran a request; return whether the request goes on."""

@@ -90,10 +90,10 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a new or a resumed request; one that can never run ends at once with an error."""
+        self._outputs.events.append(Queued(request.request_id, now, request.attempt))
         if request.request_id in self._sequences:
             self._outputs.events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
             return
-        self._outputs.events.append(Queued(request.request_id, now))
         problem = self._why_impossible(request)
         if problem is not None:
             self._outputs.events.append(
@@ -244,7 +244,7 @@ class Scheduler:
         return True
 
     def _suspend(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence's blocks, and queue it again with its next attempt."""
+        """Take a sequence's blocks, and queue it again."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
         self.preemptions += 1

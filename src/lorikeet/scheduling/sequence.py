@@ -38,7 +38,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin where earlier attempts ended."""
+        """Begin where it ended before."""
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
 
     @property
@@ -53,7 +53,7 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated, earlier attempts included."""
+        """Tokens generated so far, here or elsewhere."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
@@ -94,9 +94,9 @@ class Sequence:
         )
 
     def export(self) -> Request:
-        """Return it as plain data that continues here or elsewhere, as its next attempt."""
+        """Return it as plain data that continues here or elsewhere."""
         return msgspec.structs.replace(
             self.request,
-            attempt=self.request.attempt + 1,
+            preemptions=self.request.preemptions + 1,
             output_token_ids=self.token_ids[self.prompt_tokens :],
         )

@@ -72,12 +72,12 @@ class ChameleonQueue(AdmissionQueue):
         expected = max(request.expected_tokens, len(request.output_token_ids) + 1)
         expected = max(expected, self._sent_back.pop(request.request_id, 0))
         sizes = Sizes(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
-        if not request.attempt:
+        if not request.is_resumed:
             self._arrivals.add(now, *sizes)
         first = self._counts["refreshes"] == 0 and len(self._arrivals) >= self._options.least_samples
         first = first and self.view.pace.is_known  # limits and durations come from it
         # One that comes back may do so while others are being admitted, from queues that must stay as they are.
-        if not request.attempt and (now >= self.due_s or first):
+        if not request.is_resumed and (now >= self.due_s or first):
             self._refresh(now)
         number = self._class_of(sizes)
         self._insert(Waiting(request, expected, sizes, may_pass=not passed_before), number, now)

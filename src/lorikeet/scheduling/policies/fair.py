@@ -152,7 +152,7 @@ class FairShares(AdmissionQueue):
         return self._turn[request.request_id]
 
     def _charge_prompt(self, request: Request) -> None:
-        if not request.attempt:
+        if not request.is_resumed:
             self._served[self._owner(request)] += INPUT_WEIGHT * len(request.prompt_token_ids)
         self._charged_tokens[request.request_id] = len(request.output_token_ids)
 
