@@ -123,7 +123,7 @@ def test_what_is_on_the_host_already_departs_at_once() -> None:
     source.step()
     again, second = let_go(source)
     assert second == first
-    assert again.preemptions == exported.preemptions + 1
+    assert again.exports == exported.exports + 1
 
 
 def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None:

@@ -165,7 +165,7 @@ def test_an_exported_request_goes_on_in_another_engine() -> None:
     for _ in range(4):
         here.step()
     moved = here.engine.export_request(RequestId("x"))
-    assert (moved.preemptions, moved.output_token_ids) == (1, here.tokens[RequestId("x")])
+    assert (moved.exports, moved.output_token_ids) == (1, here.tokens[RequestId("x")])
     there.tokens[RequestId("x")] = list(moved.output_token_ids)
     there.engine.submit(moved)
     there.run()

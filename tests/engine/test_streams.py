@@ -44,7 +44,7 @@ def test_the_first_attempt_is_the_request_itself() -> None:
     again = sent(handle, THERE)
     assert (again.attempt, again.output_token_ids, again.is_resumed) == (1, [100, 101], True)
     assert not handle.request.is_resumed
-    assert msgspec.structs.replace(handle.request, preemptions=1).is_resumed
+    assert msgspec.structs.replace(handle.request, exports=1).is_resumed
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -235,7 +235,7 @@ def test_an_interrupted_request_is_charged_for_what_comes_new_only() -> None:
     view.answers["x"] = x, 3
     queue.ended(x, 0.0)
     del view.answers["x"]
-    queue.add(msgspec.structs.replace(x, preemptions=1, output_token_ids=[5, 5, 5]), 0.0)
+    queue.add(msgspec.structs.replace(x, exports=1, output_token_ids=[5, 5, 5]), 0.0)
     assert admitted(queue) == ["x"]
     queue.review(0.0)
     assert queue.served("t") == 10 + 2 * 3
@@ -418,7 +418,7 @@ def test_every_request_leaves_the_queue_exactly_once(name: str, data: st.DataObj
                 del view.answers[request_id]
                 if data.draw(st.booleans()):
                     again = msgspec.structs.replace(
-                        running, preemptions=running.preemptions + 1, output_token_ids=[7] * (tokens + 3)
+                        running, exports=running.exports + 1, output_token_ids=[7] * (tokens + 3)
                     )
                     queue.add(again, 0.0)
                     waits[request_id] = again

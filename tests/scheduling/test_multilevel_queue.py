@@ -191,7 +191,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
         request.arrival_s,
         None,
         predicted_tokens=20,
-        preemptions=1,
+        exports=1,
         output_token_ids=[1] * 20,
     )
     queue.add(resumed, 2.0)
@@ -339,7 +339,7 @@ class Traffic:
                 request.arrival_s,
                 request.adapter,
                 predicted_tokens=request.predicted_tokens,
-                preemptions=request.preemptions + 1,
+                exports=request.exports + 1,
                 output_token_ids=[1] * made,
             )
             self.waiting[request.request_id] = resumed

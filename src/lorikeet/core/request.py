@@ -61,7 +61,7 @@ class Request(msgspec.Struct, frozen=True):
         slo: limits that it should meet, None for none.
         predicted_tokens: how many tokens its answer will have, as predicted when it arrived; None if nobody predicted.
         attempt: how often it was handed to an engine before; raised by whoever hands it over.
-        preemptions: how often an engine has taken it out to go on later, here or elsewhere.
+        exports: how often an engine has taken it out, preempted or not, to go on later, here or elsewhere.
         output_token_ids: tokens generated so far.
     """
 
@@ -75,7 +75,7 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo | None = None
     predicted_tokens: int | None = None
     attempt: int = 0
-    preemptions: int = 0
+    exports: int = 0
     output_token_ids: list[int] = msgspec.field(default_factory=list)
 
     @property
@@ -86,7 +86,7 @@ class Request(msgspec.Struct, frozen=True):
     @property
     def is_resumed(self) -> bool:
         """Whether an engine has had it before."""
-        return self.attempt > 0 or self.preemptions > 0
+        return self.attempt > 0 or self.exports > 0
 
     @property
     def expected_tokens(self) -> int:

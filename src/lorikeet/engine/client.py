@@ -167,7 +167,8 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY
-        self._keeper.send(Submit(handle.next_attempt()))
+        if self._keeper.alive:  # else it is sent when there is an engine again
+            self._keeper.send(Submit(handle.next_attempt()))
         return handle
 
     def know_adapters(self, refs: Iterable[AdapterRef]) -> None:

@@ -40,7 +40,8 @@ class RequestHandle:
         timings: filled as events arrive.
         token_ids: received so far, earlier attempts of the request included.
         deaths: of engines that ran it.
-        attempt: the newest; what is told of others is of the past.
+        attempt: the newest, one less than the request's own before it is first sent; what is told of others is of the
+            past.
         is_queued: that attempt has reached its engine.
         replica: where it is. None: nowhere.
         sent_s: when it was handed to that replica of a cluster, on this process's clock.
@@ -123,10 +124,11 @@ class Streams:
     def current(self, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:
         """Return what a replica told without what is of the past: of requests that have ended or moved since.
 
-        A request may have come back there meanwhile: the end of its earlier attempt there is not its end.
+        A request may have come back there meanwhile: the end of its earlier attempt there is not its end. It is noted
+        whose newest attempt has been queued, so this must see all that a replica tells once, in its order.
         """
         events = tuple([event for event in outputs.events if self._is_current(replica, event)])
-        tokens = tuple([token for token in outputs.tokens if self._is_token_current(token)])
+        tokens = tuple([token for token in outputs.tokens if self._is_token_current(replica, token)])
         return msgspec.structs.replace(outputs, tokens=tokens, events=events)
 
     def take(self, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
@@ -152,6 +154,7 @@ class Streams:
         return [(handles[request_id], finished) for request_id, finished in ended.items()]
 
     def _is_current(self, replica: ReplicaId, event: RequestEvent) -> bool:
+        """Tell whether an event is of the newest attempt, whose events ``Queued`` begins."""
         handle = self._handles.get(event.request_id)
         if handle is None or handle.replica != replica:
             return False
@@ -159,9 +162,9 @@ class Streams:
             handle.is_queued = event.attempt == handle.attempt
         return handle.is_queued
 
-    def _is_token_current(self, sampled: TokenOutput) -> bool:
+    def _is_token_current(self, replica: ReplicaId, sampled: TokenOutput) -> bool:
         handle = self._handles.get(sampled.request_id)
-        return handle is not None and handle.replica is not None and handle.attempt == sampled.attempt
+        return handle is not None and handle.replica == replica and handle.attempt == sampled.attempt
 
     def died(self, handle: RequestHandle, code: int | None) -> bool:
         """Account for the death of the engine that ran a request; return whether the request goes on."""

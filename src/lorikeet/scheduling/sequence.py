@@ -97,6 +97,6 @@ class Sequence:
         """Return it as plain data that continues here or elsewhere."""
         return msgspec.structs.replace(
             self.request,
-            preemptions=self.request.preemptions + 1,
+            exports=self.request.exports + 1,
             output_token_ids=self.token_ids[self.prompt_tokens :],
         )
