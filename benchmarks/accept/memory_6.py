@@ -18,7 +18,10 @@ from benchmarks.accept.memory_common import (
 from benchmarks.accept.runs import StoredRuns
 
 BOUNDS = {S_LORA: 1.4, DISCARDING: 1.2}
-BEYOND = 1.15
+NEAR = 1.15
+"""A searched peak is confirmed if the row meets the limit at the peak divided by this, and misses it at that many times
+the peak. At the peak itself the search ends where either may happen.
+"""
 
 
 @line(
@@ -26,7 +29,7 @@ BEYOND = 1.15
     title=f"Peak load under one limit on the mean TTFT, {SLO_TIMES} × elora's own without load",
     bound="elora ≥ "
     + ", ≥ ".join(f"{bound:g} × {rival}" for rival, bound in BOUNDS.items())
-    + f"; live, each row meets the limit at its peak and misses it at {BEYOND:g} × that",
+    + f"; live, each row meets the limit at its peak ÷ {NEAR:g}, and misses it at its peak × {NEAR:g}",
 )
 def run(runs: StoredRuns) -> Result:
     """Search by the profile of this machine, then probe every row twice."""
@@ -37,10 +40,10 @@ def run(runs: StoredRuns) -> Result:
         words = memory.words()
     times = {rival: peaks[OURS] / peaks[rival] for rival in RIVALS}
     failures = [f"{times[rival]:.2f} × {rival}" for rival, bound in BOUNDS.items() if times[rival] < bound]
-    for row, (at, beyond) in probes.items():
-        at_s, beyond_s = at["figures"]["ttft_mean_s"], beyond["figures"]["ttft_mean_s"]
-        if at_s > slo_s:
-            failures.append(f"{row} misses the limit live at its modelled peak ({at_s:.3f} s)")
+    for row, (below, beyond) in probes.items():
+        below_s, beyond_s = below["figures"]["ttft_mean_s"], beyond["figures"]["ttft_mean_s"]
+        if below_s > slo_s:
+            failures.append(f"{row} misses the limit live below its modelled peak ({below_s:.3f} s)")
         if beyond_s <= slo_s:
             failures.append(f"{row} meets the limit live beyond its modelled peak ({beyond_s:.3f} s)")
     return Result(
@@ -48,8 +51,8 @@ def run(runs: StoredRuns) -> Result:
             **{f"elora ÷ {rival}": ratio for rival, ratio in times.items()},
             "peaks": {row: f"{rate:.2f}/s" for row, rate in peaks.items()},
             "live": {
-                row: f"{at['figures']['ttft_mean_s']:.3f} s at it, {beyond['figures']['ttft_mean_s']:.3f} s beyond"
-                for row, (at, beyond) in probes.items()
+                row: "{:.3f} s below it, {:.3f} s beyond".format(*(run["figures"]["ttft_mean_s"] for run in found))
+                for row, found in probes.items()
             },
         },
         passed=not failures,
@@ -65,4 +68,4 @@ def run(runs: StoredRuns) -> Result:
 def _probe(memory: MemoryRuns, row: str) -> tuple[dict[str, Any], dict[str, Any]]:
     peak = memory.peak_rate(row)
     name = f"live-{part_name(row)}"
-    return memory.probe(f"{name}-at", row, peak), memory.probe(f"{name}-beyond", row, BEYOND * peak)
+    return memory.probe(f"{name}-below", row, peak / NEAR), memory.probe(f"{name}-beyond", row, NEAR * peak)
