@@ -83,6 +83,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
             cluster decide that need one.
         memory_bytes: size of the device arena; 0 takes a share of what is free.
+        memory_share: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
+            the largest step takes is measured at the start. Of no use with ``memory_bytes``, and on a CPU.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
         touch_memory: take all of both arenas from the system at the start, not as they fill. The start takes longer;
             requests do not wait for new memory, which a virtual machine can be slow to get.
@@ -110,6 +112,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     executor: ExecutorKind = ExecutorKind.TORCH
     profile: str = ""
     memory_bytes: Count = 0
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     host_memory_bytes: Count = 0
     touch_memory: bool = False
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

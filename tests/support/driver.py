@@ -206,9 +206,9 @@ class Models:
     adapters: dict[str, AdapterRef]
 
 
-def make_models(folder: Path) -> Models:
-    """Save them."""
-    make_checkpoint(folder / "base", "llama")
+def make_models(folder: Path, **overrides: Any) -> Models:
+    """Save them; sizes as in ``tests.models.checkpoints``."""
+    make_checkpoint(folder / "base", "llama", **overrides)
     geometry = read_model_config(folder / "base").geometry(4)
     options = {
         "narrow": {"r": 2, "target_modules": ["q_proj", "v_proj"]},

@@ -33,7 +33,6 @@ class Foreign(NamedTuple):
 
 _POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
-_SHARE = "use --memory SIZE (the default takes a share of what is free)"
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "models with experts are not served"
 _TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
@@ -56,8 +55,6 @@ FOREIGN: dict[str, Foreign] = {
     "--enable-moe-shared-loras": Foreign(_DENSE, value=False),
     "--max-lora-cls-labels": Foreign("only models that generate text are served, no classifiers"),
     "--max-lora-chunk-size": Foreign("the kernels choose their own chunks"),
-    "--gpu-memory-utilization": Foreign(_SHARE),
-    "--mem-fraction-static": Foreign(_SHARE),
     "--swap-space": Foreign(_HOST),
     "--kv-offloading-size": Foreign(_HOST),
     "--kv-offloading-backend": Foreign(_HOST),

@@ -75,6 +75,12 @@ FLAGS = (
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
     Flag(
+        "--gpu-memory-utilization --mem-fraction-static",
+        "engine.memory_share",
+        float,
+        "Of a GPU's memory, for weights, pool and steps together, unless --memory says what the pool gets.",
+    ),
+    Flag(
         "--host-memory",
         "engine.host_memory_bytes",
         int,

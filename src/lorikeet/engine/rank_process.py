@@ -14,10 +14,11 @@ import torch
 
 from lorikeet.config import Settings
 from lorikeet.core.plan import StepPlan, TransferDone
+from lorikeet.engine.arena_sizes import measured_step_bytes
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import allocate_arena, load_rank
+from lorikeet.engine.rank_setup import allocate_arena, load_rank, max_model_tokens
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.parallel import DistributedGroup, Group
 
@@ -92,6 +93,7 @@ def _serve(
     group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)
     report(Ready())
+    measured_step_bytes(settings, model, max_model_tokens(settings, model.config))
     message = TO_RANK.decode(connection.recv_bytes())
     if not isinstance(message, ArenaSizes):
         return

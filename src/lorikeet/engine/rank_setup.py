@@ -4,17 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.merging import Merger, linear_bytes
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels, torch_dtype
-from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
@@ -22,10 +20,7 @@ from lorikeet.models.parallel import Group
 from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.rows import MERGING_MODES, MergeBy, resolve_row
 
-_SHARE_OF_FREE = {"cpu": 0.4, "cuda": 0.85}
-_CPU_BYTES = 4 * 2**30
-_ADAPTER_BYTES = 4 * 2**30
-_SMALLEST_RANK = 8
+_DEVICES = ("cpu", "cuda")
 _PRISTINE_SHARE_OF_FREE = 0.5
 """Of a CUDA device: pristine weights that would take more stay on the host, and leave the rest to the arena."""
 
@@ -102,41 +97,6 @@ def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
     return asked or config.context_tokens
 
 
-def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Return how many blocks this rank's arena gets.
-
-    ``memory_bytes`` if given. Else a share of what is free now, but no more than all running sequences could fill at
-    full length beside some adapters, and on a CPU, whose memory others want too, no more than 4 GiB or the
-    least that works.
-
-    Raises:
-        ConfigError: that cannot hold the longest sequence and a small adapter.
-    """
-    engine = settings.engine
-    block_bytes = model.geometry.block_bytes(engine.block_tokens)
-    sequence_blocks = -(-longest_tokens // engine.block_tokens)
-    least_blocks = sequence_blocks + _small_adapter_blocks(settings, model.geometry)
-    if engine.memory_bytes:
-        blocks = engine.memory_bytes // block_bytes
-    else:
-        free_bytes = int(_free_bytes(model.device, engine.tensor_parallel) * _SHARE_OF_FREE[model.device.type])
-        useful_bytes = engine.max_running * sequence_blocks * block_bytes + _ADAPTER_BYTES
-        if model.device.type == "cpu":
-            useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
-        blocks = min(free_bytes, useful_bytes) // block_bytes
-    if blocks < least_blocks:
-        raise ConfigError(
-            f"an arena of {blocks * block_bytes:,} bytes is too small: one sequence of {longest_tokens} tokens and a "
-            f"small adapter take {least_blocks * block_bytes:,}; raise memory_bytes or lower max_model_tokens"
-        )
-    return blocks
-
-
-def host_arena_blocks(settings: Settings, model: RankModel) -> int:
-    """Return how many blocks this rank's host arena gets; none unless a size is given."""
-    return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_tokens)
-
-
 def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
     """Return the arena, ``[blocks, elements]``.
 
@@ -159,8 +119,8 @@ def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
 
 def _device(settings: Settings, rank: int) -> torch.device:
     name = settings.engine.device
-    if name not in _SHARE_OF_FREE:
-        raise ConfigError(f"device: {name!r} is not one of {', '.join(_SHARE_OF_FREE)}")
+    if name not in _DEVICES:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
     if name == "cuda" and torch.cuda.device_count() <= rank:
         raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
@@ -170,21 +130,5 @@ def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: Mer
     """Return where pristine weights are kept: on the device if they fit, but models that are swapped on the host."""
     if device.type == "cpu":
         return device
-    fits = linear_bytes(weights) <= _PRISTINE_SHARE_OF_FREE * _free_bytes(device, ranks=1)
+    fits = linear_bytes(weights) <= _PRISTINE_SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
     return device if fits and merge_by is MergeBy.DELTA else torch.device("cpu")
-
-
-def _small_adapter_blocks(settings: Settings, geometry: ModelGeometry) -> int:
-    if not settings.adapters.enabled:
-        return 0
-    ranks = dict.fromkeys(LORA_MODULES, (_SMALLEST_RANK,) * geometry.layers)
-    try:
-        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_tokens)).blocks
-    except ValueError as error:
-        raise ConfigError(f"block_tokens: {error}; make blocks larger, or disable adapters") from error
-
-
-def _free_bytes(device: torch.device, ranks: int) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available) // ranks

@@ -12,6 +12,7 @@ from torch import Tensor
 from lorikeet.config import Settings
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
+from lorikeet.engine.arena_sizes import arena_blocks, host_arena_blocks
 from lorikeet.engine.cores import CoreShare, asked_threads
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_transfers import FinishedTransfers
@@ -19,14 +20,7 @@ from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import (
-    RankModel,
-    allocate_arena,
-    arena_blocks,
-    host_arena_blocks,
-    load_rank,
-    max_model_tokens,
-)
+from lorikeet.engine.rank_setup import RankModel, allocate_arena, load_rank, max_model_tokens
 from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.sequences import Sequence as RankSequence
 from lorikeet.engine.tensor_parallel import RankProcesses

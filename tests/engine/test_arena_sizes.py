@@ -1,0 +1,95 @@
+"""How much memory a rank's arena gets, and the step that is measured for it."""
+
+import pytest
+from torch import Tensor
+
+from lorikeet.config import AdapterSettings, EngineSettings, Settings
+from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.engine import arena_sizes
+from lorikeet.engine.arena_sizes import measured_step_bytes, share_left_bytes
+from lorikeet.engine.largest_step import run_largest_step
+from lorikeet.engine.rank_setup import RankModel, load_rank
+from lorikeet.kernels.base import Batch
+from lorikeet.models.decoder import Decoder
+from lorikeet.models.parallel import SingleGroup
+from tests.models.checkpoints import make_checkpoint
+from tests.support.driver import fp32_settings
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "free", "step", "left"),
+    [
+        (0.9, 80, 64, 4, 52),
+        (1.0, 80, 64, 0, 64),
+        (0.5, 80, 64, 4, 20),
+        (0.2, 80, 64, 4, 0),
+    ],
+)
+def test_the_share_is_of_the_whole_device_and_others_count(
+    share: float, total: int, free: int, step: int, left: int
+) -> None:
+    assert share_left_bytes(share, total * GIB, free * GIB, step * GIB) == left * GIB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "llama", num_hidden_layers=2)
+    return load_rank(fp32_settings(kernels="reference"), folder, SingleGroup())
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "running", "longest", "lengths"),
+    [
+        (40, 4, 64, [37, 1, 1, 1]),
+        (40, 4, 16, [16, 16, 7, 1]),
+        (40, 2, 16, [16, 16]),
+        (3, 8, 16, [1, 1, 1]),
+    ],
+)
+def test_the_largest_step_has_all_tokens_and_sequences_and_a_whole_adapter(
+    model: RankModel,
+    monkeypatch: pytest.MonkeyPatch,
+    step_tokens: int,
+    running: int,
+    longest: int,
+    lengths: list[int],
+) -> None:
+    seen: list[Batch] = []
+    forward = Decoder.forward
+
+    def noted(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
+        seen.append(batch)
+        return forward(self, batch, kv, logits=logits)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    engine = EngineSettings(block_tokens=4, max_step_tokens=step_tokens, max_running=running)
+    assert run_largest_step(model, engine, 24, longest)
+    (batch,) = seen
+    assert batch.row_starts.diff().tolist() == lengths
+    assert len(batch.sample_rows) == len(lengths)
+    assert batch.lora is not None
+    assert (batch.lora.largest_rank, batch.lora.modules) == (24, frozenset(LORA_MODULES))
+    run_largest_step(model, engine, 0, longest)
+    assert seen[-1].lora is None
+
+
+def test_only_a_gpu_whose_pool_has_no_size_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measure(model: object, engine: object, rank: int, longest_tokens: int) -> int:
+        asked.append(rank)
+        return 7
+
+    monkeypatch.setattr(arena_sizes, "measure_step_bytes", measure)
+    settings = fp32_settings(memory_bytes=0)
+    assert measured_step_bytes(settings, model, 64) == 0
+    on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})
+    assert measured_step_bytes(fp32_settings(), on_gpu, 64) == 0
+    assert measured_step_bytes(settings, on_gpu, 64) == 7
+    for adapters, rank in ((AdapterSettings(max_rank=32), 32), (AdapterSettings(enabled=False), 0)):
+        assert measured_step_bytes(Settings(settings.model, settings.engine, adapters), on_gpu, 64) == 7
+        assert asked[-1] == rank
+    assert asked[0] == 128
