@@ -99,6 +99,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
             installed and fit dtype and device.
+        enforce_eager: call every kernel of every step; else steps in which all decode are captured as graphs and
+            replayed, on a GPU without tensor parallelism.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
         host_lora_workers: processes that compute what adapters add to prefills while they are on their way from the
@@ -124,6 +126,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel: Positive = 1
     device: str = "cpu"
     kernels: str = "auto"
+    enforce_eager: bool = False
     threads: Count = 0
     load_threads: Positive = 1
     host_lora_workers: Count = 1

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from lorikeet.engine.copies import Copier, Group
+from lorikeet.engine.device import Device
+from lorikeet.engine.devices import Cpu
 from lorikeet.engine.transfer_counts import TransferCounts, Work, Worker
+from tests.support.late_device import LateDevice
 
 BLOCK = torch.arange(128, dtype=torch.float32)
 
@@ -20,11 +23,21 @@ class Queue:
 
     def __init__(self, *groups: Group[str]) -> None:
         self.groups = deque(groups)
+        self.turns: list[str] = []
         self.done: list[tuple[str, str | None]] = []
         self.changed = threading.Condition()
 
     def take(self) -> Group[str] | None:
-        return self.groups.popleft() if self.groups else None
+        with self.changed:
+            self.changed.notify_all()
+            return self.groups.popleft() if self.groups else None
+
+    def turn(self, group: Group[str]) -> None:
+        self.turns.append(group.job)
+
+    def wait_until_left(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.groups) == count, 60.0)
 
     def note(self, group: Group[str], error: str | None) -> None:
         with self.changed:
@@ -36,16 +49,23 @@ class Queue:
             assert self.changed.wait_for(lambda: len(self.done) == count, 60.0)
 
 
-def group(name: str, targets: Tensor) -> Group[str]:
+def group(name: str, targets: Tensor, device: Device | None = None) -> Group[str]:
     """Copies of ``BLOCK``, each with another number added."""
-    return Group(name, [BLOCK + i for i in range(len(targets))], list(targets))
+    sources = torch.stack([BLOCK + i for i in range(len(targets))])
+    made = device or Cpu()
+    made.register(sources)
+    return Group(name, made.steps.mark(), list(sources), list(targets))
 
 
 @contextmanager
-def copying(queue: Queue, link_bytes_per_s: float = 0.0) -> Iterator[tuple[Copier[str], TransferCounts]]:
+def copying(
+    queue: Queue, link_bytes_per_s: float = 0.0, device: Device | None = None
+) -> Iterator[tuple[Copier[str], TransferCounts]]:
     """A copier at work."""
-    counts = TransferCounts()
-    copier = Copier("copier", queue.take, queue.note, link_bytes_per_s, counts)
+    counts, made = TransferCounts(), device or Cpu()
+    copier = Copier(
+        "copier", made.stream(), made.copies_ahead, queue.take, queue.turn, queue.note, link_bytes_per_s, counts
+    )
     try:
         yield copier, counts
     finally:
@@ -69,7 +89,7 @@ def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_bl
 
 def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
     target = torch.zeros(1, 128)
-    queue = Queue(Group("wrong", [BLOCK[:100]], [target[0]]), group("right", target))
+    queue = Queue(Group("wrong", Cpu().mark(), [BLOCK[:100]], [target[0]]), group("right", target))
     with copying(queue):
         queue.wait_for(2)
     (wrong, error), right = queue.done
@@ -98,3 +118,63 @@ def test_closing_does_not_wait_for_a_slow_link() -> None:
 
     with copying(Noticed(group("", torch.zeros(1, 128))), link_bytes_per_s=1e-6):
         assert begun.wait(60.0)
+
+
+def test_the_next_group_is_begun_while_one_is_copied_and_none_is_done_before_it_is() -> None:
+    device, targets, queue = LateDevice(), torch.zeros(4, 2, 128), Queue()
+    groups = [group(str(number), target, device) for number, target in enumerate(targets)]
+    with copying(queue, device=device) as (copier, _):
+        with device.hold():
+            queue.groups.extend(groups)
+            copier.wake()
+            queue.wait_until_left(2)
+            device.wait_until_awaited()
+            assert len(queue.groups) == 2, "two are in flight, and no third is asked for"
+            assert queue.turns == ["0"]
+            assert not targets.any()
+            assert not queue.done
+        queue.wait_for(4)
+    assert queue.done == [(str(number), None) for number in range(4)]
+    assert queue.turns == ["0", "1", "2", "3"]
+    assert torch.equal(targets, torch.stack([BLOCK, BLOCK + 1]).expand(4, 2, 128))
+    assert device.faults == []
+
+
+def test_a_group_that_fails_late_or_in_part_is_told_when_nothing_of_it_is_in_flight() -> None:
+    device, targets = LateDevice(), torch.zeros(4, 2, 128)
+    first, second, third, fourth = (group(str(number), target, device) for number, target in enumerate(targets))
+    device.failing.add(0)
+    device.unmarked.add(3)
+    in_part = second._replace(targets=[second.targets[0], second.targets[1][:100]])
+    with copying(queue := Queue(first, in_part, third, fourth), device=device):
+        queue.wait_for(4)
+    assert queue.done == [
+        ("0", "the copy has failed"),
+        ("1", "the size of pair 1 does not match"),
+        ("2", None),
+        ("3", "the device has failed"),
+    ]
+    assert torch.equal(targets[1][0], BLOCK), "it had begun"
+    assert torch.equal(targets[2], torch.stack([BLOCK, BLOCK + 1]))
+    assert device.copies == 3
+    assert device.faults == []
+
+
+def test_closing_waits_for_what_is_in_flight_and_begins_nothing() -> None:
+    device, targets, queue = LateDevice(), torch.zeros(3, 1, 128), Queue()
+    groups = [group(str(number), target, device) for number, target in enumerate(targets)]
+    with copying(queue, device=device) as (copier, _):
+        closing = threading.Thread(target=copier.close)
+        with device.hold():
+            queue.groups.extend(groups)
+            copier.wake()
+            queue.wait_until_left(1)
+            device.wait_until_awaited()
+            closing.start()
+            closing.join(0.05)
+            assert closing.is_alive()
+            assert not queue.done
+        closing.join(60.0)
+        assert not closing.is_alive()
+    assert queue.done == [("0", None), ("1", None)]
+    assert len(queue.groups) == 1

@@ -25,6 +25,8 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.engine import helper_process, transfers
+from lorikeet.engine.device import Device
+from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.transfer_counts import Work
@@ -33,6 +35,7 @@ from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.packing import pack
 from tests.adapters.builders import geometry
+from tests.support.late_device import LateDevice
 
 ELEMENTS, DEVICE_BLOCKS, HOST_BLOCKS, GROUP_BLOCKS = 128, 1200, 600, 3
 BLOCK_BYTES = ELEMENTS * 4
@@ -62,13 +65,17 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, AdapterRef]:
 class Bench:
     """A rank's arenas, scattered blocks of them, and all transfers that have ended."""
 
-    def __init__(self, host_blocks: int, rank: int, size: int, settings: EngineSettings) -> None:
+    def __init__(
+        self, host_blocks: int, rank: int, size: int, settings: EngineSettings, device: Device | None = None
+    ) -> None:
         self.geometry = geometry(size)
         self.arena = torch.zeros(DEVICE_BLOCKS, ELEMENTS)
         self._changed = threading.Condition()
         self._ids = itertools.count()
         process = start_loader_process()
-        self.transfers = Transfers(self.arena, host_blocks, self.geometry, rank, size, process, settings, self._note)
+        self.transfers = Transfers(
+            self.arena, host_blocks, self.geometry, rank, size, process, settings, self._note, device
+        )
         self.host = self.transfers.host
         self.clear()
 
@@ -141,18 +148,25 @@ class Bench:
 
 
 @contextmanager
-def moving(host_blocks: int = HOST_BLOCKS, rank: int = 0, size: int = 1, **settings: float) -> Iterator[Bench]:
-    bench = Bench(host_blocks, rank, size, msgspec.convert(settings, EngineSettings))
+def moving(
+    host_blocks: int = HOST_BLOCKS, rank: int = 0, size: int = 1, device: Device | None = None, **settings: float
+) -> Iterator[Bench]:
+    bench = Bench(host_blocks, rank, size, msgspec.convert(settings, EngineSettings), device)
     try:
         yield bench
     finally:
         bench.transfers.close()
 
 
-@pytest.fixture(scope="module")
-def unpaced() -> Iterator[Bench]:
-    with moving() as made:
+@pytest.fixture(scope="module", params=[Cpu, LateDevice])
+def unpaced(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """Without a declared link; also on a device whose copies are done late, for the same to come true."""
+    device: Device = request.param()
+    with moving(device=device) as made:
         yield made
+    if isinstance(device, LateDevice):
+        assert device.copies
+        assert device.faults == []
 
 
 @pytest.fixture

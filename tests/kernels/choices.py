@@ -1,10 +1,15 @@
-"""The filters of sampling, slowly and obviously."""
+"""The filters of sampling, slowly and obviously, and tokens beside those of the reference."""
 
 import math
 
+import torch
 from hypothesis import strategies as st
 
+from lorikeet.kernels.choose import ChoiceParameters, choose
+
 VOCAB = 24
+ROUNDING = 2e-6
+"""Sums of probabilities in another order differ by less; whether a token at the edge of top-p is kept may, too."""
 
 filters = st.fixed_dictionaries(
     {
@@ -30,3 +35,11 @@ def kept_slowly(logits: list[float], top_k: int, top_p: float, min_p: float) -> 
         kept.add(token)
         mass += math.exp(logits[token]) / total
     return kept
+
+
+def check_chosen(chosen: torch.Tensor, logits: torch.Tensor, asked: ChoiceParameters) -> None:
+    """Do nothing if tokens are those of the reference, but for roundings at the edge of top-p."""
+    right = choose(logits, asked)
+    if not torch.equal(chosen, right):
+        others = [choose(logits, asked._replace(top_p=asked.top_p + shift)) for shift in (-ROUNDING, ROUNDING)]
+        assert ((chosen == right) | (chosen == others[0]) | (chosen == others[1])).all(), (chosen, right, asked)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets
-from lorikeet.kernels.choose import ChoiceParameters, choose
+from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
+from tests.kernels.choices import check_chosen
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_choose import parameters
 from tests.kernels.test_native_elementwise import REFERENCE, Heads, _ExactNorms, random
@@ -177,7 +178,7 @@ def test_chosen_tokens_are_the_references(
     logits = logits.masked_fill(hidden, -torch.inf).to(dtype)
     temperature, top_k, top_p, min_p = zip(*asked, strict=True)
     made: ChoiceParameters = parameters(len(asked), temperature, top_k, top_p, min_p, seed)
-    assert torch.equal(TRITON.choose(logits, made), choose(logits, made))
+    check_chosen(TRITON.choose(logits, made), logits, made)
 
 
 def test_a_row_that_is_not_finite_has_no_token() -> None:

@@ -64,7 +64,6 @@ FOREIGN: dict[str, Foreign] = {
     "--scheduling-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
     "--schedule-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
     "--enable-chunked-prefill": Foreign(_ALWAYS, value=False, same=("",)),
-    "--enforce-eager": Foreign(_ALWAYS, value=False, same=("",)),
     "--seed": Foreign("every request without a seed gets one of its own; weights of --load-format dummy are fixed"),
     "--trust-remote-code": Foreign("code from model repositories is never run", value=False),
     "--disable-log-requests": Foreign(_ALWAYS, value=False, same=("",)),

@@ -103,6 +103,9 @@ FLAGS = (
     Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
+    Flag(
+        "--enforce-eager --disable-cuda-graph", "engine.enforce_eager", bool, "Do not capture decode steps as graphs."
+    ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),

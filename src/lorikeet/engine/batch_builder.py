@@ -86,8 +86,7 @@ def build_batch(
     Raises:
         ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
     """
-    for row in rows:
-        _check(row, block_tokens)
+    check_rows(rows, block_tokens)
     counts = np.array([row.tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     stops = np.cumsum(counts)
@@ -99,8 +98,6 @@ def build_batch(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     sampling = np.array([row.samples for row in rows], dtype=bool)
-    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
-    runs = adapter_rows(added, counts.tolist())
     return Batch(
         token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
         positions=tensor(positions),
@@ -117,22 +114,40 @@ def build_batch(
         contexts=tensor(starts + counts),
         block_tables=tensor(_padded(tables)),
         sample_rows=tensor(stops[sampling] - 1),
-        lora=LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None,
+        lora=lora_batch(rows, weights, form, merged),
     )
 
 
-def _check(row: BatchRow, block_tokens: int) -> None:
-    context, sequence = row.start + row.tokens, row.sequence
-    if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
-        raise ValueError(
-            f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
-            f"it has {len(sequence.token_ids)}"
-        )
-    if _blocks(context, block_tokens) > len(sequence.blocks):
-        raise ValueError(
-            f"request {sequence.request_id}: {context} tokens do not fit its {len(sequence.blocks)} blocks "
-            f"of {block_tokens}"
-        )
+def lora_batch(
+    rows: Sequence[BatchRow],
+    weights: Mapping[AdapterDigest, LoraWeights],
+    form: KernelForm = KernelForm.UNPADDED,
+    merged: AdapterDigest | None = None,
+) -> LoraBatch | None:
+    """Return the adapters of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
+    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
+    runs = adapter_rows(added, [row.tokens for row in rows])
+    return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None
+
+
+def check_rows(rows: Sequence[BatchRow], block_tokens: int) -> None:
+    """Do nothing if every sequence has the tokens and blocks that it is asked to compute.
+
+    Raises:
+        ValueError: one has not; the message names its request.
+    """
+    for row in rows:
+        context, sequence = row.start + row.tokens, row.sequence
+        if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
+            raise ValueError(
+                f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
+                f"it has {len(sequence.token_ids)}"
+            )
+        if _blocks(context, block_tokens) > len(sequence.blocks):
+            raise ValueError(
+                f"request {sequence.request_id}: {context} tokens do not fit its {len(sequence.blocks)} blocks "
+                f"of {block_tokens}"
+            )
 
 
 def _blocks(tokens: int, block_tokens: int) -> int:

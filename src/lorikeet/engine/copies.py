@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from lorikeet.engine.cores import compute_alone
+from lorikeet.engine.device import Mark, Stream
 from lorikeet.engine.transfer_counts import TransferCounts, Work
 
 GROUP_BYTES = 2 * 2**20
@@ -21,12 +23,22 @@ class Group(NamedTuple, Generic[Job]):
 
     Attributes:
         job: what they belong to.
+        after: they are copied once the work before this mark is done.
         sources, targets: ``[elements]`` each, blocks of an arena.
     """
 
     job: Job
+    after: Mark
     sources: list[Tensor]
     targets: list[Tensor]
+
+
+class _Begun(NamedTuple, Generic[Job]):
+    group: Group[Job]
+    began_s: float
+    mark: Mark | None
+    """None if the device has failed."""
+    error: str | None
 
 
 class Copier(Generic[Job]):
@@ -37,7 +49,10 @@ class Copier(Generic[Job]):
 
     Args:
         name: of the thread.
+        stream: copies; nobody else uses it.
+        ahead: groups that are given to it before the first of them is done.
         take: returns the next group, None if there is none now.
+        on_turn: called with each group when those before it are done.
         on_done: called after each group, with why it failed, None if it did not.
         link_bytes_per_s: of the declared link, 0 for none.
         counts: where copies of blocks are counted.
@@ -46,12 +61,18 @@ class Copier(Generic[Job]):
     def __init__(
         self,
         name: str,
+        stream: Stream,
+        ahead: int,
         take: Callable[[], Group[Job] | None],
+        on_turn: Callable[[Group[Job]], None],
         on_done: Callable[[Group[Job], str | None], None],
         link_bytes_per_s: float,
         counts: TransferCounts,
     ) -> None:
+        self._stream = stream
+        self._ahead = ahead
         self._take = take
+        self._on_turn = on_turn
         self._on_done = on_done
         self._link_bytes_per_s = link_bytes_per_s
         self._counts = counts
@@ -72,27 +93,49 @@ class Copier(Generic[Job]):
 
     def _run(self) -> None:
         compute_alone()
+        begun: deque[_Begun[Job]] = deque()
         link_free_s: float | None = None
-        while not self._closing.is_set():
+        while begun or not self._closing.is_set():
             self._woken.clear()
-            group = self._take()
-            if group is None:
+            has_room = len(begun) < self._ahead and not self._closing.is_set()
+            group = self._take() if has_room else None
+            if group is not None:
+                begun.append(self._begin(group))
+                if len(begun) == 1:
+                    self._on_turn(group)
+            elif begun:
+                link_free_s = self._end(begun.popleft(), link_free_s)
+                if begun:
+                    self._on_turn(begun[0].group)
+            elif not self._closing.is_set():
                 self._woken.wait()
                 link_free_s = None
-                continue
-            began_s = time.monotonic()
-            error = self._copy(group)
-            if self._link_bytes_per_s:
-                begins_s = began_s if link_free_s is None else link_free_s
-                link_free_s = begins_s + sum(block.nbytes for block in group.sources) / self._link_bytes_per_s
-                self._closing.wait(max(0.0, link_free_s - time.monotonic()))
-            self._on_done(group, error)
 
-    def _copy(self, group: Group[Job]) -> str | None:
+    def _begin(self, group: Group[Job]) -> _Begun[Job]:
         self._counts.note(Work.COPY, len(group.sources))
+        began_s, mark, error = time.monotonic(), None, None
         try:
-            for source, target in zip(group.sources, group.targets, strict=True):
-                target.copy_(source)
-        except RuntimeError as error:  # a device may refuse; its transfer fails, and no other
-            return str(error)
-        return None
+            self._stream.follow(group.after)
+            self._stream.copy(group.sources, group.targets)
+        except RuntimeError as failure:  # a device may refuse; its transfer fails, and no other
+            error = str(failure)
+        try:
+            mark = self._stream.mark()  # some of the copies may have begun all the same
+        except RuntimeError as failure:
+            error = error or str(failure)
+        return _Begun(group, began_s, mark, error)
+
+    def _end(self, begun: _Begun[Job], link_free_s: float | None) -> float | None:
+        """See a group to its end; return when the link is free again, if it is a declared one."""
+        group, began_s, mark, error = begun
+        try:
+            if mark is not None:
+                mark.wait()
+        except RuntimeError as failure:
+            error = str(failure)
+        if self._link_bytes_per_s:
+            begins_s = began_s if link_free_s is None else link_free_s
+            link_free_s = begins_s + sum(block.nbytes for block in group.sources) / self._link_bytes_per_s
+            self._closing.wait(max(0.0, link_free_s - time.monotonic()))
+        self._on_done(group, error)
+        return link_free_s

@@ -1,7 +1,6 @@
 """What every tensor-parallel rank does with a plan: keep its sequences, run its share of the decoder."""
 
 import time
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -11,14 +10,14 @@ from torch import Tensor
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
 from lorikeet.engine.arrival import Arrival
-from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.batch_builder import BatchRow, build_batch, check_rows, lora_batch
 from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.engine.transfers import Transfers
-from lorikeet.kernels.base import LoraWeights, kv_view
+from lorikeet.kernels.base import LoraBatch, LoraWeights, kv_view
 
 
 class Rank:
@@ -93,17 +92,10 @@ class Rank:
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
         """
-        rows = [
-            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
-            for step in plan.sequences
-        ]
-        used = {row.sequence.adapter for row in rows}
-        merged = plan.merged
-        if merged is not None and used != {merged}:
-            raise ExecutorError(f"step {plan.step}: only adapter {merged} can run while it is merged")
+        rows = self._rows(plan, ran)
         try:
-            weights, arrivals = self._adapters({d for d in used if d is not None and d != merged}, plan)
-            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form, merged)
+            weights, arrivals = self._adapters(rows, plan)
+            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form, plan.merged)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         if not arrivals:
@@ -112,6 +104,20 @@ class Rank:
             raise ExecutorError(f"step {plan.step}: prefills are to be assisted, but there are no host workers")
         with self._host_lora.assisting(batch.lora, arrivals) as assist:
             return self._decoder.forward(replace(batch, assist=assist), self._kv, logits=logits)
+
+    def decodes(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
+        """Return the sequences of a step in which all decode, and their adapters; none is still on its way.
+
+        Raises:
+            ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
+        """
+        rows = self._rows(plan, ran)
+        try:
+            check_rows(rows, self._block_tokens)
+        except ValueError as error:
+            raise ExecutorError(f"step {plan.step}: {error}") from error
+        weights, _ = self._adapters(rows, plan)
+        return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
         """Append one sampled token to each of ``steps``, which are those that sample."""
@@ -128,13 +134,22 @@ class Rank:
             raise ExecutorError(f"request {request_id} runs, but was never started")
         return self._sequences[request_id]
 
-    def _adapters(
-        self, digests: Collection[AdapterDigest], plan: StepPlan
-    ) -> tuple[dict[AdapterDigest, LoraWeights], list[Arrival]]:
+    def _rows(self, plan: StepPlan, ran: int) -> list[BatchRow]:
+        """Return the sequences of a plan's step."""
+        rows = [
+            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
+            for step in plan.sequences
+        ]
+        if plan.merged is not None and any(row.sequence.adapter != plan.merged for row in rows):
+            raise ExecutorError(f"step {plan.step}: only adapter {plan.merged} can run while it is merged")
+        return rows
+
+    def _adapters(self, rows: Seq[BatchRow], plan: StepPlan) -> tuple[dict[AdapterDigest, LoraWeights], list[Arrival]]:
         """Return where the weights of each adapter lie, and of those that have not all arrived what has."""
         weights: dict[AdapterDigest, LoraWeights] = {}
         arrivals = []
-        for digest in digests:
+        for digest in {row.sequence.adapter for row in rows} - {None, plan.merged}:
+            assert digest is not None
             arrival = self._transfers.arrival(digest) if digest in plan.assisted else None
             if arrival is not None:
                 arrivals.append(arrival)

@@ -81,19 +81,29 @@ class Sampler:
         rows = self._rows_of(sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
         rows.chosen.position.numpy()[:] = positions
-        token_ids: list[int] = self._choose(logits, rows.chosen).tolist()
+        token_ids: list[int] = self._choose(logits, rows.chosen.on(logits.device)).tolist()
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[list(rows.edited)].float()
             for edited_row, i in zip(edited, rows.edited, strict=True):
                 edit_logits(edited_row, sequences[i])
-            for i, token_id in zip(rows.edited, self._choose(edited, rows.chosen_edited).tolist(), strict=True):
+            chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
+            for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 token_ids[i] = -1 if token_ids[i] < 0 else token_id
         tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
         for i in rows.reported:
             if tokens[i] is not None:
                 tokens[i] = _with_logprobs(logits[i], token_ids[i], sequences[i].sampling.logprobs or 0)
         return tokens
+
+    def parameters(self, sequences: Sequence[Sampled]) -> ChoiceParameters:
+        """Return how the tokens of sequences are chosen, positions aside; those that are edited are greedy in it."""
+        return self._rows_of(sequences).chosen
+
+    def needs_nothing_more(self, sequences: Sequence[Sampled]) -> bool:
+        """Whether ``choose`` with these parameters is all that these sequences want, now and later."""
+        rows = self._rows_of(sequences)
+        return not rows.edited and not rows.reported
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Rows:
         known = self._rows

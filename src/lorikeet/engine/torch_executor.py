@@ -14,6 +14,7 @@ from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.arena_sizes import arena_blocks, host_arena_blocks
 from lorikeet.engine.cores import CoreShare, asked_threads
+from lorikeet.engine.decode_graphs import DecodeGraphs, build_graphs
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.finished_transfers import FinishedTransfers
 from lorikeet.engine.host_lora.assist import HostLora
@@ -23,6 +24,7 @@ from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import RankModel, allocate_arena, load_rank, max_model_tokens
 from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.sequences import Sequence as RankSequence
+from lorikeet.engine.stepping import Called, Replayed, Stepping, can_be_replayed
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.config import ModelConfig, read_model_config
@@ -91,6 +93,7 @@ class TorchExecutor:
         peers: the other ranks.
         host_lora: computes for adapters that are on their way; also an attribute, for its counters. None if plans
             never ask for it.
+        graphs: of steps in which all decode; None if these are called as others are.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class TorchExecutor:
         transfers: Transfers,
         peers: Peers | None = None,
         host_lora: HostLora | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        self._graphs = graphs
         self._peers: Peers = peers or NoPeers()
         self._finished = finished
         self.transfers = transfers
@@ -170,28 +175,46 @@ class TorchExecutor:
         if self.host_lora is not None:
             self.host_lora.close()
         self.transfers.close()
+        if self._graphs is not None:
+            self._graphs.close()
         self._cores.close()
 
     def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
         """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
         steps = sampling_steps(plan)
         sequences = [self._rank.sequence(step.request_id) for step in steps]
+        stepping = self._stepping(plan, sequences)
         tokens: list[list[Token]] = [[] for _ in steps]
-        for ran in range(plan.repeat):
-            sampled = self._sampler.sample(self._rank.forward(plan, ran), sequences)
-            over = time.monotonic() - started_s >= plan.max_duration_s
-            go_on = ran + 1 < plan.repeat and not over and not _any_ends(sequences, sampled)
+        failed: set[RequestId] = set()
+        ended: set[RequestId] = set()
+        wanted, launched, taken = plan.repeat, 0, 0
+        while taken < wanted:
+            while launched < min(wanted, taken + 1 + stepping.lead):
+                stepping.launch()
+                launched += 1
+            sampled = stepping.take()
+            taken += 1
+            for sequence, token, collected in zip(sequences, sampled, tokens, strict=True):
+                if sequence.request_id in ended:
+                    continue  # a step that had begun before its end was known
+                if token is None:
+                    failed.add(sequence.request_id)
+                else:
+                    collected.append(token)
+                if token is None or token.token_id in sequence.sampling.stop_token_ids:
+                    ended.add(sequence.request_id)
+            if ended or time.monotonic() - started_s >= plan.max_duration_s:
+                wanted = launched
             # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
             chosen = [0 if token is None else token.token_id for token in sampled]
-            self._peers.tell(chosen, go_on=go_on)
+            self._peers.tell(chosen, go_on=taken < wanted)
             self._rank.append(steps, chosen)
-            for collected, token in zip(tokens, sampled, strict=True):
-                if token is not None:
-                    collected.append(token)
-            if not go_on:
-                break
-        failed = tuple(step.request_id for step, token in zip(steps, sampled, strict=True) if token is None)
-        return tokens, failed, ran + 1
+        return tokens, tuple(step.request_id for step in steps if step.request_id in failed), taken
+
+    def _stepping(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> Stepping:
+        if self._graphs is not None and can_be_replayed(plan):
+            return Replayed(self._graphs, self._rank, self._sampler, plan, sequences)
+        return Called(self._rank, self._sampler, plan, sequences)
 
 
 def build_torch_executor(
@@ -245,8 +268,9 @@ def build_torch_executor(
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
             host_lora, assist = build_host_lora(workers, engine, row, model, arena, transfers, longest_tokens)
+        graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
-    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers, host_lora)
+    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers, host_lora, graphs)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
@@ -259,11 +283,3 @@ def build_torch_executor(
         assist=assist,
     )
     return executor, config, sizes
-
-
-def _any_ends(sequences: Sequence[RankSequence], sampled: Sequence[Token | None]) -> bool:
-    """Whether one has failed or stopped; stop tokens too early for ``min_tokens`` are never sampled."""
-    return any(
-        token is None or token.token_id in sequence.sampling.stop_token_ids
-        for sequence, token in zip(sequences, sampled, strict=True)
-    )

@@ -20,6 +20,9 @@ from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES, Copier, Group
+from lorikeet.engine.device import Device
+from lorikeet.engine.devices import device_at
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.loaded_adapters import LoadedAdapters
 from lorikeet.engine.loader import Loader, LoaderError
@@ -44,8 +47,13 @@ class Transfers:
         process: reads adapters; owned by this object from now on.
         settings: how many adapters are read at once, and the declared link.
         on_done: called, on another thread, with every transfer that has ended, well or not.
+        device: whose the arena is; made of where that lies unless given.
+
+    Raises:
+        ExecutorError: the device does not take the host arena.
 
     Attributes:
+        device: whose the arena is.
         host: the host tier, ``[host_blocks, elements]``.
         host_arena: the memory that it lies in.
         adapters: those that have arrived in the device arena.
@@ -63,8 +71,10 @@ class Transfers:
         process: HelperProcess,
         settings: EngineSettings,
         on_done: Callable[[TransferDone], None],
+        device: Device | None = None,
     ) -> None:
         self._arena = arena
+        self.device = device or device_at(arena.device)
         self._geometry = geometry
         self._on_done = on_done
         self._most_reads = settings.load_threads
@@ -81,6 +91,11 @@ class Transfers:
             self.host_arena.bytes.fill(0)
         self._host_blocks = torch.from_numpy(self.host_arena.bytes).view(arena.dtype)
         self.host: Tensor = self._host_blocks[:host_blocks]
+        try:
+            self._unregister = self.device.register(self._host_blocks)
+        except RuntimeError as error:
+            size_bytes = self._host_blocks.nbytes
+            raise ExecutorError(f"{size_bytes:,} bytes of host memory cannot be registered: {error}") from error
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
         dtype = str(arena.dtype).removeprefix("torch.")
         setup = Setup(geometry, rank, size, arena.shape[1], dtype, readers, self._group_blocks)
@@ -88,7 +103,10 @@ class Transfers:
         self._copiers = {
             target: Copier(
                 f"copy-to-{target}",
+                self.device.stream(),
+                self.device.copies_ahead,
                 partial(self._next_group, target),
+                self._turned,
                 self._copied,
                 settings.link_bytes_per_s,
                 self.counts,
@@ -110,6 +128,7 @@ class Transfers:
             transfer.host_blocks,
             reading=transfer.source is Tier.SOURCE and error is None,
             filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
+            after=self.device.steps.mark(),
             error=error,
             arrival=arrival,
         )
@@ -151,7 +170,10 @@ class Transfers:
         for copier in self._copiers.values():
             copier.close()
         self.loader.close()
-        self.host_arena.close()
+        try:
+            self._unregister()
+        finally:
+            self.host_arena.close()
 
     def _flaw(self, transfer: Transfer) -> str | None:
         """Return what makes a transfer impossible."""
@@ -217,6 +239,7 @@ class Transfers:
                 underway.error = str(error)
         if underway.error is None:
             weights = weights_in_place(packing, transfer.device_blocks, self._arena, self._geometry)
+            weights.on(self._arena.device)  # now, so that no step need do it
             self.adapters.arrived(ref.digest, transfer.transfer_id, weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)
@@ -295,26 +318,33 @@ class Transfers:
             ready = [
                 underway
                 for underway in self._underway.values()
-                if underway.transfer.target is target and underway.copied < min(underway.filled, underway.to_copy)
+                if underway.transfer.target is target and underway.is_ready
             ]
             if not ready:
                 return None
             underway = min(ready, key=lambda underway: underway.urgency)
-            underway.copying = True
+            blocks = underway.next_blocks(self._group_blocks)
+            underway.copying += len(blocks)
             for other in ready:
                 other.take_time()
-            blocks = underway.next_blocks(self._group_blocks)
         on_host = [self._host_blocks[underway.host_blocks[block]] for block in blocks]
         on_device = [self._arena[underway.transfer.device_blocks[block]] for block in blocks]
         if target is Tier.DEVICE:
-            return Group(underway, sources=on_host, targets=on_device)
-        return Group(underway, sources=on_device, targets=on_host)
+            return Group(underway, underway.after, sources=on_host, targets=on_device)
+        return Group(underway, underway.after, sources=on_device, targets=on_host)
+
+    def _turned(self, group: Group[Underway]) -> None:
+        with self._lock:
+            group.job.has_turn = True
+            group.job.take_time()
 
     def _copied(self, group: Group[Underway], error: str | None) -> None:
         underway, blocks = group.job, len(group.sources)
         with self._lock:
-            underway.copying = False
+            underway.has_turn = False
+            underway.copying -= blocks
             underway.copied += blocks  # even if it failed: what is still being read has to go somewhere
+            underway.take_time()
             underway.error = underway.error or error
             if underway.arrival is not None:
                 underway.arrival.note(underway.copied, failed=underway.error is not None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.engine.arrival import Arrival
+from lorikeet.engine.device import Mark
 
 STAGED_BLOCKS = 8
 """Blocks behind the host tier through which each reader passes adapters that are to lie on the device only."""
@@ -22,7 +23,9 @@ class Underway:
         host_blocks: where its blocks lie in the host arena or pass through it, in order.
         reading: whether blocks are still to be read.
         filled: blocks of ``host_blocks`` that hold what they should; all of them where nothing is to be read.
-        copying: whether a block is being copied.
+        after: its copies follow the steps before this mark, which may use the blocks that it takes.
+        copying: blocks being copied, or in a stream behind others.
+        has_turn: some of its blocks are being copied, and are behind no others.
         copied: blocks copied.
         reader: whose turn it is to read it, and whose blocks it passes through; None before and after.
         error: why it has failed, None if it has not.
@@ -35,7 +38,9 @@ class Underway:
     host_blocks: tuple[BlockId, ...]
     reading: bool
     filled: int
-    copying: bool = False
+    after: Mark
+    copying: int = 0
+    has_turn: bool = False
     copied: int = 0
     reader: int | None = None
     error: str | None = None
@@ -78,14 +83,20 @@ class Underway:
         """Whether nobody works on its blocks any more, nor needs to."""
         return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a block can be copied now. If it has failed, what is still being read has to go somewhere."""
+        goes_on = self.error is None or self.reading
+        return goes_on and self.copied + self.copying < min(self.filled, self.to_copy)
+
     def next_blocks(self, most: int) -> Sequence[int]:
         """Return which of its blocks are to be copied next: at most so many, and none of the group after."""
-        done = self.copied
+        begun = done = self.copied + self.copying
         for first, stop in self.transfer.groups:
             if done < stop - first:
                 return range(first + done, min(stop, first + done + most))
             done -= stop - first
-        return range(self.copied, min(self.filled, self.copied + most))
+        return range(begun, min(self.filled, begun + most))
 
     def take_time(self) -> None:
         """Count the time since the last call, if it was being read or copied then."""
@@ -93,4 +104,4 @@ class Underway:
         if self._active_since_s is not None:
             self.active_s += now - self._active_since_s
         is_read = self.reading and self.reader is not None and self.filled - self.copied < self.room
-        self._active_since_s = now if is_read or self.copying else None
+        self._active_since_s = now if is_read or self.has_turn else None

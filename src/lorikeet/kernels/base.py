@@ -138,17 +138,34 @@ class LoraBatch:
         padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
         self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
         self._on_device: Tensor | None = None
+        self._most_ranks: int | None = None
+
+    @classmethod
+    def from_table(cls, table: Tensor, form: KernelForm, modules: frozenset[str], largest_rank: int) -> "LoraBatch":
+        """Make one for kernels that read nothing but the table, whose content may change from one replay to another.
+
+        Args:
+            table: as :meth:`on` returns it; segments without rows are none.
+            form: how mixed ranks are computed, but not ``EINSUM``.
+            modules: those that any adapter which ever stands in the table touches.
+            largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
+        """
+        made = cls((), form)
+        made.modules, made._on_device, made._most_ranks = modules, table, largest_rank
+        return made
 
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
-        if device.type == "cpu":
-            return self.table
         if self._on_device is None:
-            places = [segment.weights.on(device) for segment in self.segments]
-            pointers = [(table.data_ptr(), index.data_ptr()) for table, index in places]
-            rows = [(s.start, s.stop, *own) for s, own in zip(self.segments, pointers, strict=True)]
-            self._on_device = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+            on_cpu = device.type == "cpu"
+            self._on_device = self.table if on_cpu else torch.tensor(self.rows_on(device), device=device).view(-1, 4)
         return self._on_device
+
+    def rows_on(self, device: torch.device) -> list[tuple[int, int, int, int]]:
+        """Return the rows of :attr:`table`; what they name can be read on the device."""
+        places = [segment.weights.on(device) for segment in self.segments]
+        pointers = [(table.data_ptr(), index.data_ptr()) for table, index in places]
+        return [(s.start, s.stop, *own) for s, own in zip(self.segments, pointers, strict=True)]
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
         """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
@@ -166,6 +183,8 @@ class LoraBatch:
     @property
     def largest_rank(self) -> int:
         """What a ``padded`` batch pads to."""
+        if self._most_ranks is not None:
+            return self._most_ranks
         return max((segment.weights.rank for segment in self.segments), default=0)
 
 
@@ -201,7 +220,7 @@ class Batch:
     Attributes:
         token_ids: int64 ``[T]``.
         positions: int64 ``[T]``.
-        slot_blocks: int64 ``[T]``, block that receives the row's KV.
+        slot_blocks: int64 ``[T]``, block that receives the row's KV. Kernels that fit graphs store nothing for -1.
         slot_offsets: int64 ``[T]``, token index inside that block.
         row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
         contexts: int64 ``[n]``, tokens in a sequence's KV once the step has stored its own; its last row has
@@ -250,6 +269,8 @@ class Kernels(Protocol):
     name: str
     threads: int
     """Of every call; whoever owns the backend may change it between calls."""
+    fits_graphs: bool
+    """Whether calls can be captured once and replayed: none waits for the device, but for adapters as einsums."""
 
     def pack(self, weight: Tensor) -> Weight:
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""

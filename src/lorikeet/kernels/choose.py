@@ -21,7 +21,7 @@ GREEDY_BELOW = 1e-5
 
 
 class ChoiceParameters(NamedTuple):
-    """How the token of each row is chosen: contiguous tensors ``[S]`` on the CPU.
+    """How the token of each row is chosen: contiguous tensors ``[S]`` where the logits are.
 
     Attributes:
         temperature: fp32; below ``GREEDY_BELOW`` the most likely token is chosen.
@@ -39,15 +39,21 @@ class ChoiceParameters(NamedTuple):
     seed: Tensor
     position: Tensor
 
+    def on(self, device: torch.device) -> "ChoiceParameters":
+        """Return them on a device."""
+        if self.seed.device == device:
+            return self
+        return ChoiceParameters(*(values.to(device) for values in self))
+
 
 def choose(logits: Tensor, parameters: ChoiceParameters) -> Tensor:
     """Choose one token per row of ``logits [S, vocab]``, computed in fp32; the first of equal ones.
 
     Returns:
-        int64 ``[S]`` on the CPU; -1 where the largest logit is not finite.
+        int64 ``[S]`` where the logits are; -1 where the largest logit is not finite.
     """
     largest, most_likely = logits.max(dim=-1)
-    token_ids = torch.where(torch.isfinite(largest), most_likely, -1).cpu()
+    token_ids = torch.where(torch.isfinite(largest), most_likely, -1)
     for i in torch.nonzero((parameters.temperature >= GREEDY_BELOW) & (token_ids >= 0)).flatten().tolist():
         row = ChoiceParameters(*(values[i] for values in parameters))
         token_ids[i] = _draw(logits[i].float(), row)

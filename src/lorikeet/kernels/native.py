@@ -46,6 +46,8 @@ class NativeKernels:
         library: see ``kernels.library``.
     """
 
+    fits_graphs = False
+
     def __init__(self, instruction_set: str, library: ctypes.CDLL) -> None:
         self.name = f"native ({instruction_set})"
         self._threads = torch.get_num_threads()

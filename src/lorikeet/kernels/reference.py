@@ -24,6 +24,8 @@ class ReferenceKernels:
         instead_of_faster: why the fast backend does not compute, empty if it was not wanted; part of the name.
     """
 
+    fits_graphs = False
+
     def __init__(self, instead_of_faster: str = "") -> None:
         self.name = f"reference ({instead_of_faster})" if instead_of_faster else "reference"
 

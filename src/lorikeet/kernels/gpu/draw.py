@@ -1,4 +1,4 @@
-"""One token per row: the most likely one, or that with the largest sum of logit and noise.
+"""One token per row: the most likely one, or that with the largest sum of logit and noise among those that are kept.
 
 The noise is that of ``kernels.choose``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token alone.
@@ -42,6 +42,78 @@ def _gumbel(token, seed, position):
 
 
 @triton.jit
+def _scaled(logits, place, inside, top, scale):
+    """Return logits as filters and noise see them: fp32, 0 for the largest, divided by the temperature."""
+    value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+    return (value - top) / scale
+
+
+@triton.jit
+def _in_order(bits):
+    """Turn the bits of fp32 into integers that are ordered as the numbers are, or back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _lowest_with_less_above(
+    logits, start, vocab, top, scale, least, limit, BY_MASS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Return the lowest number above which lies less than ``limit`` of what is at least ``least``, or 0.
+
+    What lies there counts by its probability's numerator, or else each token as 1. All numbers from -inf to 0 are
+    halved until one is left: a sort without its memory, and its sums do not depend on the other rows.
+    """
+    lane = tl.arange(0, WIDTH)
+    low, high = tl.full([], -2139095041, tl.int32), tl.full([], 0, tl.int32)  # -inf, 0
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        bound = _in_order(middle).to(tl.float32, bitcast=True)
+        above = tl.zeros([WIDTH], tl.float32)
+        for at in range(0, vocab, WIDTH):
+            value = _scaled(logits, start + at + lane, at + lane < vocab, top, scale)
+            weight = tl.exp(value) if BY_MASS else 1.0
+            above += tl.where((value > bound) & (value >= least), weight, 0.0)
+        is_less = tl.sum(above, axis=0) < limit
+        high, low = tl.where(is_less, middle, high), tl.where(is_less, low, middle)
+    return _in_order(high).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def filter_rows(
+    logits, temperatures, top_ks, top_ps, min_ps, lowest, vocab, row_stride, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Find for one row the lowest scaled logit that min-p, top-k and top-p, in this order, leave; -inf without them."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
+    top_p, min_p = tl.load(top_ps + row), tl.load(min_ps + row)
+    least = tl.full([], float("-inf"), tl.float32)
+    by_number = (top_k > 0) & (top_k < vocab)
+    if (temperature >= _GREEDY_BELOW) & (by_number | (top_p < 1) | (min_p > 0)):
+        lane = tl.arange(0, WIDTH)
+        start = row * row_stride
+        largest = tl.full([WIDTH], float("-inf"), tl.float32)
+        for at in range(0, vocab, WIDTH):
+            value = tl.load(logits + start + at + lane, mask=at + lane < vocab, other=float("-inf"))
+            largest = tl.maximum(largest, value.to(tl.float32))
+        top = tl.max(largest, axis=0)
+        if min_p > 0:
+            least = tl.log(min_p)
+        if by_number:
+            number = top_k.to(tl.float32)
+            kept = _lowest_with_less_above(logits, start, vocab, top, temperature, least, number, False, WIDTH)
+            least = tl.maximum(least, kept)
+        if top_p < 1:
+            sums = tl.zeros([WIDTH], tl.float32)
+            for at in range(0, vocab, WIDTH):
+                value = _scaled(logits, start + at + lane, at + lane < vocab, top, temperature)
+                sums += tl.where(value >= least, tl.exp(value), 0.0)
+            mass = top_p * tl.sum(sums, axis=0)
+            kept = _lowest_with_less_above(logits, start, vocab, top, temperature, least, mass, True, WIDTH)
+            least = tl.maximum(least, kept)
+    tl.store(lowest + row, least)
+
+
+@triton.jit
 def draw(logits, temperatures, lowest, seeds, positions, out, vocab, row_stride, WIDTH: tl.constexpr):
     """Choose for one row among the tokens whose scaled logit is at least ``lowest``; -1 if the top is not finite."""
     row = tl.program_id(0).to(tl.int64)
@@ -64,8 +136,7 @@ def draw(logits, temperatures, lowest, seeds, positions, out, vocab, row_stride,
     for at in range(0, vocab, WIDTH):
         token = at + lane.to(tl.int64)
         inside = token < vocab
-        value = tl.load(logits + row * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-        value = (value - top) / scale
+        value = _scaled(logits, row * row_stride + token, inside, top, scale)
         kept = inside & (value >= tl.where(greedy, float("-inf"), least))
         if not greedy:
             value += _gumbel(token, seed, position)

@@ -41,19 +41,24 @@ def rotary_store(
     heads, kv_heads, row_stride, block_stride, part_stride, token_stride,
     HALF: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: queries are rotated in place, keys rotated into the row's slot, values copied there."""
+    """One head of one row: queries are rotated in place, keys rotated into the row's slot, values copied there.
+
+    Rows whose slot is in block -1 only fill the launch, and are stored nowhere.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, WIDTH)
     inside = lane < HALF
     source = qkv + row * row_stride + head * 2 * HALF
     first = tl.load(source + lane, mask=inside, other=0.0)
     second = tl.load(source + HALF + lane, mask=inside, other=0.0)
-    slot = tl.load(slot_blocks + row) * block_stride + tl.load(slot_offsets + row) * token_stride
+    block = tl.load(slot_blocks + row)
+    slot = block * block_stride + tl.load(slot_offsets + row) * token_stride
+    has_slot = inside & (block >= 0)
     is_key = (head >= heads) & (head < heads + kv_heads)
     if head >= heads + kv_heads:
         target = kv + slot + part_stride + (head - heads - kv_heads) * 2 * HALF
-        tl.store(target + lane, first, mask=inside)
-        tl.store(target + HALF + lane, second, mask=inside)
+        tl.store(target + lane, first, mask=has_slot)
+        tl.store(target + HALF + lane, second, mask=has_slot)
     else:
         low, high = first.to(tl.float32), second.to(tl.float32)
         if NORMED:
@@ -75,8 +80,8 @@ def rotary_store(
         rotated_high = (high * cos_high + low * sin_high).to(first.dtype)
         if is_key:
             target = kv + slot + (head - heads) * 2 * HALF
-            tl.store(target + lane, rotated_low, mask=inside)
-            tl.store(target + HALF + lane, rotated_high, mask=inside)
+            tl.store(target + lane, rotated_low, mask=has_slot)
+            tl.store(target + HALF + lane, rotated_high, mask=has_slot)
         else:
             tl.store(source + lane, rotated_low, mask=inside)
             tl.store(source + HALF + lane, rotated_high, mask=inside)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, Weight
-from lorikeet.kernels.choose import GREEDY_BELOW, ChoiceParameters, lowest_kept
+from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import attention, draw, elementwise, lora
 
@@ -22,7 +22,7 @@ _WIDE = bool(triton.knobs.runtime.interpret)
 class TritonKernels:
     """See ``kernels.base.Kernels``. Products of the base model are the library's.
 
-    Nothing here waits for the device, but :meth:`choose`, which returns tokens.
+    Nothing here waits for the device, but what adapters add as einsums.
 
     Attributes:
         threads: is of no use here.
@@ -30,6 +30,7 @@ class TritonKernels:
 
     name = "triton"
     threads = 1
+    fits_graphs = True
 
     def pack(self, weight: Tensor) -> Weight:
         """Plain."""
@@ -95,27 +96,15 @@ class TritonKernels:
         return out
 
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
-        """Filters row by row where there are any, then one launch."""
+        """Filters, then a draw."""
         rows, vocab = logits.shape
-        device, lowest = logits.device, torch.full((rows,), -torch.inf)
-        for row in torch.nonzero(_is_filtered(parameters)).flatten().tolist():
-            temperature, top_k, top_p, min_p = (float(values[row]) for values in parameters[:4])
-            wide = logits[row].float()
-            lowest[row] = lowest_kept((wide - wide.max()) / temperature, int(top_k), top_p, min_p)
-        out = torch.empty(rows, dtype=torch.int64, device=device)
-        temperatures, seeds, positions = (
-            values.to(device) for values in (parameters.temperature, parameters.seed, parameters.position)
-        )
-        draw.draw[(rows,)](
-            logits, temperatures, lowest.to(device), seeds, positions, out, vocab, logits.stride(0), _VOCAB
-        )
-        return out.cpu()
-
-
-def _is_filtered(parameters: ChoiceParameters) -> Tensor:
-    """Return bool ``[S]``: whether a row draws from less than the whole vocabulary."""
-    filtered = (parameters.top_k > 0) | (parameters.top_p < 1) | (parameters.min_p > 0)
-    return filtered & (parameters.temperature >= GREEDY_BELOW)
+        temperature, top_k, top_p, min_p, seed, position = parameters
+        lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        stride = logits.stride(0)
+        draw.filter_rows[(rows,)](logits, temperature, top_k, top_p, min_p, lowest, vocab, stride, _VOCAB)
+        draw.draw[(rows,)](logits, temperature, lowest, seed, position, out, vocab, stride, _VOCAB)
+        return out
 
 
 def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:

@@ -11,12 +11,17 @@ import triton.language as tl
 
 @triton.jit
 def _pieces(segments, segment, layer_module):
-    """Return the rows of a segment, the table of its adapter's pieces, and which of them are of (layer, module)."""
+    """Return the rows of a segment, the table of its adapter's pieces, and which of them are of (layer, module).
+
+    A segment without rows has none: it only fills a table, and its addresses are 0.
+    """
     begin = tl.load(segments + 4 * segment)
     end = tl.load(segments + 4 * segment + 1)
     table = tl.load(segments + 4 * segment + 2).to(tl.pointer_type(tl.int64))
     index = tl.load(segments + 4 * segment + 3).to(tl.pointer_type(tl.int64))
-    return begin, end, table, tl.load(index + layer_module), tl.load(index + layer_module + 1)
+    there = begin < end
+    first = tl.load(index + layer_module, mask=there, other=0)
+    return begin, end, table, first, tl.load(index + layer_module + 1, mask=there, other=0)
 
 
 @triton.jit

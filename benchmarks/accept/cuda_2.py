@@ -1,0 +1,41 @@
+"""cuda.2: streams, events, graphs and registered memory, on a device that does its work as late as it may."""
+
+from benchmarks.accept.examples import run_examples
+from benchmarks.accept.lines import Result, line
+from benchmarks.accept.runs import StoredRuns
+
+_COPIES, _GRAPHS = "test_late_device.py::test_", "test_decode_graphs.py::test_"
+EXAMPLES = {
+    "no read before its copy's event, no reuse of a block in flight, tokens of transformers and PEFT": (
+        f"{_COPIES}steps_and_late_copies_never_touch_the_same"
+    ),
+    "copies that do not follow the steps would be seen": (
+        f"{_COPIES}copies_that_do_not_follow_the_steps_would_be_seen"
+    ),
+    "copies that are told too early would be seen": f"{_COPIES}copies_that_are_told_too_early_would_be_seen",
+    "only registered memory is copied, as long as it is": f"{_COPIES}memory_must_be_registered_while_it_is_copied",
+    "an event is behind all work before it, and no other": (
+        f"{_COPIES}a_copy_is_done_when_somebody_waits_for_a_mark_behind_it"
+    ),
+    "graphs choose the tokens of steps that are called": f"{_GRAPHS}replayed_steps_choose_the_tokens_of_called_ones",
+    "one graph for any mix of adapters, the exact base path without": (f"{_GRAPHS}a_graph_serves_any_mix_of_adapters"),
+    "no host sync in a decode step: the next begins before the last one's tokens are there": (
+        f"{_GRAPHS}the_next_step_begins_before_the_tokens_of_the_last_are_there"
+    ),
+    "kernels that wait would be seen": f"{_GRAPHS}kernels_that_wait_would_be_seen",
+    "tokens that are read before their event would be seen": (f"{_GRAPHS}tokens_that_are_read_too_early_would_be_seen"),
+    "rows that fill a graph store nothing": f"{_GRAPHS}rows_that_fill_a_graph_store_nothing",
+    "graphs beside late copies, whole engine": f"{_COPIES}graphs_and_late_copies_never_touch_the_same",
+}
+_FOLDER = "tests/engine"
+
+
+@line(
+    "cuda.2",
+    title="Streams, events, graphs and registered memory on a fake device that checks their order",
+    bound="no read before its copy's event, no reuse of a block in flight, no host sync in a decode step; every test "
+    "passes, and those whose order is broken on purpose are seen",
+)
+def run(runs: StoredRuns) -> Result:
+    """Run each by its name."""
+    return run_examples(EXAMPLES, _FOLDER)

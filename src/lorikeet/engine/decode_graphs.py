@@ -1,0 +1,266 @@
+"""Decode steps as graphs: all that a step launches is captured once for so many rows, and replayed with one call.
+
+What differs from one step to the next lies in tensors of the device at fixed places, the table of the batch's adapters
+among them, so that any mix of sequences and adapters replays the same graph (vLLM and SGLang replay theirs likewise).
+A step chooses its tokens and makes itself ready for the next one, so that the host is needed for neither.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorikeet.config import EngineSettings
+from lorikeet.core.plan import KernelForm
+from lorikeet.engine.batch_builder import BatchRow
+from lorikeet.engine.device import Device, Graph, Mark
+from lorikeet.engine.rank_setup import RankModel
+from lorikeet.kernels.base import Batch, Kernels, LoraBatch, kv_view
+from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.models.decoder import Decoder
+
+_SMALL = (1, 2, 4, 8)
+_STEPS = ((64, 16), (128, 32), (512, 64))
+"""Up to so many rows, a graph for every so many; above, for every 128."""
+_LEAST_RANKS = 64
+_STEPS_AT_ONCE = 2
+"""Whose tokens are on their way to the host."""
+
+
+class _Inputs(NamedTuple):
+    """What the host gives to decode steps; the same on the host and on the device.
+
+    Attributes:
+        token_ids: int64 ``[rows]``, newest token of each sequence.
+        contexts: int64 ``[rows]``, tokens with that one; 0 for rows that only fill a graph.
+        segments: int64 ``[rows, 4]``, see ``LoraBatch``.
+        temperature, top_k, top_p, min_p, seed: ``[rows]``, see ``ChoiceParameters``.
+    """
+
+    token_ids: Tensor
+    contexts: Tensor
+    segments: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+    @classmethod
+    def within(cls, memory: Tensor, rows: int) -> "_Inputs":
+        """Lay them out in int64 ``memory [10 * rows]``."""
+        token_ids, contexts, top_k, seed = memory[: 4 * rows].view(4, rows)
+        temperature, top_p, min_p, _ = memory[8 * rows : 10 * rows].view(torch.float32).view(4, rows)
+        segments = memory[4 * rows : 8 * rows].view(rows, 4)
+        return cls(token_ids, contexts, segments, temperature, top_k, top_p, min_p, seed)
+
+
+class _Variant(NamedTuple):
+    """Which graph.
+
+    Attributes:
+        rows: that it computes.
+        modules: which adapters may touch; none: the base model's exact path.
+        form: how mixed ranks are computed.
+        ranks: of the largest adapter; of ``PADDED`` ones, that to which all are padded.
+    """
+
+    rows: int
+    modules: frozenset[str] = frozenset()
+    form: KernelForm = KernelForm.UNPADDED
+    ranks: int = 0
+
+
+class DecodeGraphs:
+    """One rank's decode steps. A graph is captured when it is first needed.
+
+    Args:
+        device: computes.
+        place: where its tensors are.
+        decoder: the rank's.
+        kernels: those of the decoder; they fit graphs.
+        kv: see ``Decoder.forward``.
+        most_rows: sequences of a step at most.
+        sequence_blocks: blocks of a sequence at most.
+        vocab: tokens that there are.
+        dtype: of logits.
+
+    Attributes:
+        logits: ``[most_rows, vocab]``, of the last step that was taken or launched.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        place: torch.device,
+        decoder: Decoder,
+        kernels: Kernels,
+        kv: Tensor,
+        most_rows: int,
+        sequence_blocks: int,
+        vocab: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._device = device
+        self._place = place
+        self._decoder = decoder
+        self._kernels = kernels
+        self._kv = kv
+        rows, zeros = padded_rows(most_rows), partial(torch.zeros, dtype=torch.int64, device=place)
+        # One piece of host memory, locked once: inputs, block tables, and the tokens of two steps.
+        sizes = (10 * rows, rows * sequence_blocks, _STEPS_AT_ONCE * rows)
+        memory = torch.zeros(sum(sizes), dtype=torch.int64)
+        self._unregister = device.register(memory)
+        self._given_memory, self._given_tables, told = memory.split(list(sizes))
+        self._given = _Inputs.within(self._given_memory, rows)
+        self._told = told.view(_STEPS_AT_ONCE, rows)
+        self._memory = zeros(10 * rows)
+        self._inputs = _Inputs.within(self._memory, rows)
+        self._dense_tables = zeros(rows * sequence_blocks)
+        self._tables = zeros(rows, sequence_blocks)
+        self._row_starts = torch.arange(rows + 1, device=place)
+        self._chosen = zeros(rows)
+        self.logits = torch.zeros(rows, vocab, dtype=dtype, device=place)
+        self._graphs: dict[_Variant, Graph] = {}
+        self._graph: Graph | None = None
+        self._rows = 0
+        self._launched = 0
+        self._begun: deque[Mark] = deque()
+
+    def start(self, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: ChoiceParameters) -> None:
+        """Make ready for steps of these sequences; all tokens of steps before have been taken.
+
+        Args:
+            rows: sequences in batch order; each decodes.
+            lora: their adapters, None if none has any; not as einsums.
+            parameters: how their tokens are chosen; positions are known.
+        """
+        assert not self._begun
+        self._rows = len(rows)
+        variant = _Variant(padded_rows(len(rows)))
+        if lora is not None:
+            exact = lora.form is KernelForm.PADDED
+            ranks = lora.largest_rank if exact else max(_LEAST_RANKS, 1 << (lora.largest_rank - 1).bit_length())
+            variant = _Variant(variant.rows, lora.modules, lora.form, ranks)
+        if variant not in self._graphs:
+            self._graphs[variant] = self._capture(variant)
+        self._graph = self._graphs[variant]
+        self._give(rows, lora, parameters)
+
+    def launch(self) -> None:
+        """Begin the next step, and have its tokens sent. Does not wait for the device."""
+        assert self._graph is not None
+        assert len(self._begun) < _STEPS_AT_ONCE
+        self._graph.replay()
+        told = self._told[self._launched % _STEPS_AT_ONCE]
+        self._device.steps.copy([self._chosen[: self._rows]], [told[: self._rows]])
+        self._begun.append(self._device.steps.mark())
+        self._launched += 1
+
+    def take(self) -> list[int]:
+        """Wait for the oldest step that was launched and not taken; return its tokens, -1 where there is none.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        at = (self._launched - len(self._begun)) % _STEPS_AT_ONCE
+        self._begun.popleft().wait()
+        return self._told[at, : self._rows].tolist()
+
+    def close(self) -> None:
+        """Let go of the host memory; nothing is under way."""
+        self._unregister()
+
+    def _give(self, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: ChoiceParameters) -> None:
+        """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
+        given, count = self._given, len(rows)
+        self._given_memory.zero_()
+        given.token_ids.numpy()[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
+        given.contexts.numpy()[:count] = [row.start + 1 for row in rows]
+        if lora is not None:
+            segments = lora.rows_on(self._place)
+            given.segments.numpy()[: len(segments)] = segments
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(given, name)[:count] = getattr(parameters, name)
+        blocks = [row.sequence.blocks.values for row in rows]
+        width = min(max(map(len, blocks)), self._tables.shape[1])
+        tables = self._given_tables[: count * width].view(count, width)
+        for table, own in zip(tables.numpy(), blocks, strict=True):
+            table[: len(own)] = own[:width]
+        dense = self._dense_tables[: count * width]
+        steps = self._device.steps
+        steps.copy([self._given_memory, tables.view(-1)], [self._memory, dense])
+        steps.copy([dense.view(count, width)], [self._tables[:count, :width]])
+
+    def _capture(self, variant: _Variant) -> Graph:
+        """Capture a step of rows that stand for no sequence: nothing is stored."""
+        self._memory.zero_()
+        rows, modules, form, ranks = variant
+        lora = LoraBatch.from_table(self._inputs.segments[:rows], form, modules, ranks) if modules else None
+        return self._device.capture(self._step(rows, lora))
+
+    def _step(self, rows: int, lora: LoraBatch | None) -> Callable[[], None]:
+        inputs = _Inputs(*(each[:rows] for each in self._inputs))
+        tables, row_starts = self._tables[:rows], self._row_starts[: rows + 1]
+        block_tokens = self._kv.shape[3]
+
+        def step() -> None:
+            is_real = inputs.contexts > 0
+            positions = (inputs.contexts - 1).clamp_(min=0)
+            blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
+            batch = Batch(
+                token_ids=inputs.token_ids,
+                positions=positions,
+                slot_blocks=torch.where(is_real, blocks, -1),
+                slot_offsets=positions % block_tokens,
+                row_starts=row_starts,
+                contexts=inputs.contexts,
+                block_tables=tables,
+                sample_rows=row_starts[:rows],
+                lora=lora,
+            )
+            logits = self._decoder.forward(batch, self._kv)
+            parameters = ChoiceParameters(
+                inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.contexts
+            )
+            chosen = self._kernels.choose(logits, parameters)
+            self.logits[:rows].copy_(logits)
+            self._chosen[:rows].copy_(chosen)
+            inputs.token_ids.copy_(chosen.clamp_(min=0))
+            inputs.contexts.add_(is_real)
+
+        return step
+
+
+def build_graphs(
+    engine: EngineSettings, model: RankModel, arena: Tensor, device: Device, longest_tokens: int
+) -> DecodeGraphs | None:
+    """Return a rank's graphs; None where device or kernels have none, several ranks compute, or none are wanted."""
+    fits = device.has_graphs and model.kernels.fits_graphs and engine.tensor_parallel == 1
+    if not fits or engine.enforce_eager:
+        return None
+    geometry = model.geometry
+    kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
+    return DecodeGraphs(
+        device,
+        model.device,
+        model.decoder,
+        model.kernels,
+        kv,
+        engine.max_running,
+        -(-longest_tokens // engine.block_tokens),
+        model.config.vocab_size,
+        model.dtype,
+    )
+
+
+def padded_rows(rows: int) -> int:
+    """Return how many rows the graph has that computes so many."""
+    for small in _SMALL:
+        if rows <= small:
+            return small
+    size = next((size for most, size in _STEPS if rows <= most), 128)
+    return -(-rows // size) * size

@@ -1,0 +1,89 @@
+"""What a rank's steps and copies run on: streams of work, marks in them, and host memory that copies can reach.
+
+Work in one stream is done in its order; streams know nothing of each other but through marks. The terms, and what is
+promised, are those of CUDA's streams and events (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution").
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A place in a stream."""
+
+    def wait(self) -> None:
+        """Block until all work before it is done.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """Work that is done in its order, beside that of other streams."""
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Begin to copy tensors between registered host memory and the device, or within the device.
+
+        They are in use until a mark says that they are not.
+
+        Raises:
+            RuntimeError: the device has failed, or a pair does not go together.
+        """
+        ...
+
+    def follow(self, mark: Mark) -> None:
+        """Begin nothing more before the work before a mark of another stream is done. Returns at once."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return a mark behind all work so far."""
+        ...
+
+
+class Graph(Protocol):
+    """Work that is done anew with one call: on the same tensors, whatever they hold by then."""
+
+    def replay(self) -> None:
+        """Give all of it to the stream of the steps."""
+        ...
+
+
+class Device(Protocol):
+    """Where a rank computes.
+
+    Attributes:
+        copies_ahead: groups of blocks that are given to a stream before the first of them is done.
+        has_graphs: whether :meth:`capture` is to be used.
+    """
+
+    copies_ahead: int
+    has_graphs: bool
+
+    @property
+    def steps(self) -> Stream:
+        """The stream of whatever is computed."""
+        ...
+
+    def stream(self) -> Stream:
+        """Return a new stream."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Run work of the steps' stream, and make a graph of it; it must not wait for the device.
+
+        Raises:
+            RuntimeError: the device has no graphs, or cannot capture this.
+        """
+        ...
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        """Let copies reach host memory; return what ends that.
+
+        Raises:
+            RuntimeError: the device does not take it.
+        """
+        ...

@@ -1,0 +1,147 @@
+"""The devices that there are; see ``engine.device`` for what is asked of them. Cuda has not run on one yet."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorikeet.engine.device import Device, Graph, Mark, Stream
+
+
+class Cpu:
+    """Whatever is asked for is done on return. See ``Device``; it is its own stream and mark."""
+
+    copies_ahead = 1
+    has_graphs = False
+
+    @property
+    def steps(self) -> Stream:
+        """The only one."""
+        return self
+
+    def stream(self) -> Stream:
+        """Return the only one."""
+        return self
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """There is nothing to be won: a call costs no more than its work."""
+        raise RuntimeError("a CPU has no graphs")
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        """Copies reach all memory."""
+        return lambda: None
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy."""
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    def follow(self, mark: Mark) -> None:
+        """All work is done."""
+
+    def mark(self) -> Mark:
+        """Return this object."""
+        return self
+
+    def wait(self) -> None:
+        """All work is done."""
+
+
+class CudaMark:
+    """An event in a stream.
+
+    Attributes:
+        event: it.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """Block until it has happened; the thread sleeps, and holds no lock of the interpreter's."""
+        self.event.synchronize()
+
+
+class CudaStream:
+    """A stream of the device."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Give the copies to the device's copy engines."""
+        with torch.cuda.stream(self._stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def follow(self, mark: Mark) -> None:
+        """Let the stream wait for an event of this device."""
+        assert isinstance(mark, CudaMark)
+        self._stream.wait_event(mark.event)
+
+    def mark(self) -> Mark:
+        """Record an event."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return CudaMark(event)
+
+
+class Cuda:
+    """See ``Device``. To be made on the thread that runs the steps: their stream is that thread's current one.
+
+    Args:
+        place: which device.
+    """
+
+    copies_ahead = 2
+    """While one is copied, the next is being asked for."""
+    has_graphs = True
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._graph_memory: Any = None  # a type that torch does not name in public
+        self._steps = CudaStream(torch.cuda.current_stream(place))
+
+    @property
+    def steps(self) -> Stream:
+        """The stream of the thread that made this object."""
+        return self._steps
+
+    def stream(self) -> Stream:
+        """Return a stream that the default stream does not wait for."""
+        return CudaStream(torch.cuda.Stream(self._place))
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Run it twice: once so that kernels are compiled and libraries have their workspaces, once to be captured.
+
+        One graph is replayed at a time, so that all use the same memory for what lies between their kernels.
+        """
+        beside = torch.cuda.Stream(self._place)
+        beside.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(beside):
+            work()
+        torch.cuda.current_stream(self._place).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that copy go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._graph_memory, stream=beside, capture_error_mode="thread_local"):
+            work()
+        self._graph_memory = graph.pool()
+        return graph
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        """Lock the memory's pages; all of it is taken from the system now."""
+        if not memory.nbytes:
+            return lambda: None
+        with torch.cuda.device(self._place):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        return lambda: self._unregister(memory)
+
+    def _unregister(self, memory: Tensor) -> None:
+        with torch.cuda.device(self._place):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
+def device_at(place: torch.device) -> Device:
+    """Return what computes with tensors at ``place``."""
+    return Cpu() if place.type == "cpu" else Cuda(place)

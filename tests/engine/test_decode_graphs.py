@@ -1,0 +1,227 @@
+"""Decode steps as graphs, on a device that does them late: the tokens of steps that are called, and nobody waits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lorikeet.core.plan import KernelForm, StepPlan
+from lorikeet.engine import decode_graphs, transfers
+from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
+from lorikeet.engine.stepping import Called, Replayed, can_be_replayed
+from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.reference import ReferenceKernels
+from tests.support.driver import Driver, Models, driving, make_models, random_tokens
+from tests.support.late_device import LateDevice, LateMark, steps_seen_by
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(tmp_path_factory.mktemp("models"), num_hidden_layers=2)  # the interpreter is slow
+
+
+@contextmanager
+def late(models: Models, **engine: Any) -> Iterator[tuple[Driver, LateDevice]]:
+    """Drive an executor on a late device, by the Triton kernels."""
+    device = LateDevice()
+    given = {"kernels": "triton", "max_running": 6, **engine}
+    with pytest.MonkeyPatch.context() as patch, steps_seen_by(device):
+        patch.setattr(transfers, "device_at", lambda place: device)
+        with driving(models.folder, **given) as driver:
+            yield driver, device
+
+
+def serve(driver: Driver, models: Models, repeat: int, **params: Any) -> dict[str, list[int]]:
+    """Decode sequences with and without adapters, some of which come and go."""
+    narrow, attention, _ = models.adapters.values()
+    driver.load(narrow, attention)
+    for i, adapter in enumerate((None, narrow, attention)):
+        driver.add(f"r{i}", random_tokens(3 + i, seed=i), adapter, **params)
+    driver.step({"r0": 3, "r1": 4, "r2": 5})
+    driver.decode(["r0", "r1", "r2"], 4, repeat)
+    driver.drop("r1")
+    driver.decode(["r0", "r2"], 2, 2)
+    driver.drop("r2")
+    driver.decode(["r0"], 2, 2)
+    return {name: driver.token_ids(name) for name in ("r0", "r1", "r2")}
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "drawn": {"temperature": 1.0, "seed": 5},
+    "filtered": {"temperature": 1.3, "seed": 5, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "edited by the host": {"frequency_penalty": 0.7, "temperature": 1.0, "seed": 5, "logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("params", CHOICES.values(), ids=list(CHOICES))
+def test_replayed_steps_choose_the_tokens_of_called_ones(models: Models, params: dict[str, Any]) -> None:
+    with late(models) as (driver, device):
+        replayed = serve(driver, models, repeat=4, **params)
+    assert device.faults == []
+    assert (device.replayed, device.replays) == (8, 8)
+    with driving(models.folder, kernels="native") as driver:
+        assert serve(driver, models, repeat=2, **params) == replayed
+
+
+def test_graphs_can_be_switched_off(models: Models) -> None:
+    with late(models, enforce_eager=True) as (driver, device):
+        driver.add("a", random_tokens(2, seed=1))
+        driver.step({"a": 2})
+        driver.decode(["a"], 1)
+    assert device.graphs == device.replays == 0
+
+
+def test_a_graph_serves_any_mix_of_adapters(models: Models) -> None:
+    _, attention, wide = models.adapters.values()
+    with late(models) as (driver, device):
+        driver.load(attention, wide)
+        for name, adapter in (("a", attention), ("b", wide), ("c", wide), ("d", None)):
+            driver.add(name, random_tokens(1, seed=1), adapter)
+            driver.step({name: 1})
+        graphs = device.graphs
+        for names in ("bc", "bd", "ab"):
+            driver.decode([*names], 1)
+        assert device.graphs == graphs + 1
+        driver.decode([*"ad"], 1)
+        assert device.graphs == graphs + 2, "modules that no adapter touches are the base model's exact path"
+        driver.decode([*"abcd"], 1)
+        assert device.graphs == graphs + 3
+    assert device.faults == []
+
+
+def test_the_next_step_begins_before_the_tokens_of_the_last_are_there(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []
+    wait = LateMark.wait
+
+    def noted(self: LateMark) -> None:
+        seen.append((self.device.replays, self.device.replayed))
+        wait(self)
+
+    with late(models) as (driver, device):
+        driver.add("a", random_tokens(4, seed=1))
+        driver.step({"a": 4})
+        monkeypatch.setattr(LateMark, "wait", noted)
+        driver.decode(["a"], 4, repeat=4)
+    assert seen[:4] == [(2, 0), (3, 1), (4, 2), (4, 3)], "(begun, done) whenever the host waits"
+    assert device.faults == []
+
+
+def test_what_had_begun_when_a_sequence_ends_is_taken_for_the_others(models: Models) -> None:
+    with late(models) as (driver, _):
+        driver.add("free", random_tokens(7, seed=1))
+        driver.step({"free": 7})
+        driver.decode(["free"], 8)
+        free = driver.token_ids("free")
+        stop = free[3]
+        steps_to_stop = free.index(stop, 1)
+        driver.add("stopped", random_tokens(7, seed=1), stop_token_ids=(stop,))
+        driver.add("other", random_tokens(5, seed=2))
+        driver.step({"stopped": 7, "other": 5})
+        result = driver.step({"stopped": 1, "other": 1}, repeat=8)
+        assert result.steps_run == steps_to_stop + 1
+        assert [len(tokens) for tokens in result.tokens] == [steps_to_stop, steps_to_stop + 1]
+        assert driver.token_ids("stopped") == free[: steps_to_stop + 1]
+        driver.drop("stopped")
+        driver.decode(["other"], 2)
+        together = driver.token_ids("other")
+        driver.add("alone", random_tokens(5, seed=2))
+        driver.step({"alone": 5})
+        driver.decode(["alone"], len(together) - 1)
+        assert driver.token_ids("alone") == together
+
+
+def test_a_row_that_is_not_finite_fails_alone(models: Models) -> None:
+    with late(models) as (driver, device):
+        for name in ("sick", "sound"):
+            driver.add(name, random_tokens(4, seed=1))
+        driver.step({"sick": 4, "sound": 4})
+        kv = driver.executor._rank._kv
+        sick = driver.executor._rank.sequence("sick").blocks.values[0]  # type: ignore[arg-type]
+        kv[:, int(sick)] = torch.nan
+        result = driver.step({"sick": 1, "sound": 1}, repeat=4)
+    assert result.failed == ("sick",)
+    assert result.steps_run == 2, "the second had begun"
+    assert [len(tokens) for tokens in result.tokens] == [0, 2]
+    assert device.faults == []
+
+
+def test_only_decodes_whose_kernels_fit_are_replayed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[type] = []
+    for kind in (Called, Replayed):
+        launch = kind.launch
+
+        def noted(self: Any, kind: Any = kind, launch: Any = launch) -> None:
+            kinds.append(kind)
+            launch(self)
+
+        monkeypatch.setattr(kind, "launch", noted)
+    with late(models) as (driver, _):
+        driver.add("a", random_tokens(4, seed=1))
+        driver.step({"a": 3})
+        driver.step({"a": 1})
+        driver.add("b", random_tokens(4, seed=2))
+        driver.step({"a": 1, "b": 4})
+        driver.step({"a": 1, "b": 1})
+    assert kinds == [Called, Replayed, Called, Replayed]
+    assert not can_be_replayed(StepPlan(0, kernel_form=KernelForm.EINSUM))
+    with late(models, kernels="native") as (driver, device):
+        driver.add("a", random_tokens(4, seed=1))
+        driver.step({"a": 4})
+        driver.decode(["a"], 1)
+    assert device.replays == 0
+
+
+def test_kernels_that_wait_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKernels, "attention", ReferenceKernels.attention)
+    with late(models) as (driver, device):
+        driver.add("a", random_tokens(4, seed=1))
+        driver.step({"a": 4})
+        driver.decode(["a"], 2)
+    assert any("waits for the device: tolist" in fault for fault in device.faults)
+
+
+def test_tokens_that_are_read_too_early_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens() -> list[int]:
+        with late(models) as (driver, _):
+            driver.add("a", random_tokens(2, seed=1), temperature=1.0, seed=5)
+            driver.step({"a": 2})
+            driver.decode(["a"], 4, repeat=4)
+            return driver.token_ids("a")
+
+    right = tokens()
+
+    def take(self: DecodeGraphs) -> list[int]:
+        """Return what is there by now."""
+        at = (self._launched - len(self._begun)) % len(self._told)
+        self._begun.popleft()
+        found: list[int] = self._told[at, : self._rows].tolist()
+        return found
+
+    monkeypatch.setattr(DecodeGraphs, "take", take)
+    assert tokens() != right
+
+
+def test_rows_that_fill_a_graph_store_nothing(models: Models) -> None:
+    with late(models) as (driver, _):
+        arena = driver.executor._rank._kv
+        for name in ("a", "b", "c"):
+            driver.add(name, random_tokens(4, seed=1))
+        driver.step({"a": 4, "b": 4, "c": 4})
+        before = arena.clone()
+        driver.step({"a": 1, "b": 1, "c": 1})
+        changed = {int(block) for block in (arena != before).flatten(2).any(-1).any(0).nonzero().flatten()}
+        own = {int(driver.executor._rank.sequence(name).blocks.values[-1]) for name in ("a", "b", "c")}  # type: ignore[arg-type]
+    assert changed == own
+
+
+@pytest.mark.parametrize(
+    ("rows", "padded"), [(1, 1), (3, 4), (8, 8), (9, 16), (64, 64), (65, 96), (129, 192), (600, 640)]
+)
+def test_graphs_have_few_sizes(rows: int, padded: int) -> None:
+    assert padded_rows(rows) == padded
+    assert len({padded_rows(rows) for rows in range(1, 257)}) <= 12
+    assert decode_graphs.padded_rows(padded) == padded

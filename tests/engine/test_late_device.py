@@ -1,0 +1,177 @@
+"""The engine beside copies that are done late: nothing is touched that is in flight, and the tokens are right."""
+
+import itertools
+import time
+
+import msgspec
+import pytest
+import torch
+
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine import transfers
+from lorikeet.engine.build import build_replica
+from tests.support.driver import Models, fp32_settings, make_models, peer_tokens, random_tokens
+from tests.support.late_device import LateDevice, LateMark, LateStream, Span, steps_seen_by
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+# --- the device itself -------------------------------------------------------------------------------
+
+
+def test_a_copy_is_done_when_somebody_waits_for_a_mark_behind_it() -> None:
+    device, memory, arena = LateDevice(), torch.ones(2, 8), torch.zeros(2, 8)
+    unregister, stream = device.register(memory), device.stream()
+    before = stream.mark()
+    stream.copy([memory[0]], [arena[0]])
+    first = stream.mark()
+    stream.copy([memory[1]], [arena[1]])
+    before.wait()
+    assert not arena.any()
+    first.wait()
+    assert arena[0].all()
+    assert not arena[1].any()
+    stream.mark().wait()
+    assert arena.all()
+    unregister()
+    assert device.faults == []
+
+
+def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> None:
+    for follows, touches_same in itertools.product((False, True), repeat=2):
+        device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(2, 8)
+        device.register(memory)
+        device.compute(reads=[Span.of(arena[0])], writes=[])
+        stream = device.stream()
+        if follows:
+            stream.follow(device.steps.mark())
+        stream.copy([memory[0]], [arena[0 if touches_same else 1]])
+        assert bool(device.faults) == (touches_same and not follows)
+
+
+def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
+    device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
+    device.register(memory)
+    stream = device.stream()
+    stream.copy([memory[0]], [arena[0]])
+    stream.mark().wait()
+    device.compute(reads=[Span.of(arena[0])], writes=[])
+    assert device.faults == []
+    stream.follow(device.steps.mark())
+    stream.copy([arena[0]], [memory[0]])
+    device.compute(reads=[Span.of(arena[0])], writes=[])
+    assert device.faults == [], "both read"
+    device.compute(reads=[], writes=[Span.of(arena[0])])
+    assert device.faults
+
+
+def test_memory_must_be_registered_while_it_is_copied() -> None:
+    device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
+    device.stream().copy([memory[0]], [arena[0]])
+    assert device.faults == ["a copy is not between registered memory and the device"]
+    device = LateDevice()
+    unregister = device.register(memory)
+    device.stream().copy([memory[0]], [arena[0]])
+    unregister()
+    assert device.faults == ["memory that copies touch is registered no longer"]
+
+
+# --- the engine on it --------------------------------------------------------------------------------
+
+
+def run_late(
+    models: Models,
+    row: str,
+    memory_bytes: int,
+    host_memory_bytes: int,
+    kernels: str = "native",
+    count: int = 16,
+    answer: int = TOKENS,
+) -> tuple[LateDevice, bool]:
+    """Serve more than fits, with no copy done during a step; return the device, and whether all tokens were right."""
+    device = LateDevice()
+    settings = fp32_settings(
+        row=row,
+        kernels=kernels,
+        memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        max_running=8,
+        max_step_tokens=24,
+        max_repeat=4,
+    )
+    model = msgspec.structs.replace(settings.model, model=str(models.folder))
+    refs = [None, *models.adapters.values()]
+    shared = random_tokens(20, seed=0)
+    params = SamplingParams(max_tokens=answer, temperature=0.0)
+    requests = [
+        Request(RequestId(f"r{i}"), shared + random_tokens(i, seed=i), params, 0.0, refs[i % len(refs)])
+        for i in range(count)
+    ]
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    with pytest.MonkeyPatch.context() as patch, steps_seen_by(device):
+        patch.setattr(transfers, "device_at", lambda place: device)
+        engine = build_replica(msgspec.structs.replace(settings, model=model)).engine
+        try:
+            for request in requests:
+                engine.submit(request)
+            until_s = time.monotonic() + 120.0
+            while engine.has_requests or engine.is_busy:
+                assert time.monotonic() < until_s
+                with device.hold():
+                    outputs = engine.step()
+                for output in outputs.tokens:
+                    tokens[output.request_id].append(output.token.token_id)
+                if not engine.is_busy:
+                    engine.wait_for_transfer(1.0)
+        finally:
+            engine.close()
+    right = all(
+        tokens[request.request_id] == peer_tokens(models.folder, request.adapter, request.prompt_token_ids, answer)
+        for request in requests
+    )
+    return device, right
+
+
+@pytest.mark.parametrize(
+    ("row", "memory_bytes", "host_memory_bytes"),
+    [
+        ("auto", 340_000, 0),
+        ("elora", 340_000, 600_000),
+        ("elora:wom", 340_000, 100_000),
+        ("vllm-static,adapter_share=0.6", 340_000, 600_000),
+    ],
+)
+def test_steps_and_late_copies_never_touch_the_same(
+    models: Models, row: str, memory_bytes: int, host_memory_bytes: int
+) -> None:
+    device, right = run_late(models, row, memory_bytes, host_memory_bytes)
+    assert device.faults == []
+    assert device.copied_beside_steps, "or there was nothing to see"
+    assert right
+
+
+def test_graphs_and_late_copies_never_touch_the_same(models: Models) -> None:
+    device, right = run_late(models, "elora", 340_000, 600_000, kernels="triton", count=5, answer=6)
+    assert device.faults == []
+    assert device.replays
+    assert device.copied_beside_steps, "or there was nothing to see"
+    assert right
+
+
+def test_copies_that_do_not_follow_the_steps_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateStream, "follow", lambda self, mark: None)
+    device, _ = run_late(models, "elora", 340_000, 600_000)
+    assert any("neither waits" in fault for fault in device.faults)
+
+
+def test_copies_that_are_told_too_early_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateMark, "wait", lambda self: None)
+    device, right = run_late(models, "auto", 340_000, 0)
+    assert any("neither waits" in fault for fault in device.faults)
+    assert not right
