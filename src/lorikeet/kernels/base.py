@@ -123,6 +123,7 @@ class LoraBatch:
         segments: disjoint, in row order.
         form: how mixed ranks are computed.
         modules: those that any of the adapters touches, on any layer.
+        largest_rank: what a ``padded`` batch pads to.
         table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
         numbers: int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none.
     """
@@ -131,6 +132,7 @@ class LoraBatch:
         self.segments = tuple(segments)
         self.form = form
         self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
+        self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self.table = torch.tensor(
             [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
             dtype=torch.int64,
@@ -138,7 +140,6 @@ class LoraBatch:
         padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
         self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
         self._on_device: Tensor | None = None
-        self._most_ranks: int | None = None
 
     @classmethod
     def from_table(cls, table: Tensor, form: KernelForm, modules: frozenset[str], largest_rank: int) -> "LoraBatch":
@@ -151,7 +152,7 @@ class LoraBatch:
             largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
         """
         made = cls((), form)
-        made.modules, made._on_device, made._most_ranks = modules, table, largest_rank
+        made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
         return made
 
     def on(self, device: torch.device) -> Tensor:
@@ -179,13 +180,6 @@ class LoraBatch:
             else:
                 segments.append(LoraSegment(row, row + 1, own.weights))
         return LoraBatch(segments, self.form) if segments else None
-
-    @property
-    def largest_rank(self) -> int:
-        """What a ``padded`` batch pads to."""
-        if self._most_ranks is not None:
-            return self._most_ranks
-        return max((segment.weights.rank for segment in self.segments), default=0)
 
 
 class LoraDelta(NamedTuple):
