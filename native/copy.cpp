@@ -1,0 +1,44 @@
+// Copies of blocks between two arenas, beside computing threads.
+//
+// What is copied is not read again soon, so it need not push what the others work on out of the caches: loads ask for
+// no place there, and stores go to memory directly, which also saves reading what they overwrite.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+using Wide = __m512i;
+inline Wide load(const char* p) { return _mm512_loadu_si512(p); }
+inline void stream(char* p, Wide x) { _mm512_stream_si512((__m512i*)p, x); }
+#else
+using Wide = __m256i;
+inline Wide load(const char* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void stream(char* p, Wide x) { _mm256_stream_si256((__m256i*)p, x); }
+#endif
+
+constexpr int64_t kWidth = sizeof(Wide), kLine = 64, kStride = 256;
+constexpr int64_t kAhead = 1024;  // bytes; the best of 0, 512 and 1024
+
+void copy(const char* source, char* target, int64_t bytes) {
+  int64_t done = std::min(bytes, int64_t(-uintptr_t(target) % kWidth));  // up to where vectors may be streamed
+  std::memcpy(target, source, done);
+  for (; done + kStride <= bytes; done += kStride) {
+    for (int64_t line = 0; line < kStride; line += kLine) _mm_prefetch(source + done + kAhead + line, _MM_HINT_NTA);
+    for (int64_t at = done; at < done + kStride; at += kWidth) stream(target + at, load(source + at));
+  }
+  std::memcpy(target + done, source + done, bytes - done);
+}
+
+}  // namespace
+
+// blocks [3, count]: addresses of the sources, addresses of the targets, bytes. None overlap.
+LORIKEET_EXPORT void lorikeet_copy(const int64_t* blocks, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) copy((const char*)blocks[i], (char*)blocks[count + i], blocks[2 * count + i]);
+  _mm_sfence();  // whoever is told that they are done sees them
+}
