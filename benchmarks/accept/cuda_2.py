@@ -18,6 +18,7 @@ EXAMPLES = {
         f"{_COPIES}a_copy_is_done_when_somebody_waits_for_a_mark_behind_it"
     ),
     "graphs choose the tokens of steps that are called": f"{_GRAPHS}replayed_steps_choose_the_tokens_of_called_ones",
+    "log probabilities of the step that chose": f"{_GRAPHS}log_probabilities_are_of_the_step_that_chose",
     "one graph for any mix of adapters, the exact base path without": (f"{_GRAPHS}a_graph_serves_any_mix_of_adapters"),
     "no host sync in a decode step: the next begins before the last one's tokens are there": (
         f"{_GRAPHS}the_next_step_begins_before_the_tokens_of_the_last_are_there"

@@ -82,9 +82,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
         profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
             cluster decide that need one.
-        memory_bytes: size of the device arena; 0 takes a share of what is free.
+        memory_bytes: size of the device arena; 0 takes a share of a CPU's free memory, or what ``memory_share`` leaves.
         memory_share: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
-            the largest step takes is measured at the start. Of no use with ``memory_bytes``, and on a CPU.
+            the largest step takes is measured at the start, and graphs are given as much again. Of no use with
+            ``memory_bytes``, and on a CPU.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
         touch_memory: take all of both arenas from the system at the start, not as they fill. The start takes longer;
             requests do not wait for new memory, which a virtual machine can be slow to get.

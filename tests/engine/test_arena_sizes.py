@@ -21,10 +21,10 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("share", "total", "free", "step", "left"),
     [
-        (0.9, 80, 64, 4, 52),
+        (0.9, 80, 64, 2, 52),
         (1.0, 80, 64, 0, 64),
-        (0.5, 80, 64, 4, 20),
-        (0.2, 80, 64, 4, 0),
+        (0.5, 80, 64, 2, 20),
+        (0.2, 80, 64, 2, 0),
     ],
 )
 def test_the_share_is_of_the_whole_device_and_others_count(

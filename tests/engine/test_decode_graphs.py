@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet.core.plan import KernelForm, StepPlan
+from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
 from lorikeet.engine import decode_graphs, transfers
 from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.stepping import Called, Replayed, can_be_replayed
+from lorikeet.kernels.base import LoraBatch
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.support.driver import Driver, Models, driving, make_models, random_tokens
@@ -63,6 +66,64 @@ def test_replayed_steps_choose_the_tokens_of_called_ones(models: Models, params:
     assert (device.replayed, device.replays) == (8, 8)
     with driving(models.folder, kernels="native") as driver:
         assert serve(driver, models, repeat=2, **params) == replayed
+
+
+def test_log_probabilities_are_of_the_step_that_chose(models: Models) -> None:
+    def told(driver: Driver) -> list[Token]:
+        driver.add("a", random_tokens(3, seed=1), logprobs=2)
+        driver.step({"a": 3})
+        driver.decode(["a"], 3, repeat=3)
+        return driver.tokens["a"]
+
+    with late(models) as (driver, device):
+        replayed = told(driver)
+    assert device.replays == 3
+    with driving(models.folder, kernels="native") as driver:
+        for found, right in zip(replayed, told(driver), strict=True):
+            assert found.token_id == right.token_id
+            assert found.logprob == pytest.approx(right.logprob, abs=1e-4)
+            assert [token_id for token_id, _ in found.top] == [token_id for token_id, _ in right.top]
+
+
+def test_padded_adapters_have_a_graph_of_their_own_and_the_same_tokens(models: Models) -> None:
+    narrow, attention, _ = models.adapters.values()
+    with late(models) as (driver, device):
+        driver.load(narrow, attention)
+        for form in (KernelForm.PADDED, KernelForm.UNPADDED):
+            names = [f"{form}{i}" for i in range(2)]
+            for name, adapter in zip(names, (narrow, attention), strict=True):
+                driver.add(name, random_tokens(1, seed=1), adapter)
+            driver.step(dict.fromkeys(names, 1), kernel_form=form)
+            driver.step(dict.fromkeys(names, 1), repeat=2, kernel_form=form)
+        padded, plain = ([driver.token_ids(f"{form}{i}") for i in range(2)] for form in ("padded", "unpadded"))
+    assert padded == plain
+    assert device.graphs == 2
+    assert device.faults == []
+
+
+def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
+    assert decode_graphs._cut([(0, 16, 7, 8), (20, 53, 9, 10)]) == [
+        (0, 16, 7, 8),
+        (20, 36, 9, 10),
+        (36, 52, 9, 10),
+        (52, 53, 9, 10),
+    ]
+    lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 0)
+    of = decode_graphs._Variant.of
+    assert [of(60, lora, count).segments for count in (1, 8, 9, 33, 60)] == [8, 8, 32, 64, 64]
+    assert (of(60, lora, 1).ranks, of(3, lora, 3).segments) == (128, 4)
+    padded = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.PADDED, frozenset("q"), 65, 0)
+    assert of(60, padded, 1).ranks == 65
+
+
+def test_blocks_of_the_last_step_are_looked_for_before_the_first(models: Models) -> None:
+    with late(models) as (driver, device):
+        driver.add("a", random_tokens(4, seed=1))
+        driver.step({"a": 4})
+        step = SequenceStep(RequestId("a"), 4, 1, (BlockId(0),), samples=True)
+        with pytest.raises(ExecutorError, match="9 tokens do not fit its 2 blocks"):
+            driver.execute(StepPlan(9, sequences=(step,), repeat=5))
+        assert device.replays == 0
 
 
 def test_graphs_can_be_switched_off(models: Models) -> None:

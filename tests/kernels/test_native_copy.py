@@ -21,7 +21,7 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 sizes = st.one_of(st.integers(0, 70), st.integers(250, 260), st.integers(500, 5000))
 
 
-@given(st.lists(st.tuples(sizes, st.integers(0, 64), st.integers(0, 64)), max_size=4), st.integers(0, 2**32))
+@given(st.lists(st.tuples(sizes, st.integers(64, 128), st.integers(64, 128)), max_size=4), st.integers(0, 2**32))
 def test_every_byte_arrives_and_no_other_changes(
     library: ctypes.CDLL, pairs: list[tuple[int, int, int]], seed: int
 ) -> None:

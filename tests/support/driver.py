@@ -19,6 +19,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import (
+    KernelForm,
     SequenceStart,
     SequenceStep,
     StepPlan,
@@ -132,7 +133,12 @@ class Driver:
         self._drops.append(RequestId(name))
 
     def step(
-        self, work: dict[str, int], repeat: int = 1, max_duration_s: float = 60.0, merged: AdapterRef | None = None
+        self,
+        work: dict[str, int],
+        repeat: int = 1,
+        max_duration_s: float = 60.0,
+        merged: AdapterRef | None = None,
+        kernel_form: KernelForm = KernelForm.UNPADDED,
     ) -> StepResult:
         """Compute so many tokens of each sequence; a sequence that has caught up yields a token."""
         ordered = sorted(work.items(), key=lambda item: self._adapters[item[0]] or "")
@@ -150,6 +156,7 @@ class Driver:
             starts=tuple(self._starts),
             drops=tuple(self._drops),
             adapters=tuple(dict.fromkeys(d for name, _ in ordered if (d := self._adapters[name]) is not None)),
+            kernel_form=kernel_form,
             merged=None if merged is None else merged.digest,
             repeat=repeat,
             max_duration_s=max_duration_s,

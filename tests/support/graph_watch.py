@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-_WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique")
-"""Operations whose result, or whose size, the host must know."""
+_WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero", "unique")
+"""Operations whose result, or whose size, the host must know; and tensors made of numbers, which are copied."""
 
 _local = threading.local()
 

@@ -119,6 +119,7 @@ class LateDevice:
         replays, replayed: graphs that have begun, and those that were done.
         touched: what the next graphs read and write of the arena.
         copied_beside_steps: those of them that were in flight while a step began.
+        copied_beside_graphs: those of them that were in flight while a graph began.
         failing: groups, by their number, whose copies fail.
         unmarked: those behind which no mark can be set.
     """
@@ -128,7 +129,7 @@ class LateDevice:
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        self.copies = self.copied_beside_steps = 0
+        self.copies = self.copied_beside_steps = self.copied_beside_graphs = 0
         self.graphs = self.replays = self.replayed = 0
         self.touched: tuple[Sequence[Span], Sequence[Span]] = ((), ())
         self.failing: set[int] = set()
@@ -183,6 +184,7 @@ class LateDevice:
 
         with self._changed:
             self.replays += 1
+            self.copied_beside_graphs += self._copies_in_flight()
             self._begin_step(*self.touched, do)
 
     def compute(self, reads: Sequence[Span], writes: Sequence[Span]) -> None:
@@ -233,8 +235,11 @@ class LateDevice:
                 raise RuntimeError(work.error)
 
     def _begin_step(self, reads: Sequence[Span], writes: Sequence[Span], do: Callable[[], None]) -> None:
-        self.copied_beside_steps += sum(not work.is_done and work.name == "copies" for work in self._in_flight)
+        self.copied_beside_steps += self._copies_in_flight()
         self._begin(self._steps, reads, writes, do)
+
+    def _copies_in_flight(self) -> int:
+        return sum(not work.is_done and work.name == "copies" for work in self._in_flight)
 
     def _begin(self, stream: LateStream, reads: Sequence[Span], writes: Sequence[Span], do: Callable[[], None]) -> Work:
         before = (*stream.followed, *(() if stream.last is None else (stream.last,)))

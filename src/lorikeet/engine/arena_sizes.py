@@ -56,8 +56,11 @@ def host_arena_blocks(settings: Settings, model: RankModel) -> int:
 
 
 def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:
-    """Return what is left of a share of a GPU beside whatever is on it, this server's or not, and the largest step."""
-    return max(0, int(share * total_bytes) - (total_bytes - free_bytes) - step_bytes)
+    """Return what is left of a share of a GPU beside whatever is on it, this server's or not, and steps.
+
+    Those that are called take ``step_bytes`` at most, and graphs as much again: theirs are smaller, but they keep it.
+    """
+    return max(0, int(share * total_bytes) - (total_bytes - free_bytes) - 2 * step_bytes)
 
 
 def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:

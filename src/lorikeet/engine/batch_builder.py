@@ -130,8 +130,13 @@ def lora_batch(
     return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None
 
 
-def check_rows(rows: Sequence[BatchRow], block_tokens: int) -> None:
+def check_rows(rows: Sequence[BatchRow], block_tokens: int, more: int = 0) -> None:
     """Do nothing if every sequence has the tokens and blocks that it is asked to compute.
+
+    Args:
+        rows: sequences of a batch.
+        block_tokens: tokens of KV in a block.
+        more: tokens for which there must be room beside those.
 
     Raises:
         ValueError: one has not; the message names its request.
@@ -143,9 +148,9 @@ def check_rows(rows: Sequence[BatchRow], block_tokens: int) -> None:
                 f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
                 f"it has {len(sequence.token_ids)}"
             )
-        if _blocks(context, block_tokens) > len(sequence.blocks):
+        if _blocks(context + more, block_tokens) > len(sequence.blocks):
             raise ValueError(
-                f"request {sequence.request_id}: {context} tokens do not fit its {len(sequence.blocks)} blocks "
+                f"request {sequence.request_id}: {context + more} tokens do not fit its {len(sequence.blocks)} blocks "
                 f"of {block_tokens}"
             )
 

@@ -26,8 +26,16 @@ _SMALL = (1, 2, 4, 8)
 _STEPS = ((64, 16), (128, 32), (512, 64))
 """Up to so many rows, a graph for every so many; above, for every 128."""
 _LEAST_RANKS = 64
+_SEGMENT_ROWS, _SEGMENTS = 16, (8, 32, 128)
+"""Longer segments are cut, so that a kernel need not look for more rows in any of them. A graph has room for so many
+segments, or for as many as rows: what is launched for those that are empty ends at once, but all of it is launched.
+"""
 _STEPS_AT_ONCE = 2
 """Whose tokens are on their way to the host."""
+
+
+_Segment = tuple[int, int, int, int]
+"""A row of ``LoraBatch.table``."""
 
 
 class _Inputs(NamedTuple):
@@ -51,7 +59,7 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def within(cls, memory: Tensor, rows: int) -> "_Inputs":
-        """Lay them out in int64 ``memory [10 * rows]``."""
+        """See them at the beginning of int64 ``memory``, in ``10 * rows`` of its numbers."""
         token_ids, contexts, top_k, seed = memory[: 4 * rows].view(4, rows)
         temperature, top_p, min_p, _ = memory[8 * rows : 10 * rows].view(torch.float32).view(4, rows)
         segments = memory[4 * rows : 8 * rows].view(rows, 4)
@@ -66,12 +74,26 @@ class _Variant(NamedTuple):
         modules: which adapters may touch; none: the base model's exact path.
         form: how mixed ranks are computed.
         ranks: of the largest adapter; of ``PADDED`` ones, that to which all are padded.
+        segments: at most.
     """
 
     rows: int
     modules: frozenset[str] = frozenset()
     form: KernelForm = KernelForm.UNPADDED
     ranks: int = 0
+    segments: int = 0
+
+    @classmethod
+    def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
+        """Return that for a batch."""
+        padded = padded_rows(rows)
+        if lora is None:
+            return cls(padded)
+        ranks = lora.largest_rank
+        if lora.form is not KernelForm.PADDED:
+            ranks = max(_LEAST_RANKS, 1 << (ranks - 1).bit_length())
+        most = next((most for most in _SEGMENTS if segments <= most), padded)
+        return cls(padded, lora.modules, lora.form, ranks, min(most, padded))
 
 
 class DecodeGraphs:
@@ -110,16 +132,14 @@ class DecodeGraphs:
         self._kernels = kernels
         self._kv = kv
         rows, zeros = padded_rows(most_rows), partial(torch.zeros, dtype=torch.int64, device=place)
-        # One piece of host memory, locked once: inputs, block tables, and the tokens of two steps.
-        sizes = (10 * rows, rows * sequence_blocks, _STEPS_AT_ONCE * rows)
-        memory = torch.zeros(sum(sizes), dtype=torch.int64)
-        self._unregister = device.register(memory)
-        self._given_memory, self._given_tables, told = memory.split(list(sizes))
-        self._given = _Inputs.within(self._given_memory, rows)
-        self._told = told.view(_STEPS_AT_ONCE, rows)
-        self._memory = zeros(10 * rows)
-        self._inputs = _Inputs.within(self._memory, rows)
-        self._dense_tables = zeros(rows * sequence_blocks)
+        # One piece of host memory, registered once: inputs, block tables as dense as may be, and tokens of two steps.
+        sent, told = (10 + sequence_blocks) * rows, _STEPS_AT_ONCE * rows
+        self._host = torch.zeros(sent + told, dtype=torch.int64)
+        self._unregister = device.register(self._host)
+        self._given = _Inputs.within(self._host, rows)
+        self._told = self._host[sent:].view(_STEPS_AT_ONCE, rows)
+        self._sent = zeros(sent)
+        self._inputs = _Inputs.within(self._sent, rows)
         self._tables = zeros(rows, sequence_blocks)
         self._row_starts = torch.arange(rows + 1, device=place)
         self._chosen = zeros(rows)
@@ -140,15 +160,12 @@ class DecodeGraphs:
         """
         assert not self._begun
         self._rows = len(rows)
-        variant = _Variant(padded_rows(len(rows)))
-        if lora is not None:
-            exact = lora.form is KernelForm.PADDED
-            ranks = lora.largest_rank if exact else max(_LEAST_RANKS, 1 << (lora.largest_rank - 1).bit_length())
-            variant = _Variant(variant.rows, lora.modules, lora.form, ranks)
+        segments = [] if lora is None else _cut(lora.rows_on(self._place))
+        variant = _Variant.of(len(rows), lora, len(segments))
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
         self._graph = self._graphs[variant]
-        self._give(rows, lora, parameters)
+        self._give(rows, segments, parameters)
 
     def launch(self) -> None:
         """Begin the next step, and have its tokens sent. Does not wait for the device."""
@@ -174,33 +191,34 @@ class DecodeGraphs:
         """Let go of the host memory; nothing is under way."""
         self._unregister()
 
-    def _give(self, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: ChoiceParameters) -> None:
+    def _give(self, rows: Sequence[BatchRow], segments: Sequence[_Segment], parameters: ChoiceParameters) -> None:
         """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
         given, count = self._given, len(rows)
-        self._given_memory.zero_()
+        inputs = 10 * len(given.token_ids)
+        self._host[:inputs] = 0
         given.token_ids.numpy()[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
         given.contexts.numpy()[:count] = [row.start + 1 for row in rows]
-        if lora is not None:
-            segments = lora.rows_on(self._place)
+        if segments:
             given.segments.numpy()[: len(segments)] = segments
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             getattr(given, name)[:count] = getattr(parameters, name)
         blocks = [row.sequence.blocks.values for row in rows]
         width = min(max(map(len, blocks)), self._tables.shape[1])
-        tables = self._given_tables[: count * width].view(count, width)
-        for table, own in zip(tables.numpy(), blocks, strict=True):
+        used = inputs + count * width
+        for table, own in zip(self._host[inputs:used].view(count, width).numpy(), blocks, strict=True):
             table[: len(own)] = own[:width]
-        dense = self._dense_tables[: count * width]
         steps = self._device.steps
-        steps.copy([self._given_memory, tables.view(-1)], [self._memory, dense])
-        steps.copy([dense.view(count, width)], [self._tables[:count, :width]])
+        steps.copy([self._host[:used]], [self._sent[:used]])
+        steps.copy([self._sent[inputs:used].view(count, width)], [self._tables[:count, :width]])
 
     def _capture(self, variant: _Variant) -> Graph:
         """Capture a step of rows that stand for no sequence: nothing is stored."""
-        self._memory.zero_()
-        rows, modules, form, ranks = variant
-        lora = LoraBatch.from_table(self._inputs.segments[:rows], form, modules, ranks) if modules else None
-        return self._device.capture(self._step(rows, lora))
+        self._sent.zero_()
+        lora = None
+        if variant.modules:
+            table = self._inputs.segments[: variant.segments]
+            lora = LoraBatch.from_table(table, variant.form, variant.modules, variant.ranks, _SEGMENT_ROWS)
+        return self._device.capture(self._step(variant.rows, lora))
 
     def _step(self, rows: int, lora: LoraBatch | None) -> Callable[[], None]:
         inputs = _Inputs(*(each[:rows] for each in self._inputs))
@@ -233,6 +251,15 @@ class DecodeGraphs:
             inputs.contexts.add_(is_real)
 
         return step
+
+
+def _cut(segments: Sequence[_Segment]) -> list[_Segment]:
+    """Cut segments of many rows."""
+    return [
+        (start, min(stop, start + _SEGMENT_ROWS), table, index)
+        for first, stop, table, index in segments
+        for start in range(first, stop, _SEGMENT_ROWS)
+    ]
 
 
 def build_graphs(

@@ -106,12 +106,13 @@ class Cuda:
         place: which device.
     """
 
-    copies_ahead = 2
-    """While one is copied, the next is being asked for."""
+    copies_ahead = 8
+    """So much is done in the time that Python takes to hear of an end and to ask for more."""
     has_graphs = True
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
+        self._capturing = torch.cuda.Stream(place)
         self._graph_memory: Any = None  # a type that torch does not name in public
         self._steps = CudaStream(torch.cuda.current_stream(place))
 
@@ -127,13 +128,14 @@ class Cuda:
     def capture(self, work: Callable[[], None]) -> Graph:
         """Run it twice: once so that kernels are compiled and libraries have their workspaces, once to be captured.
 
-        One graph is replayed at a time, so that all use the same memory for what lies between their kernels.
+        One graph is replayed at a time, so that all use the same memory for what lies between their kernels; for that
+        they must be captured in the same stream.
         """
-        beside = torch.cuda.Stream(self._place)
-        beside.wait_stream(torch.cuda.current_stream(self._place))
+        steps, beside = torch.cuda.current_stream(self._place), self._capturing
+        beside.wait_stream(steps)
         with torch.cuda.stream(beside):
             work()
-        torch.cuda.current_stream(self._place).wait_stream(beside)
+        steps.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # Threads that copy go on meanwhile.
         with torch.cuda.graph(graph, pool=self._graph_memory, stream=beside, capture_error_mode="thread_local"):

@@ -108,12 +108,14 @@ class Rank:
     def decodes(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
         """Return the sequences of a step in which all decode, and their adapters; none is still on its way.
 
+        They have the blocks of the plan's last step, too.
+
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
         """
         rows = self._rows(plan, ran)
         try:
-            check_rows(rows, self._block_tokens)
+            check_rows(rows, self._block_tokens, plan.repeat - ran - 1)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         weights, _ = self._adapters(rows, plan)

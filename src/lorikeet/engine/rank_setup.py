@@ -123,7 +123,10 @@ def _device(settings: Settings, rank: int) -> torch.device:
         raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
     if name == "cuda" and torch.cuda.device_count() <= rank:
         raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
-    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+    if name == "cpu":
+        return torch.device(name)
+    torch.cuda.set_device(rank)  # kernels that are launched by this thread run there, wherever their tensors are
+    return torch.device(name, rank)
 
 
 def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:

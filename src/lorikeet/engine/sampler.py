@@ -69,19 +69,24 @@ class Sampler:
         self._choose = choose
         self._rows = _prepare(())
 
-    def sample(self, logits: Tensor, sequences: Sequence[Sampled]) -> list[Token | None]:
+    def sample(
+        self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
+    ) -> list[Token | None]:
         """Choose one token per row; None for a row whose largest logit, as it is or as edited, is not finite.
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; not changed.
             sequences: in the order of the logits.
+            chosen: what ``choose`` with :meth:`parameters` has returned, where that has been asked already.
         """
         if not sequences:
             return []
         rows = self._rows_of(sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
-        rows.chosen.position.numpy()[:] = positions
-        token_ids: list[int] = self._choose(logits, rows.chosen.on(logits.device)).tolist()
+        if chosen is None:
+            rows.chosen.position.numpy()[:] = positions
+            chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
+        token_ids = list(chosen)
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[list(rows.edited)].float()

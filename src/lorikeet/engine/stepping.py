@@ -103,7 +103,7 @@ class Replayed:
         chosen = self._graphs.take()
         if self._is_alone:
             return [None if token_id < 0 else Token(token_id) for token_id in chosen]
-        return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences)
+        return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
 
 
 def can_be_replayed(plan: StepPlan) -> bool:

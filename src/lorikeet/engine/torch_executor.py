@@ -235,8 +235,22 @@ def build_torch_executor(
         ConfigError: a setting does not fit the model or the machine.
         ModelConfigError: the model is not supported or does not split over the ranks.
         WeightError: the weights do not fit the config.
-        ExecutorError: a rank, a loader process or a host worker did not start.
+        ExecutorError: a rank, a loader process or a host worker did not start, or the device has failed.
     """
+    try:
+        return _build(settings, model_folder, progress, on_transfer_done)
+    except ExecutorError:
+        raise
+    except RuntimeError as error:  # a device's, out of memory above all
+        raise ExecutorError(f"{settings.engine.device}: {error}") from error
+
+
+def _build(
+    settings: Settings,
+    model_folder: Path,
+    progress: Callable[[str, int, int], None],
+    on_transfer_done: Callable[[], None],
+) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
     engine = settings.engine
     _, row = resolve_row(engine.row)
     config = read_model_config(model_folder)

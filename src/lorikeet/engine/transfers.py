@@ -239,7 +239,6 @@ class Transfers:
                 underway.error = str(error)
         if underway.error is None:
             weights = weights_in_place(packing, transfer.device_blocks, self._arena, self._geometry)
-            weights.on(self._arena.device)  # now, so that no step need do it
             self.adapters.arrived(ref.digest, transfer.transfer_id, weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)

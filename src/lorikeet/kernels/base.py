@@ -124,6 +124,7 @@ class LoraBatch:
         form: how mixed ranks are computed.
         modules: those that any of the adapters touches, on any layer.
         largest_rank: what a ``padded`` batch pads to.
+        segment_rows: rows of a segment at most; 0 where that is known by the table alone.
         table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
         numbers: int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none.
     """
@@ -132,6 +133,7 @@ class LoraBatch:
         self.segments = tuple(segments)
         self.form = form
         self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
+        self.segment_rows = 0
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self.table = torch.tensor(
             [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
@@ -142,7 +144,9 @@ class LoraBatch:
         self._on_device: Tensor | None = None
 
     @classmethod
-    def from_table(cls, table: Tensor, form: KernelForm, modules: frozenset[str], largest_rank: int) -> "LoraBatch":
+    def from_table(
+        cls, table: Tensor, form: KernelForm, modules: frozenset[str], largest_rank: int, segment_rows: int
+    ) -> "LoraBatch":
         """Make one for kernels that read nothing but the table, whose content may change from one replay to another.
 
         Args:
@@ -150,8 +154,10 @@ class LoraBatch:
             form: how mixed ranks are computed, but not ``EINSUM``.
             modules: those that any adapter which ever stands in the table touches.
             largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
+            segment_rows: of any segment at most.
         """
         made = cls((), form)
+        made.segment_rows = segment_rows
         made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
         return made
 

@@ -138,7 +138,7 @@ def draw(logits, temperatures, lowest, seeds, positions, out, vocab, row_stride,
         inside = token < vocab
         value = _scaled(logits, row * row_stride + token, inside, top, scale)
         kept = inside & (value >= tl.where(greedy, float("-inf"), least))
-        if not greedy:
+        if (not greedy) and tl.max(kept.to(tl.int32), axis=0) > 0:  # noise is most of the work
             value += _gumbel(token, seed, position)
         value = tl.where(kept, value, float("-inf"))
         better = value > best

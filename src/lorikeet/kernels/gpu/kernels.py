@@ -16,6 +16,8 @@ _ROWS, _RANKS, _WIDTH = 16, 16, 64
 """Tiles of the LoRA kernels; a product of Triton's needs at least 16 each way."""
 _TOKENS, _LEAST_ROWS, _MOST_ROWS = 32, 16, 64
 _VOCAB = 1024
+_FILTERED, _FILTER_WARPS = 8192, 16
+"""A row is filtered by one program, which goes over it dozens of times."""
 _WIDE = bool(triton.knobs.runtime.interpret)
 
 
@@ -102,7 +104,9 @@ class TritonKernels:
         lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
         stride = logits.stride(0)
-        draw.filter_rows[(rows,)](logits, temperature, top_k, top_p, min_p, lowest, vocab, stride, _VOCAB)
+        draw.filter_rows[(rows,)](
+            logits, temperature, top_k, top_p, min_p, lowest, vocab, stride, _FILTERED, num_warps=_FILTER_WARPS
+        )
         draw.draw[(rows,)](logits, temperature, lowest, seed, position, out, vocab, stride, _VOCAB)
         return out
 
@@ -117,7 +121,7 @@ def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     layer_modules = layer * len(LORA_MODULES)
     numbers = targets.on(x.device)
     inner = torch.empty(len(targets.each), len(x), ranks, dtype=torch.float32, device=x.device)
-    tiles, count = triton.cdiv(len(x), _ROWS), len(targets.each)
+    tiles, count = triton.cdiv(min(len(x), batch.segment_rows or len(x)), _ROWS), len(targets.each)
     lora.shrink[(len(tables), tiles, count)](
         x, inner, tables, numbers, layer_modules, x.shape[1], padded, x.stride(0), inner.stride(1), inner.stride(0),
         _ROWS, _RANKS, _WIDTH, _WIDE,
