@@ -1,5 +1,6 @@
 """Transfers of one rank: real files, a real loader process, real copies."""
 
+import gc
 import itertools
 import os
 import signal
@@ -431,6 +432,19 @@ def test_closing_ends_the_loader_in_the_middle_of_everything(adapters: dict[str,
         process_id = bench.transfers.loader.process_id
         assert process_id is not None
     assert not psutil.pid_exists(process_id)
+
+
+def test_closing_gives_the_host_arena_back_whoever_still_knows_who_moved_it(adapters: dict[str, AdapterRef]) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("lorikeet-host-arena")
+
+    gc.collect()
+    before = mapped()
+    with moving() as bench:
+        assert bench.wait(bench.start_read(adapters["small"])).error is None
+        assert mapped() == before + 1
+        del bench.host
+    assert mapped() == before
 
 
 # --- fences ------------------------------------------------------------------------------------------

@@ -173,6 +173,9 @@ class Transfers:
         try:
             self._unregister()
         finally:
+            # Whoever still knows this object does not keep gigabytes with it.
+            self._unregister = lambda: None
+            self.host = self._host_blocks = torch.empty(0, self.host.shape[1], dtype=self.host.dtype)
             self.host_arena.close()
 
     def _flaw(self, transfer: Transfer) -> str | None:

@@ -45,5 +45,6 @@ class HostArena:
         return cls(fd, os.fstat(fd).st_size // block_bytes, block_bytes)
 
     def close(self) -> None:
-        """Close the file; arrays that are in use keep the memory."""
+        """Close the file, and let go of the memory; other arrays of it that are in use keep it."""
+        self.bytes = self.bytes[:0].copy()
         os.close(self.fd)
