@@ -16,6 +16,7 @@ from lorikeet.bench.replicas import Started, live_replica, modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.garbage import long_lived
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
 from lorikeet.core.slo import Slo
@@ -159,7 +160,8 @@ def warm_replica(rig: Rig, settings: Settings, work: MemoryWork) -> Iterator[Sta
     with closing(engine):
         run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
         fill_host(engine, tuple(rig.adapters.values()))
-        yield started
+        with long_lived():
+            yield started
 
 
 def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:

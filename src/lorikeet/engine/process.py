@@ -17,6 +17,7 @@ import zmq
 
 from lorikeet import __version__
 from lorikeet.config import Settings
+from lorikeet.core.garbage import long_lived
 from lorikeet.core.messages import (
     Abort,
     BringKv,
@@ -134,7 +135,8 @@ def main() -> None:
     channel.send(_hello(replica))
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # gauges exist before the first request
     try:
-        serve(channel, replica.engine)
+        with long_lived():
+            serve(channel, replica.engine)
     finally:
         replica.engine.close()
         channel.close()

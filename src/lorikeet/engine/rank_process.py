@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from lorikeet.config import Settings
+from lorikeet.core.garbage import long_lived
 from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.engine.arena_sizes import measured_step_bytes
 from lorikeet.engine.cores import CoreShare, asked_threads
@@ -104,8 +105,9 @@ def _serve(
     transfers.loader.wait_until_ready()
     report(Ready())
     own = Rank(model, arena, engine.block_tokens, transfers, cores)
-    while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
-        follow(own, message.plan, group)
+    with long_lived():
+        while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
+            follow(own, message.plan, group)
     transfers.close()
     cores.close()
     group.close()

@@ -17,6 +17,7 @@ from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placing import InProcess
 from lorikeet.config import ConfigError
+from lorikeet.core.garbage import long_lived
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.slo import Slo
 from lorikeet.costs.catalog import load_profile
@@ -109,7 +110,8 @@ async def _route(options: RouteOptions) -> None:
             names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
             Announcer().ready(url, names[0], list(parts.catalog.adapters))
 
-        await _Server(config, announce).serve()
+        with long_lived():
+            await _Server(config, announce).serve()
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.garbage import long_lived
 from lorikeet.core.messages import Hello
 from lorikeet.engine.client import EngineClient, Engines
 from lorikeet.engine.connection import EngineError
@@ -94,7 +95,8 @@ async def _serve(settings: Settings) -> None:
         )
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-        await server.serve(sockets=[listener])
+        with long_lived():
+            await server.serve(sockets=[listener])
 
 
 def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:

@@ -1,0 +1,32 @@
+"""Python's search for cycles passes by what was there before, and by nothing else."""
+
+import gc
+import weakref
+
+from lorikeet.core.garbage import long_lived
+
+
+class Node:
+    """Refers to itself, so that only a search finds it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def made() -> weakref.ref[Node]:
+    return weakref.ref(Node())
+
+
+def test_what_is_alive_is_not_searched_until_the_end() -> None:
+    before, old = made(), Node()
+    seen = weakref.ref(old)
+    with long_lived():
+        assert before() is None, "what is dead already does not stay"
+        del old
+        gc.collect()
+        assert seen() is not None
+        young = made()
+        gc.collect()
+        assert young() is None
+    gc.collect()
+    assert seen() is None
