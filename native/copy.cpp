@@ -23,7 +23,7 @@ inline void stream(char* p, Wide x) { _mm256_stream_si256((__m256i*)p, x); }
 #endif
 
 constexpr int64_t kWidth = sizeof(Wide), kLine = 64, kStride = 256;
-constexpr int64_t kAhead = 1024;  // bytes; the best of 0, 512 and 1024
+constexpr int64_t kAhead = 1024;  // bytes by which lines are asked for before they are copied
 
 void copy(const char* source, char* target, int64_t bytes) {
   int64_t done = std::min(bytes, int64_t(-uintptr_t(target) % kWidth));  // up to where vectors may be streamed

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from lorikeet.core.adapter import AdapterRef
@@ -15,7 +14,7 @@ from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.rows import resolve_row
-from tests.support.driver import Models, fp32_settings, make_models, peer_tokens, random_tokens
+from tests.support.driver import Models, make_models, peer_tokens, random_tokens, tight_settings
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +59,15 @@ SCARCE, AMPLE = 340_000, 4_000_000
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
     models: Models, tmp_path: Path, row: str, kernels: str, memory_bytes: int, host_memory_bytes: int
 ) -> None:
-    settings = fp32_settings(
+    settings = tight_settings(
+        models.folder,
         row=row,
         kernels=kernels,
         memory_bytes=memory_bytes,
         host_memory_bytes=host_memory_bytes,
-        max_running=8,
-        max_step_tokens=24,
-        max_repeat=4,
         record=str(tmp_path / "run"),
     )
-    model = msgspec.structs.replace(settings.model, model=str(models.folder))
-    engine = build_replica(msgspec.structs.replace(settings, model=model)).engine
+    engine = build_replica(settings).engine
     refs = [None, *models.adapters.values()]
     shared = random_tokens(20, seed=0)  # one prefix under every adapter: reuse must not cross them
     requests = [

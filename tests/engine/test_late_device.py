@@ -3,7 +3,6 @@
 import itertools
 import time
 
-import msgspec
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine import transfers
 from lorikeet.engine.build import build_replica
-from tests.support.driver import Models, fp32_settings, make_models, peer_tokens, random_tokens
+from tests.support.driver import Models, make_models, peer_tokens, random_tokens, tight_settings
 from tests.support.late_device import LateDevice, LateMark, LateStream, Span, steps_seen_by
 
 TOKENS = 24
@@ -96,16 +95,9 @@ def run_late(
 ) -> tuple[LateDevice, bool]:
     """Serve more than fits, with no copy done during a step; return the device, and whether all tokens were right."""
     device = LateDevice()
-    settings = fp32_settings(
-        row=row,
-        kernels=kernels,
-        memory_bytes=memory_bytes,
-        host_memory_bytes=host_memory_bytes,
-        max_running=8,
-        max_step_tokens=24,
-        max_repeat=4,
+    settings = tight_settings(
+        models.folder, row=row, kernels=kernels, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes
     )
-    model = msgspec.structs.replace(settings.model, model=str(models.folder))
     refs = [None, *models.adapters.values()]
     shared = random_tokens(20, seed=0)
     params = SamplingParams(max_tokens=answer, temperature=0.0)
@@ -116,7 +108,7 @@ def run_late(
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
     with pytest.MonkeyPatch.context() as patch, steps_seen_by(device):
         patch.setattr(transfers, "device_at", lambda place: device)
-        engine = build_replica(msgspec.structs.replace(settings, model=model)).engine
+        engine = build_replica(settings).engine
         try:
             for request in requests:
                 engine.submit(request)

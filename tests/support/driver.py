@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -45,6 +46,12 @@ def fp32_settings(**engine: Any) -> Settings:
     """Small blocks, a small arena, one thread, fp32."""
     given = {"block_tokens": BLOCK_TOKENS, "memory_bytes": 2**20, "threads": 1, **engine}
     return Settings(ModelSettings(dtype="float32"), EngineSettings(**given), AdapterSettings())
+
+
+def tight_settings(model_folder: Path, **engine: Any) -> Settings:
+    """As :func:`fp32_settings`, for few sequences, in small steps, of a model."""
+    settings = fp32_settings(max_running=8, max_step_tokens=24, max_repeat=4, **engine)
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(model_folder)))
 
 
 class Driver:

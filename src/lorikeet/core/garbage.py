@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def long_lived() -> Iterator[None]:
     """Leave whatever is alive now out of searches until the end.
 
-    A full search visits every container there is, those of imported modules above all. That takes a hundred
-    milliseconds, in which the process does nothing else: a step, or every stream of a server, waits for it.
+    A full search visits every container there is, those of imported modules above all, and the process does nothing
+    else meanwhile: a step, or every stream of a server, waits for it.
     """
     gc.collect()
     gc.freeze()

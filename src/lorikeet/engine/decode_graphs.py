@@ -18,9 +18,8 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.engine.batch_builder import BatchRow
 from lorikeet.engine.device import Device, Graph, Mark
 from lorikeet.engine.rank_setup import RankModel
-from lorikeet.kernels.base import Batch, Kernels, LoraBatch, kv_view
+from lorikeet.kernels.base import Batch, LoraBatch, kv_view
 from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.models.decoder import Decoder
 
 _SMALL = (1, 2, 4, 8)
 _STEPS = ((64, 16), (128, 32), (512, 64))
@@ -101,36 +100,27 @@ class DecodeGraphs:
 
     Args:
         device: computes.
-        place: where its tensors are.
-        decoder: the rank's.
-        kernels: those of the decoder; they fit graphs.
+        model: the rank's, whose kernels fit graphs.
         kv: see ``Decoder.forward``.
         most_rows: sequences of a step at most.
         sequence_blocks: blocks of a sequence at most.
-        vocab: tokens that there are.
-        dtype: of logits.
 
     Attributes:
-        logits: ``[most_rows, vocab]``, of the last step that was taken or launched.
+        logits: ``[rows, vocab]``, of the last step; at least ``most_rows``.
     """
 
     def __init__(
         self,
         device: Device,
-        place: torch.device,
-        decoder: Decoder,
-        kernels: Kernels,
+        model: RankModel,
         kv: Tensor,
         most_rows: int,
         sequence_blocks: int,
-        vocab: int,
-        dtype: torch.dtype,
     ) -> None:
         self._device = device
-        self._place = place
-        self._decoder = decoder
-        self._kernels = kernels
+        self._model = model
         self._kv = kv
+        place = model.device
         rows, zeros = padded_rows(most_rows), partial(torch.zeros, dtype=torch.int64, device=place)
         # One piece of host memory, registered once: inputs, block tables as dense as may be, and tokens of two steps.
         sent, told = (10 + sequence_blocks) * rows, _STEPS_AT_ONCE * rows
@@ -143,7 +133,7 @@ class DecodeGraphs:
         self._tables = zeros(rows, sequence_blocks)
         self._row_starts = torch.arange(rows + 1, device=place)
         self._chosen = zeros(rows)
-        self.logits = torch.zeros(rows, vocab, dtype=dtype, device=place)
+        self.logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=place)
         self._graphs: dict[_Variant, Graph] = {}
         self._graph: Graph | None = None
         self._rows = 0
@@ -160,7 +150,7 @@ class DecodeGraphs:
         """
         assert not self._begun
         self._rows = len(rows)
-        segments = [] if lora is None else _cut(lora.rows_on(self._place))
+        segments = [] if lora is None else _cut(lora.rows_on(self._model.device))
         variant = _Variant.of(len(rows), lora, len(segments))
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
@@ -203,10 +193,10 @@ class DecodeGraphs:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             getattr(given, name)[:count] = getattr(parameters, name)
         blocks = [row.sequence.blocks.values for row in rows]
-        width = min(max(map(len, blocks)), self._tables.shape[1])
+        width = max(map(len, blocks))
         used = inputs + count * width
         for table, own in zip(self._host[inputs:used].view(count, width).numpy(), blocks, strict=True):
-            table[: len(own)] = own[:width]
+            table[: len(own)] = own
         steps = self._device.steps
         steps.copy([self._host[:used]], [self._sent[:used]])
         steps.copy([self._sent[inputs:used].view(count, width)], [self._tables[:count, :width]])
@@ -240,11 +230,11 @@ class DecodeGraphs:
                 sample_rows=row_starts[:rows],
                 lora=lora,
             )
-            logits = self._decoder.forward(batch, self._kv)
+            logits = self._model.decoder.forward(batch, self._kv)
             parameters = ChoiceParameters(
                 inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.contexts
             )
-            chosen = self._kernels.choose(logits, parameters)
+            chosen = self._model.kernels.choose(logits, parameters)
             self.logits[:rows].copy_(logits)
             self._chosen[:rows].copy_(chosen)
             inputs.token_ids.copy_(chosen.clamp_(min=0))
@@ -271,17 +261,7 @@ def build_graphs(
         return None
     geometry = model.geometry
     kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
-    return DecodeGraphs(
-        device,
-        model.device,
-        model.decoder,
-        model.kernels,
-        kv,
-        engine.max_running,
-        -(-longest_tokens // engine.block_tokens),
-        model.config.vocab_size,
-        model.dtype,
-    )
+    return DecodeGraphs(device, model, kv, engine.max_running, -(-longest_tokens // engine.block_tokens))
 
 
 def padded_rows(rows: int) -> int:

@@ -60,6 +60,8 @@ def load_rank(
     config = read_model_config(folder)
     config.check_divides(group.size)
     dtype, device = _dtype(settings, config), _device(settings, group.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
     weights = load_weights(
         folder,
         config,
@@ -123,10 +125,7 @@ def _device(settings: Settings, rank: int) -> torch.device:
         raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
     if name == "cuda" and torch.cuda.device_count() <= rank:
         raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
-    if name == "cpu":
-        return torch.device(name)
-    torch.cuda.set_device(rank)  # kernels that are launched by this thread run there, wherever their tensors are
-    return torch.device(name, rank)
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:

@@ -1,8 +1,8 @@
 """The executor with real arithmetic, in plain torch."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -237,20 +237,6 @@ def build_torch_executor(
         WeightError: the weights do not fit the config.
         ExecutorError: a rank, a loader process or a host worker did not start, or the device has failed.
     """
-    try:
-        return _build(settings, model_folder, progress, on_transfer_done)
-    except ExecutorError:
-        raise
-    except RuntimeError as error:  # a device's, out of memory above all
-        raise ExecutorError(f"{settings.engine.device}: {error}") from error
-
-
-def _build(
-    settings: Settings,
-    model_folder: Path,
-    progress: Callable[[str, int, int], None],
-    on_transfer_done: Callable[[], None],
-) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
     engine = settings.engine
     _, row = resolve_row(engine.row)
     config = read_model_config(model_folder)
@@ -259,7 +245,7 @@ def _build(
     cores = CoreShare(asked_threads(engine.threads))
     ranks = engine.tensor_parallel
     finished = FinishedTransfers(ranks, on_transfer_done)
-    with ExitStack() as undo:
+    with _device_errors(engine.device), ExitStack() as undo:
         loader = start_loader_process()
         undo.callback(loader.end)
         workers = start_worker_processes(engine, row)
@@ -297,3 +283,14 @@ def _build(
         assist=assist,
     )
     return executor, config, sizes
+
+
+@contextmanager
+def _device_errors(device: str) -> Iterator[None]:
+    """Let what a device raises, out of memory above all, be an ``ExecutorError``."""
+    try:
+        yield
+    except ExecutorError:
+        raise
+    except RuntimeError as error:
+        raise ExecutorError(f"{device}: {error}") from error

@@ -124,7 +124,7 @@ class LoraBatch:
         form: how mixed ranks are computed.
         modules: those that any of the adapters touches, on any layer.
         largest_rank: what a ``padded`` batch pads to.
-        segment_rows: rows of a segment at most; 0 where that is known by the table alone.
+        segment_rows: rows of the longest segment.
         table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
         numbers: int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none.
     """
@@ -133,7 +133,7 @@ class LoraBatch:
         self.segments = tuple(segments)
         self.form = form
         self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
-        self.segment_rows = 0
+        self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self.table = torch.tensor(
             [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
@@ -154,7 +154,7 @@ class LoraBatch:
             form: how mixed ranks are computed, but not ``EINSUM``.
             modules: those that any adapter which ever stands in the table touches.
             largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
-            segment_rows: of any segment at most.
+            segment_rows: of any segment that ever stands in the table, at most.
         """
         made = cls((), form)
         made.segment_rows = segment_rows
@@ -164,8 +164,8 @@ class LoraBatch:
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
         if self._on_device is None:
-            on_cpu = device.type == "cpu"
-            self._on_device = self.table if on_cpu else torch.tensor(self.rows_on(device), device=device).view(-1, 4)
+            rows = self.rows_on(device)
+            self._on_device = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
         return self._on_device
 
     def rows_on(self, device: torch.device) -> list[tuple[int, int, int, int]]:

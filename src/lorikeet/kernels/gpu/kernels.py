@@ -121,7 +121,7 @@ def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     layer_modules = layer * len(LORA_MODULES)
     numbers = targets.on(x.device)
     inner = torch.empty(len(targets.each), len(x), ranks, dtype=torch.float32, device=x.device)
-    tiles, count = triton.cdiv(min(len(x), batch.segment_rows or len(x)), _ROWS), len(targets.each)
+    tiles, count = triton.cdiv(batch.segment_rows, _ROWS), len(targets.each)
     lora.shrink[(len(tables), tiles, count)](
         x, inner, tables, numbers, layer_modules, x.shape[1], padded, x.stride(0), inner.stride(1), inner.stride(0),
         _ROWS, _RANKS, _WIDTH, _WIDE,
