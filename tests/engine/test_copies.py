@@ -109,6 +109,21 @@ def test_blocks_take_the_time_that_the_link_needs() -> None:
         assert time.monotonic() - started_s >= 20 * BLOCK.nbytes / rate
 
 
+def test_the_turn_of_a_group_begins_before_it_is_copied() -> None:
+    target = torch.zeros(1, 128)
+    seen: list[float] = []
+
+    class Looking(Queue):
+        def turn(self, group: Group[str]) -> None:
+            seen.append(float(target.sum()))
+
+    queue = Looking(group("", target))
+    with copying(queue):
+        queue.wait_for(1)
+    assert seen == [0.0]
+    assert torch.equal(target[0], BLOCK)
+
+
 def test_closing_does_not_wait_for_a_slow_link() -> None:
     begun = threading.Event()
 

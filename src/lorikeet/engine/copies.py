@@ -52,7 +52,7 @@ class Copier(Generic[Job]):
         stream: copies; nobody else uses it.
         ahead: groups that are given to it before the first of them is done.
         take: returns the next group, None if there is none now.
-        on_turn: called with each group when those before it are done.
+        on_turn: called with each group when those before it are done, and before any of it is copied.
         on_done: called after each group, with why it failed, None if it did not.
         link_bytes_per_s: of the declared link, 0 for none.
         counts: where copies of blocks are counted.
@@ -100,9 +100,9 @@ class Copier(Generic[Job]):
             has_room = len(begun) < self._ahead and not self._closing.is_set()
             group = self._take() if has_room else None
             if group is not None:
-                begun.append(self._begin(group))
-                if len(begun) == 1:
+                if not begun:
                     self._on_turn(group)
+                begun.append(self._begin(group))
             elif begun:
                 link_free_s = self._end(begun.popleft(), link_free_s)
                 if begun:
