@@ -175,6 +175,21 @@ def test_kv_that_is_known_is_not_written_again() -> None:
     assert target.memory.host_counts() == before
 
 
+def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
+    source = bench()
+    begun(source)
+    exported, departed = let_go(source)
+    target = bench()
+    brought = BringKv(exported.adapter, departed.keys, departed.blocks)
+    target.engine.bring_kv(brought)
+    lost = target.memory.tree.find(departed.keys[1])
+    assert lost is not None
+    target.memory.tiers.drop_from_host(lost)
+    target.engine.bring_kv(brought)
+    target.memory.check_integrity()
+    assert target.memory.host_counts().kv == len(departed.keys)
+
+
 def test_a_recording_has_the_keys_and_not_the_bytes() -> None:
     class Kept:
         def __init__(self) -> None:

@@ -117,6 +117,33 @@ def test_host_victims_are_childless_kv_first_and_then_other_adapters() -> None:
     assert (host.adapter, bench.memory.tree.on_host[bench.memory.tree.adapter(AdapterDigest("digest-b"))]) == (5, True)
 
 
+def test_adapters_that_left_the_device_go_on_being_host_victims() -> None:
+    bench = Bench(blocks=6, host_blocks=12)
+    for index in range(12):
+        ask(bench, f"r{index}", [1, 2], f"a{index % 6}", blocks=4)
+        node = bench.memory.tree.adapter(AdapterDigest(f"digest-a{index % 6}"))
+        assert bench.memory.tree.on_host[node], f"{index}: the oldest makes room on the host"
+
+
+def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same() -> None:
+    bench = Bench(blocks=20, host_blocks=10, row=Row(host_kv=True))
+    ask(bench, "kv", words(0, 6))
+    for index in range(3):
+        ask(bench, f"more{index}", words(1000 * (index + 1), 5))
+    kept = bench.memory.host_counts().kv
+    assert kept > 0
+    assert not bench.memory.room.make_host_room(11)
+    assert bench.memory.host_counts().kv == kept
+
+
+def test_of_a_text_that_leaves_block_by_block_the_host_keeps_the_beginning() -> None:
+    bench = Bench(blocks=12, host_blocks=5)
+    ask(bench, "long", words(0, 10))
+    ask(bench, "other", [1000], max_tokens=12 * BLOCK_TOKENS - 2)
+    ask(bench, "again", words(0, 10))
+    assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
+
+
 # --- the dependency tree ----------------------------------------------------------------------------
 
 
@@ -170,6 +197,21 @@ def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its
         shares[name] = worst
     assert shares["elora"] == 0
     assert shares["vllm-static"] > 0
+
+
+def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_has() -> None:
+    bench = Bench(blocks=12, host_blocks=20)
+    ask(bench, "x", words(0, 2))
+    memory, tree, now = bench.memory, bench.memory.tree, bench.clock.now()
+    first, second = tree.below(BASE)
+    memory.tiers.adopt_on_host(first, memory.tiers.host.lease(1)[0])
+    memory.room.evict(second, now)
+    third = tree.add_kv(second, b"key", now)
+    memory.tiers.adopt(third, memory.tiers.lease_private(1)[0])
+    memory.room.evict(first, now)
+    bench.run()
+    assert not tree.on_device[[first, second, third]].any()
+    assert memory.host_counts().kv == 3
 
 
 # --- rows -------------------------------------------------------------------------------------------
@@ -406,6 +448,78 @@ def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes(
     bench.clock.wait_until(bench.engine.due_s)
     bench.run()
     assert set(bench.memory.resident()) == {"digest-a"}
+
+
+def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
+    bench = Bench(blocks=12, row=ROWS["elora:s-lora"])
+    ask(bench, "first", [1, 2], "w", blocks=8)
+    ask(bench, "second", [1, 2], "v", blocks=8)
+    bench.engine.submit(request("x", words(0, 1), bench.clock.now(), adapter("a", 8), max_tokens=6))
+    while not bench.tokens.get(RequestId("x")):
+        bench.step()
+    bench.engine.submit(bench.engine.export_request(RequestId("x")))
+    bench.run()
+    ask(bench, "last", [1, 2], "b", blocks=8)
+    assert bench.finished()[RequestId("last")].reason is FinishReason.LENGTH
+
+
+def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
+    bench = Bench(
+        blocks=20, row=ROWS["chameleon:s-lora"], limits=Limits(max_running=1, max_step_tokens=16, max_model_tokens=64)
+    )
+    bench.engine.submit(request("runs", [1, 2], 0.0, adapter("a", 2), max_tokens=3))
+    bench.engine.submit(request("after", [1, 2], 0.0, adapter("b", 2), max_tokens=20))
+    bench.engine.submit(request("waits", [1, 2], 0.0, adapter("a", 2)))
+    while RequestId("runs") not in bench.finished():
+        bench.step()
+    for _ in range(3):
+        bench.step()
+    assert AdapterDigest("digest-a") in bench.memory.resident()
+    bench.engine.abort(RequestId("waits"))
+    bench.step()
+    assert AdapterDigest("digest-a") not in bench.memory.resident()
+    bench.run()
+
+
+def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() -> None:
+    bench = Bench(blocks=100, host_blocks=200, row=ELORA)
+    for index, blocks in enumerate((15, 15, 15, 15, 15, 15, 7)):
+        ask(bench, f"r{index}", words(1000 * index, blocks))
+    bench.clock.advance(1.0)
+    bench.step()
+    assert bench.memory.room.unused() == 3, "full is another thing"
+    ask(bench, "last", words(9000, 7))
+    bench.clock.advance(1.0)
+    bench.step()
+    assert bench.memory.room.unused() == 5
+
+
+def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() -> None:
+    bench = Bench(blocks=12, host_blocks=60, row=ROWS["chameleon:prefetch"])
+    for index in range(13):
+        ask(bench, f"r{index}", [1, 2], "a", blocks=4)
+        ask(bench, f"o{index}", [1, 2], f"b{index % 2}", blocks=8)
+        bench.clock.advance(10.0)
+    assert AdapterDigest("digest-a") not in bench.memory.resident()
+    assert bench.engine.due_s < math.inf
+    bench.memory.room.clear(8, bench.clock.now(), 8)
+    bench.clock.wait_until(bench.engine.due_s)
+    bench.run()
+    assert AdapterDigest("digest-a") in bench.memory.resident()
+
+
+def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later() -> None:
+    bench = Bench(
+        blocks=20, host_blocks=20, row=ELORA, fails=lambda each: each.target is Tier.DEVICE and not each.demand
+    )
+    bench.engine.know_adapters((adapter("a", 2),))
+    fill_host(bench)
+    for _ in range(3):
+        bench.clock.advance(0.1)
+        bench.step()
+    assert bench.engine.memory_stats().prefetched == 1
+    ask(bench, "x", [1, 2], "a")
+    assert bench.engine.memory_stats().prefetched_used == 0
 
 
 def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:

@@ -176,8 +176,8 @@ class Engine:
 
     @property
     def due_s(self) -> float:
-        """Until when the loop may rest if nothing happens: its clock's time of the next tick, ``inf`` if none is."""
-        return math.inf if self._memory.swapper.is_resting else self._memory.swapper.due_s
+        """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
+        return self._memory.swapper.rests_until_s
 
     @property
     def host_fill_pending(self) -> bool:

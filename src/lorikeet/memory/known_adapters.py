@@ -117,6 +117,22 @@ class KnownAdapters:
             if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
                 self._room.evict(kv, now)
 
+    def clear_stranded_kv(self, node: int, now: float) -> None:
+        """The same for KV that landed on the device when what it depends on had left: it leaves with all below it."""
+        tree = self._tree
+        if not self._rules.dependent or tree.kind[node] != Kind.KV or not tree.on_device[node]:
+            return
+        parent = int(tree.parent[node])
+        if tree.on_device[parent] or tree.moving[parent] == Moving.IN:
+            return
+        branch = {node}
+        for kv in tree.below(int(tree.top[node])):
+            if int(tree.parent[kv]) in branch:
+                branch.add(kv)
+        for kv in sorted(branch, key=lambda kv: -int(tree.depth[kv])):
+            if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
+                self._room.evict(kv, now)
+
     def free_if_unkept(self, node: int, wanted: Container[int], now: float) -> None:
         """Where adapters are not kept: free one on the device that nobody needs or wants and nothing depends on."""
         tree = self._tree

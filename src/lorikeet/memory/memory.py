@@ -162,6 +162,7 @@ class Memory:
         for node in flight.nodes:
             if tree.kind[node] == Kind.KV:
                 self.room.offer(int(tree.parent[node]))
+                self.adapters.clear_stranded_kv(node, now)
                 self.room.forget_if_empty(node)
         if flight.transfer.adapter is not None:
             self.adapters.clear_stranded(flight.nodes[0], now)
@@ -226,7 +227,7 @@ class Memory:
         adapter = BASE if ref is None else self.know(ref)
         if adapter != BASE:
             tree.adapters[adapter].retired = False  # who was accepted before it is freed is served first
-        if tree.moving[adapter] == Moving.READ:
+        if tree.moving[adapter] == Moving.READ and not tree.on_device[adapter]:
             tiers.want([adapter])
             return Wait.TRANSFER
         path = tree.match(keys[: (tokens - 1) // self.block_tokens])
@@ -312,16 +313,15 @@ class Memory:
                 self.room.discard(node, now)
         self.adapters.free_if_unkept(lease.adapter, self._view.waiting, now)
 
-    @property
-    def follows_queue(self) -> bool:
-        """Whether anything depends on :meth:`note_waiting`."""
-        follows = self._eviction.follows_queue or self._prefetch.follows_queue
-        return follows or not self._rules.keep_adapters
-
-    def note_waiting(self, waiting: Mapping[AdapterDigest, int]) -> None:
-        """Tell the policies which adapters the queued requests want, in the queue's order."""
-        nodes = {self.tree.adapter(digest): count for digest, count in waiting.items()}
+    def note_waiting(self, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:
+        """Tell the policies which adapters the queued requests want, in the queue's order, if that matters."""
+        if self._rules.keep_adapters and not (self._eviction.follows_queue or self._prefetch.follows_queue):
+            return
+        nodes = {self.tree.adapter(digest): count for digest, count in wanted().items()}
+        before = self._view.waiting
         self._view.waiting = {node: count for node, count in nodes.items() if node is not None}
+        for node in before:  # whoever waited for it may have been aborted
+            self.adapters.free_if_unkept(node, self._view.waiting, now)
 
     def note_batch(self, running: int, now: float) -> None:
         """Tell the policies how many sequences hold blocks from now on."""
@@ -344,7 +344,9 @@ class Memory:
             node = tree.find(lease.keys[index])
             if node is None:
                 node = tree.add_kv(parent, lease.keys[index], now)
-            if not tree.on_device[node] and not tree.moving[node]:
+            if tree.moving[node] == Moving.IN:
+                break  # what depends on it must not be found if its copy fails
+            if not tree.on_device[node]:
                 block = lease.blocks[index]
                 tiers.adopt(node, block)
                 lease.private.remove(block)
@@ -385,6 +387,7 @@ class Memory:
             BlockError: the accounts are wrong, a block has two owners, or something is pinned by nobody.
         """
         check_accounts(self.tiers, [block for lease in self._leases for block in lease.private])
+        self.room.check_queues()
         check_tree(self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._rules.dependent)
 
     def stats(self) -> MemoryStats:

@@ -7,6 +7,7 @@ import numpy as np
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.leases import Wait
 from lorikeet.memory.policies.base import Eviction, Prefetch
@@ -39,6 +40,11 @@ class Room:
         rules: of the row.
         counters: are told who left.
         block_bytes: for reports.
+
+    Attributes:
+        demand_failed: somebody waited for blocks that were not free, since a tick last asked.
+        evicted: versions that have left the device, for the executor.
+        events: for whoever listens.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Room:
             kind: Victims(self._tree, partial(self._host_candidates, kind), self._may_leave_host)
             for kind in (Kind.KV, Kind.ADAPTER)
         }
+        self.demand_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
 
@@ -104,6 +111,7 @@ class Room:
             below: only nodes that score less may be evicted.
         """
         needs = [(area, sum({Kind.KV: kv, Kind.ADAPTER: adapter}[kind] for kind in area.kinds)) for area in self._areas]
+        self.demand_failed |= below == np.inf and any(need > self._unused(area) for area, need in needs)
         for area, need in needs:
             if not self._could_clear(area, need, now, below):
                 return False
@@ -160,11 +168,12 @@ class Room:
         self._counters.left(node)
         if tree.on_host[node]:
             tiers.drop_from_device(node)
-        elif self._rules.host_kv and self._make_host_room(1, now, float(tree.score[node]), adapters=False):
+        elif self._rules.host_kv and self._make_host_room(1, adapters=False, before=node):
             tiers.store_kv(node, tiers.host.lease(1)[0], now)
         else:
             tiers.drop_from_device(node)
             self.forget_if_empty(node)
+        self.offer(node)  # it may leave the host, too
         self.offer(parent)
 
     def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
@@ -183,6 +192,7 @@ class Room:
         self._tiers.drop_from_device(node)
         self.evicted.append(entry.ref.digest)
         self.events.append(AdapterEvicted(entry.ref.digest, now, blocks * self._block_bytes, dropped))
+        self.offer(node)
 
     def forget_if_empty(self, node: int) -> None:
         """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
@@ -216,6 +226,7 @@ class Room:
         tree, parent = self._tree, int(self._tree.parent[node])
         if tree.kind[node] == Kind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
             self.free(node, now)
+            self.offer(parent)
             self.forget_if_empty(parent)
 
     def forget(self, node: int) -> None:
@@ -226,28 +237,35 @@ class Room:
 
     # --- the host ------------------------------------------------------------------------------------
 
-    def make_host_room(self, blocks: int, now: float) -> bool:
+    def make_host_room(self, blocks: int) -> bool:
         """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters."""
-        return self._make_host_room(blocks, now, np.inf, adapters=True)
+        return self._make_host_room(blocks, adapters=True)
 
-    def make_host_room_for_kv(self, now: float) -> bool:
+    def make_host_room_for_kv(self) -> bool:
         """See to it that a host block can be leased for KV: other KV leaves."""
-        return self._make_host_room(1, now, np.inf, adapters=False)
+        return self._make_host_room(1, adapters=False)
 
     def copy_to_host(self, node: int, now: float) -> Flight | None:
         """Begin to copy KV that is needed on the device to the host, too; None if there can be no room for it."""
-        if not (self._rules.host_kv and self.make_host_room_for_kv(now)):
+        if not (self._rules.host_kv and self.make_host_room_for_kv()):
             return None
         self._eviction.removed(node, now)  # as far as it knows; it is told when the copy has ended that it is there
         return self._tiers.store_kv(node, self._tiers.host.lease(1)[0], now)
 
-    def _make_host_room(self, blocks: int, now: float, below: float, *, adapters: bool) -> bool:
+    def _make_host_room(self, blocks: int, *, adapters: bool, before: int | None = None) -> bool:
+        """Let KV leave the host, and adapters if need be; nobody leaves if that would not suffice.
+
+        Args:
+            blocks: to be free.
+            adapters: whether they may leave.
+            before: only KV that leaves before this node.
+        """
         tiers = self._tiers
-        if blocks > tiers.host.total:
+        if blocks > 1 and not self._could_clear_host(blocks, adapters=adapters):
             return False
         while tiers.host.free < blocks:
             kv = self._host_leaving[Kind.KV].first()
-            if kv and self._tree.score[kv[0]] < below:
+            if kv and (before is None or self._leaves_before(kv[0], before)):
                 tiers.drop_from_host(kv[0])
                 self.forget_if_empty(kv[0])
                 continue
@@ -257,7 +275,35 @@ class Room:
             tiers.drop_from_host(others[0])
         return True
 
+    def _could_clear_host(self, blocks: int, *, adapters: bool) -> bool:
+        tree, tiers = self._tree, self._tiers
+        have = tiers.host.free
+        if blocks <= have:
+            return True
+        every = slice(tree.end)
+        rests = tree.on_host[every] & (tree.moving[every] == Moving.NO) & (tree.pins[every] == 0)
+        have += int((rests & (tree.kind[every] == Kind.KV)).sum())
+        if adapters and blocks > have:
+            resting = np.flatnonzero(rests & (tree.kind[every] == Kind.ADAPTER)).tolist()
+            have += sum(len(tree.adapters[node].host_blocks) for node in resting)
+        return blocks <= have
+
+    def _leaves_before(self, node: int, other: int) -> bool:
+        """Whether a node scores less than another, or lies deeper."""
+        tree = self._tree
+        return (tree.score[node], -tree.depth[node]) < (tree.score[other], -tree.depth[other])
+
     # --- the inside ----------------------------------------------------------------------------------
+
+    def check_queues(self) -> None:
+        """See that nobody who may leave is overlooked; for tests and idle moments.
+
+        Raises:
+            BlockError: somebody is.
+        """
+        for victims in (*self._leaving.values(), *self._host_leaving.values()):
+            if missing := victims.missing():
+                raise BlockError(f"nodes {missing} may leave, and nobody would ask them to")
 
     def _free(self, area: _Area) -> int:
         return area.limit - sum(self._tiers.used_blocks[kind] for kind in area.kinds)

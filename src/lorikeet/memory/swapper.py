@@ -1,8 +1,8 @@
 """Decides what moves without anybody waiting for it: every tick, and what is read into the host tier.
 
-A tick (ELORA §VI-C) rescores all nodes. If the device is full it lets the lowest leave until ``evict_to`` of it is in
-use; if less than ``prefetch_below`` is, it brings what scores highest. In between it does nothing. Nothing here waits:
-transfers end on their own.
+A tick (ELORA §VI-C) rescores all nodes. If the device is full, or somebody has found too few free blocks since the
+last tick, it lets the lowest leave until ``evict_to`` of it is in use; if less than ``prefetch_below`` is, it brings
+what scores highest. In between it does nothing. Nothing here waits: transfers end on their own.
 """
 
 import math
@@ -64,16 +64,17 @@ class Swapper:
         self._due_s = 0.0 if rules.tick_s else math.inf
         self._resting = True
         self._clearing = False
+        self._expected_s = math.inf
 
     @property
     def due_s(self) -> float:
-        """When the next tick is due; ``inf`` for rows without ticks."""
-        return self._due_s
+        """When the next tick or prefetch is due; ``inf`` if none is."""
+        return min(self._due_s, self._expected_s)
 
     @property
-    def is_resting(self) -> bool:
-        """Whether a tick has moved nothing since anything happened, so that the next will not either."""
-        return self._resting
+    def rests_until_s(self) -> float:
+        """The same, if nothing happens: a tick does nothing after one that has moved nothing."""
+        return self._expected_s if self._resting else self.due_s
 
     def stir(self) -> None:
         """Something has happened that may let the next tick move something."""
@@ -90,7 +91,9 @@ class Swapper:
         under_way = len(self._tiers.flights)
         total, unused = self._tiers.device.total, self._room.unused()
         wanted = round((1 - self._rules.evict_to) * total)
-        self._clearing = unused == 0 or (self._clearing and unused < wanted)
+        is_full = unused == 0 or self._room.demand_failed
+        self._room.demand_failed = False
+        self._clearing = (is_full or self._clearing) and unused < wanted
         if self._clearing:
             self._room.clear(wanted, now, _EVICTIONS_A_TICK)
         elif self._prefetch.fills and total - unused < self._rules.prefetch_below * total:
@@ -106,12 +109,13 @@ class Swapper:
         self._read_ahead(now)
         if not self._prefetch.fills:
             self._fill(0, now)
+            self._expected_s = self._prefetch.due_s(now)
 
     def load(self, node: int, now: float, *, demand: bool, groups: Groups = ()) -> Flight:
         """Begin to bring an adapter to the device, its blocks in the order of ``groups``; its room has been made."""
         tiers, entry = self._tiers, self._tree.adapters[node]
         host_blocks = []
-        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size, now):
+        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size):
             host_blocks = tiers.host.lease(entry.host_size)
         blocks = tiers.device.lease(int(self._tree.size[node]))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, groups=groups)
@@ -125,6 +129,9 @@ class Swapper:
     def note_landing(self, flight: Flight, error: str | None, now: float) -> None:
         """A transfer has ended."""
         self.stir()
+        if error is not None:
+            for node in flight.nodes:
+                self._counters.left(node)
         if flight.transfer.adapter is None:
             return
         self._reads -= flight.transfer.target is Tier.HOST

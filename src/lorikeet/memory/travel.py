@@ -92,15 +92,16 @@ class KvTravel:
             node = tree.find(keys[index])
             if node is None:
                 node = tree.add_kv(path[-1], keys[index], now)
-            assert tree.moving[node] == Moving.NO, "KV that moves is found by its key"
-            if not room.make_host_room_for_kv(now):
-                room.forget_if_empty(node)
-                break
-            block = self._tiers.host.lease(1)[0]
-            self._tiers.adopt_on_host(node, block)
+            is_known = tree.on_host[node] or tree.on_device[node] or tree.moving[node] != Moving.NO
+            if not is_known:  # what is, lies behind a block that was lost
+                if not room.make_host_room_for_kv():
+                    room.forget_if_empty(node)
+                    break
+                block = self._tiers.host.lease(1)[0]
+                self._tiers.adopt_on_host(node, block)
+                places.append((index, block))
             self._tiers.pin([node])
             path.append(node)
-            places.append((index, block))
         self._tiers.unpin(path)
         room.rescore(np.asarray(path), now)
         return places

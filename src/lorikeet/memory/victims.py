@@ -9,6 +9,8 @@ from lorikeet.memory.tree import Nodes, Tree
 
 _CHOSEN = 256
 """So many of the lowest are put in order at a time."""
+_MOST = 8 * _CHOSEN
+"""Notes that are kept before all are thrown away and the lowest looked for anew; more where more are equal."""
 
 
 class Victims:
@@ -29,6 +31,7 @@ class Victims:
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, int, int]] = []
         self._highest = -np.inf
+        self._most = 0
 
     def forget(self) -> None:
         """All scores have changed."""
@@ -39,6 +42,9 @@ class Victims:
         tree = self._tree
         score = float(tree.score[node])
         if score <= self._highest and self._is_candidate(node):
+            if len(self._heap) >= self._most:  # of notes that are no longer true: nothing here grows with use
+                self.forget()
+                return
             heapq.heappush(self._heap, (score, -int(tree.depth[node]), node, int(tree.touched[node])))
 
     def first(self, count: int = 1) -> list[int]:
@@ -60,7 +66,7 @@ class Victims:
     def _refill(self) -> bool:
         tree, nodes = self._tree, self._candidates()
         if not len(nodes):
-            self._highest = np.inf  # whoever may leave from now on is offered
+            self._highest, self._most = np.inf, _MOST  # whoever may leave from now on is offered
             return False
         scores = tree.score[nodes]
         if len(nodes) > _CHOSEN:
@@ -71,4 +77,12 @@ class Victims:
         scores, depths, touched = tree.score[nodes], -tree.depth[nodes], tree.touched[nodes]
         self._heap = list(zip(scores.tolist(), depths.tolist(), nodes.tolist(), touched.tolist(), strict=True))
         heapq.heapify(self._heap)
+        self._most = max(_MOST, 2 * len(self._heap))
         return True
+
+    def missing(self) -> list[int]:
+        """Return the nodes that should be in the queue and are not; for checks."""
+        tree, nodes = self._tree, self._candidates()
+        known = {(node, touched, score) for score, _, node, touched in self._heap}
+        lowest = nodes[tree.score[nodes] <= self._highest]
+        return [node for node in lowest.tolist() if (node, tree.touched[node], tree.score[node]) not in known]

@@ -44,6 +44,6 @@ class Outputs:
             made, left = made + 1, left - 1
             if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
                 return FinishReason.STOP, token.token_id
-            if not left:
+            if left <= 0:
                 return FinishReason.LENGTH, None
         return None

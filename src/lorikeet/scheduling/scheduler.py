@@ -198,13 +198,13 @@ class Scheduler:
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
         self.selection.choose()
+        self._memory.note_waiting(self.queue.wanted, now)
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)
             self._admit_instead(draft, now)
         self._memory.note_batch(len(self._running), now)
-        if self._memory.follows_queue:
-            self._memory.note_waiting(self.queue.wanted())
+        self._memory.note_waiting(self.queue.wanted, now)
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits

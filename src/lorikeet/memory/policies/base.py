@@ -137,6 +137,10 @@ class Prefetch:
         """
         return iter(())
 
+    def due_s(self, now: float) -> float:
+        """Return when :meth:`targets` will name more though nothing has happened; ``inf`` if never."""
+        return float("inf")
+
     def evicts_below(self, node: int) -> float:
         """Return below which score adapters may be evicted to make room for ``node``; -inf: nobody may."""
         return -np.inf

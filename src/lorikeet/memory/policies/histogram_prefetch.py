@@ -16,6 +16,7 @@ _RANGE = 10.0
 """The histogram reaches to so many mean gaps; longer ones are counted in the last bin."""
 _EARLIEST, _LATEST = 0.05, 0.99
 _GAPS_NEEDED = 10
+_ROUNDING_S = 1e-9
 
 
 class GapHistogram:
@@ -99,15 +100,22 @@ class HistogramPrefetch(QueuePrefetch):
     def targets(self, now: float) -> Iterator[int]:
         """Yield the adapters of the queue, then those whose arrival is at hand."""
         yield from super().targets(now)
-        tree, horizon_s = self.view.tree, now + self.view.iteration_s
-        due = [
-            (earliest, adapter)
-            for adapter, (earliest, latest) in self._expected.items()
-            if now <= latest and is_prefetchable(tree, adapter) and earliest <= horizon_s + self.view.load_s(adapter)
-        ]
+        due = [(earliest, adapter) for begin_s, earliest, adapter in self._coming(now) if begin_s <= now + _ROUNDING_S]
         for _, adapter in sorted(due):
             if adapter not in self.view.waiting:
                 yield adapter
+
+    def due_s(self, now: float) -> float:
+        """Return when the next arrival will be at hand."""
+        begins_s = (begin_s for begin_s, _, _ in self._coming(now))
+        return min((begin_s for begin_s in begins_s if begin_s > now + _ROUNDING_S), default=float("inf"))
+
+    def _coming(self, now: float) -> Iterator[tuple[float, float, int]]:
+        """Yield when to begin to load each adapter that is expected and not here, when it is expected, and which."""
+        view = self.view
+        for adapter, (earliest, latest) in self._expected.items():
+            if now <= latest and is_prefetchable(view.tree, adapter):
+                yield earliest - view.iteration_s - view.load_s(adapter), earliest, adapter
 
     def evicts_below(self, node: int) -> float:
         """Return the same for what the queue wants; for what is predicted nobody leaves."""
