@@ -39,7 +39,7 @@ class Hand:
 
     def __init__(self, profile: CostProfile, row: Row | None = None) -> None:
         self.clock = VirtualClock()
-        settings = Settings(ModelSettings(max_model_tokens=200), EngineSettings())
+        settings = Settings(ModelSettings(max_model_tokens=200), EngineSettings(host_memory_bytes=2**20))
         self.executor, self.sizes = build_modelled_executor(settings, profile, row or Row(), self.clock, coalesced=True)
 
     def fetch(self, number: int, ref: AdapterRef | None, blocks: int, groups: Groups = ()) -> Transfer:

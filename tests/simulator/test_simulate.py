@@ -4,14 +4,18 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from lorikeet.bench.workload import WorkloadRequest, write_workload
 from lorikeet.cli import app
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario
 from lorikeet.simulator.study import find_peak_rate, run_scenario
 from tests.support.profiles import round_profile
+
+MADE = {"prompt_tokens": "128", "output_tokens": "64"}
 
 
 def quiet(stage: str, done: int, total: int) -> None:
@@ -123,10 +127,10 @@ def test_the_peak_of_two_replicas_is_higher(profile: str) -> None:
 
 def test_flags_win_over_the_file(profile: str, tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
-    file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_running = 2, threads = 1 }}\n')
+    file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_running = 2, block_tokens = 8 }}\n')
     merged = make_scenario(file, {"count": 5, "rate": None, "engine": {"max_running": "9"}})
     assert (merged.count, merged.seed) == (5, 4)
-    assert (merged.settings().engine.max_running, merged.settings().engine.threads) == (9, 1)
+    assert (merged.settings().engine.max_running, merged.settings().engine.block_tokens) == (9, 8)
 
 
 def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Path) -> None:
@@ -137,9 +141,8 @@ def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Pat
         {"timestamp": 6000, "input_length": 64, "output_length": 4, "hash_ids": [8, 9]},
     ]
     trace.write_text("\n".join(map(json.dumps, turns)))
-    chat = scenario(
-        profile, trace=str(trace), shape="chat", block_tokens=32, rate=None, count=None, adapters=1, ranks="1"
-    )
+    given = {"trace": str(trace), "shape": "chat", "block_tokens": 32, "adapters": 1, "ranks": "1"}
+    chat = make_scenario(None, {"profile": profile, **given})
     cached = [each.cached_tokens for each in run_scenario(chat, quiet).simulated.run.exchanges]
     assert cached == [0, 64, 0]
 
@@ -164,7 +167,18 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
         ({"ranks": "8;16"}, "8;16"),
         ({"rate": "fast"}, "fast"),
         ({"slo": "ttft"}, "'ttft' is no limit"),
-        ({"trace": "/nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"trace": "/nowhere.jsonl", **MADE}, "nowhere.jsonl"),
+        ({"trace": "/nowhere.jsonl"}, "prompt_tokens: without effect on a trace"),
+        ({"trace": "/nowhere.jsonl", **MADE, "arrivals": "uniform"}, "arrivals: without effect on a trace"),
+        ({"length_scale": 2.0}, "length_scale: goes with a trace"),
+        ({"shape": "agent"}, "prompt_tokens: without effect on the shape agent"),
+        ({"arrivals": "now"}, "arrivals 'now' have none"),
+        ({"output_tokens": "0-5"}, "output_tokens begins below 1"),
+        ({"count": -5}, "$.count"),
+        ({"adapters": -1}, "$.adapters"),
+        ({"modules": "q,w"}, "'q,w': name some of q, k, v"),
+        ({"engine": {"row": "elora"}}, "engine.row: the system is the scenario's preset"),
+        ({"engine": {"device": "cuda"}}, "engine.device: without effect here"),
         ({"shape": "chat"}, "needs a trace"),
         ({"max_model_tokens": 100_000}, "cannot hold a sequence of 100000 tokens"),
     ],
@@ -172,6 +186,52 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
 def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
         run_scenario(scenario(**{"profile": profile, **changes}), quiet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "start", "complaint"),
+    [
+        ({"rate": None, "arrivals": "now"}, 1.0, "a peak is one rate"),
+        ({"rate": "0:2,400:8"}, 1.0, "a peak is one rate"),
+        ({"rate": "-1"}, -1.0, "a search begins at a positive one"),
+    ],
+)
+def test_a_peak_that_would_mean_nothing_is_refused(
+    profile: str, changes: dict[str, object], start: float, complaint: str
+) -> None:
+    with pytest.raises(ScenarioError, match=complaint):
+        find_peak_rate(scenario(profile, slo="ttft=0.3", **changes), quiet, target=0.9, start=start)
+
+
+def test_prefix_blocks_are_as_long_as_the_trace_says_and_shrink_with_it(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        WorkloadRequest(0.0, None, 1024, 4, (1, 2)),
+        WorkloadRequest(5.0, None, 1024, 4, (1, 3)),
+    ]
+    found = {}
+    for said in (0, 256):
+        write_workload(trace, [msgspec.structs.replace(each, prefix_block_tokens=said) for each in lines])
+        half = make_scenario(None, {"profile": profile, "trace": str(trace), "length_scale": 0.5})
+        simulated = run_scenario(half, quiet).simulated
+        found[said] = [each.cached_tokens for each in simulated.run.exchanges], simulated.notes[-1]
+    assert found[0] == ([0, 256], "prefix blocks of 256 tokens"), "they do not say: 512 before scaling"
+    assert found[256] == ([0, 128], "prefix blocks of 128 tokens")
+
+
+def test_adapters_are_assisted_if_they_change_what_host_workers_compute() -> None:
+    given = {
+        **{"profile": "a100-80-llama-2-7b", "preset": "toppings", "count": 60, "rate": "2"},
+        **{"adapters": 40, "ranks": "64"},
+        "engine": {"host_memory_bytes": 40 * 2**30},
+    }
+    whole = run_scenario(make_scenario(None, given), quiet)
+    assert "adapters change o, too: requests wait for them and are not assisted" in whole.simulated.notes
+    part = run_scenario(make_scenario(None, {**given, "modules": "q,k,v"}), quiet)
+    assert not any("not assisted" in note for note in part.simulated.notes)
+    assert part.figures.ttft_s is not None
+    assert whole.figures.ttft_s is not None
+    assert part.figures.ttft_s.p50 < whole.figures.ttft_s.p50
 
 
 def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:

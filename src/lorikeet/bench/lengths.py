@@ -1,4 +1,4 @@
-"""Lengths of requests, scaled; the blocks that they share with others stay what they are."""
+"""Lengths of requests, scaled; which blocks they share with others stays what it is."""
 
 from collections.abc import Sequence
 
@@ -59,6 +59,11 @@ def scale_blocks(
         rest_tokens = min(max(1, round(rest * factor)), scaled - 1) if rest else 0
         output_tokens = max(1, round(request.output_tokens * (answer_factor or factor)))
         found.append(
-            msgspec.structs.replace(request, input_tokens=full * scaled + rest_tokens, output_tokens=output_tokens)
+            msgspec.structs.replace(
+                request,
+                input_tokens=full * scaled + rest_tokens,
+                output_tokens=output_tokens,
+                prefix_block_tokens=scaled if request.prefix_blocks else 0,
+            )
         )
     return found

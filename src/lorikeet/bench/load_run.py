@@ -14,7 +14,7 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.server_report import growth, read_counters
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest
+from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.slo import Slo
 
 Show = Callable[[str, int, int], None]
@@ -50,7 +50,6 @@ class LoadRunner:
         slo: limits for requests without their own.
         concurrency: most requests under way at once, 0 for no limit.
         ids: token ids to make prompts of.
-        block_tokens: length of a prefix block.
         show: told of progress.
     """
 
@@ -62,7 +61,6 @@ class LoadRunner:
         *,
         concurrency: int = 0,
         ids: Range = DEFAULT_IDS,
-        block_tokens: int = MOONCAKE_BLOCK_TOKENS,
         show: Show = lambda stage, done, total: None,
     ) -> None:
         self._target = target
@@ -70,7 +68,6 @@ class LoadRunner:
         self._slo = slo
         self._concurrency = concurrency
         self._ids = ids
-        self._block_tokens = block_tokens
         self._show = show
         self._runs = 0
 
@@ -123,7 +120,7 @@ class LoadRunner:
         return msgspec.structs.replace(self._recipe, count=count, rates=rates, run=self._runs).requests()
 
     def _drive(self, requests: list[WorkloadRequest], stage: str, concurrency: int) -> Run:
-        prompts = Prompts(self._recipe.seed, self._runs, self._ids, self._block_tokens)
+        prompts = Prompts(self._recipe.seed, self._runs, self._ids, block_tokens_of(requests))
         self._runs += 1
         done = 0
 

@@ -186,7 +186,8 @@ def row_figures(preset: str, row: RowRun) -> dict[str, Any]:
     """Return a row's figures as plain data.
 
     Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that a cache which
-    forgets nothing would have found (ELORA spec, R17). None where there was nothing to find.
+    forgets nothing would have found (ELORA spec, R17). None where there was nothing to find. What was prefetched before
+    the first request counts in ``prefetch_accuracy``, since requests use it.
     """
     figures, memory, began = row.run.figures(Slo()), row.memory, row.began
     queries = memory.adapter_queries - began.adapter_queries
@@ -228,7 +229,7 @@ def row_figures(preset: str, row: RowRun) -> dict[str, Any]:
             for before in [began.transfers.get(route, RouteStats(0, 0, 0, 0.0))]
         },
         "prefetched": prefetched,
-        "prefetch_accuracy": _share(memory.prefetched_used - began.prefetched_used, prefetched),
+        "prefetch_accuracy": _share(memory.prefetched_used, memory.prefetched),
         "decision_mean_s": decisions.total_s / decisions.count if decisions.count else None,
         "decision_worst_s": decisions.worst_s if decisions.count else None,
         "nodes": memory.nodes,

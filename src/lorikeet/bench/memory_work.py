@@ -13,21 +13,19 @@ from lorikeet.bench.arrivals import at_rate
 from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.conversations import first_whole
 from lorikeet.bench.infinite_cache import InfiniteCache
-from lorikeet.bench.lengths import scaled_block_tokens
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.shapes import SHAPES
 from lorikeet.bench.synthetic import ATTENTION, adapter_names, spread, synthetic_adapters
 from lorikeet.bench.turns import Turns
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest, read_any
+from lorikeet.bench.workload import WorkloadRequest, block_tokens_of, read_any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterName
 from lorikeet.memory.packing import pack
 
 _REQUESTS = 240
-_MADE_BLOCK_TOKENS = 32
 _TRACE_SCALE = 1 / 32
 _SPARE = 20
 """So many times the requests asked for are made, so that the first conversations among them are whole."""
@@ -45,7 +43,7 @@ class WorkOptions(msgspec.Struct, frozen=True, kw_only=True):
         modules: that they change.
         adapter_choice: see ``choose_adapters``; for workloads that name none.
         length_scale: factor on the lengths of a file; None for 1/32 of a trace of conversations, else 1.
-        prefix_block_tokens: length of a prefix block before scaling; None for 512 of such a trace, else 32.
+        prefix_block_tokens: length of a prefix block before scaling; None for what the file says, 32 of a shape.
         seed: of all that is drawn.
     """
 
@@ -96,11 +94,11 @@ def make_work(options: WorkOptions) -> MemoryWork:
         OSError, WorkloadError: the file cannot be read.
     """
     if options.source in SHAPES:
-        requests, block_tokens = _made(options)
+        requests = _made(options)
     elif options.source == "chat":
         raise ChoiceError("chat needs the conversations of a trace: name its file instead")
     elif Path(options.source).is_file():
-        requests, block_tokens = _of_a_file(options)
+        requests = _of_a_file(options)
     else:
         raise ChoiceError(f"there is no file {options.source!r}, and no shape: there are {', '.join(SHAPES)}")
     names = tuple(dict.fromkeys(request.adapter for request in requests if request.adapter is not None))
@@ -109,23 +107,22 @@ def make_work(options: WorkOptions) -> MemoryWork:
     others = [name for name in adapter_names(options.adapters + len(names)) if name not in names]
     # In the order in which the recipe dealt out ranks, where it chose among them.
     names = tuple(sorted((*names, *others[: options.adapters - len(names)])))
-    return MemoryWork(requests, names, block_tokens, options.seed)
+    return MemoryWork(requests, names, block_tokens_of(requests), options.seed)
 
 
-def _made(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
+def _made(options: WorkOptions) -> list[WorkloadRequest]:
     count, rates = options.requests or _REQUESTS, Rates.constant(1.0 if options.rate is None else options.rate)
-    block_tokens = options.prefix_block_tokens or _MADE_BLOCK_TOKENS
     recipe = Recipe(
         shape=options.source,
         rates=rates,
         count=_SPARE * count,
-        block_tokens=block_tokens,
+        block_tokens=options.prefix_block_tokens or 0,
         **_choice(options),
     )
-    return at_rate(first_whole(recipe.requests(), count), rates), block_tokens
+    return at_rate(first_whole(recipe.requests(), count), rates)
 
 
-def _of_a_file(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
+def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
     trace = tuple(read_any(Path(options.source)))
     if not trace:
         raise ChoiceError(f"{options.source} holds no request")
@@ -133,7 +130,7 @@ def _of_a_file(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
         request.conversation or request.adapter for request in trace
     )
     scale = options.length_scale or (_TRACE_SCALE if is_chat else 1.0)
-    block_tokens = options.prefix_block_tokens or (MOONCAKE_BLOCK_TOKENS if is_chat else _MADE_BLOCK_TOKENS)
+    block_tokens = options.prefix_block_tokens or 0
     rates = None if options.rate is None else Rates.constant(options.rate)
     if is_chat:
         recipe = Recipe(
@@ -145,11 +142,12 @@ def _of_a_file(options: WorkOptions) -> tuple[list[WorkloadRequest], int]:
             block_tokens=block_tokens,
             **_choice(options),
         )
-        return recipe.requests(), scaled_block_tokens(block_tokens, scale)
+        return recipe.requests()
     named = any(request.adapter for request in trace)
-    requests = Recipe(trace=trace, length_scale=scale, **(_choice(options) if not named else {})).requests()
+    choice = _choice(options) if not named else {}
+    requests = Recipe(trace=trace, length_scale=scale, block_tokens=block_tokens, **choice).requests()
     requests = first_whole(requests, options.requests or len(requests))
-    return requests if rates is None else at_rate(requests, rates), block_tokens
+    return requests if rates is None else at_rate(requests, rates)
 
 
 def _choice(options: WorkOptions) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from lorikeet.bench.arrivals import arrival_times, arrivals_until, at_rate
 from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.conversations import flatten, group_conversations, take_whole
 from lorikeet.bench.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
-from lorikeet.bench.lengths import scale_lengths
+from lorikeet.bench.lengths import scale_blocks, scale_lengths
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.shapes import SHAPES, Dialogues
 from lorikeet.bench.turns import scale_conversation
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest
+from lorikeet.bench.workload import MADE_BLOCK_TOKENS, WorkloadRequest, block_tokens_of
 
 FUNCTION_ARRIVALS = "functions"
 SHAPE_NAMES = ("plain", "chat", *SHAPES)
@@ -44,7 +44,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         lengths: instead of them; each made plain request is as long as one of these, whichever comes.
         length_scale: factor on the lengths of ``trace`` and ``lengths``.
         answer_scale: factor on the answers of ``chat`` instead.
-        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``.
+        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``; 0 for what the trace says,
+            and 32.
         most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
         least_turns: leave out conversations of ``chat`` with fewer requests.
         seed: of everything drawn. Arrivals, adapters and lengths draw from generators of their own, so that another
@@ -69,7 +70,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[WorkloadRequest, ...] = ()
     length_scale: float = 1.0
     answer_scale: float | None = None
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    block_tokens: int = 0
     most_tokens: int | None = None
     least_turns: int = 1
     seed: int = 0
@@ -89,6 +90,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             raise ChoiceError("the shape chat needs a trace of conversations")
         if self.shape in SHAPES and self.trace:
             raise ChoiceError(f"the shape {self.shape} makes its own requests and takes no trace")
+        self._check_numbers()
         of_arrivals, of_adapters, of_lengths = np.random.default_rng((self.seed, self.run)).spawn(3)
         if self.trace:
             made = self._chat(of_lengths, of_adapters) if self.shape == "chat" else self._replay(of_adapters)
@@ -96,12 +98,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         names = self.adapters or (None,)
         calls = self._calls(names, of_arrivals, of_adapters)
         if self.shape in SHAPES:
-            requests = SHAPES[self.shape].requests(calls, names, self.block_tokens, of_lengths)
+            block_tokens = self.block_tokens or MADE_BLOCK_TOKENS
+            requests = SHAPES[self.shape].requests(calls, names, block_tokens, of_lengths)
             return self._before_the_end(requests)[: self.count]
         return [
             WorkloadRequest(call.at_s, names[call.adapter], *lengths)
             for call, lengths in zip(calls, self._lengths(len(calls), of_lengths), strict=True)
         ]
+
+    def _check_numbers(self) -> None:
+        """See ``requests``."""
+        for name in ("count", "duration_s", "length_scale"):
+            number = getattr(self, name)
+            if number is not None and not number > 0:
+                raise ChoiceError(f"{name} {number:g} is not positive")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name).low < 1:
+                raise ChoiceError(f"{name} begins below 1: a request has at least a token, and so has its answer")
 
     def _lengths(self, count: int, generator: np.random.Generator) -> list[tuple[int, int]]:
         """Prompt and answer of each plain request that is made."""
@@ -114,8 +127,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
         """Whole conversations, each with an adapter of its own choice."""
+        block_tokens = block_tokens_of(self.trace, self.block_tokens)
         scaled = [
-            scale_conversation(turns, self.length_scale, self.block_tokens, self.answer_scale)
+            scale_conversation(turns, self.length_scale, block_tokens, self.answer_scale)
             for turns in group_conversations(self._in_order())
         ]
         conversations = take_whole(scaled, of_choice, self.count, self.most_tokens, self.least_turns)
@@ -127,9 +141,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _replay(self, generator: np.random.Generator) -> list[WorkloadRequest]:
         """The first requests of the trace that are short enough."""
+        ordered = self._in_order()
+        if any(request.prefix_blocks for request in ordered):
+            whole = scale_blocks(ordered, self.length_scale, block_tokens_of(ordered, self.block_tokens))
+        else:
+            whole = scale_lengths(ordered, self.length_scale)
         scaled = [
             request
-            for request in scale_lengths(self._in_order(), self.length_scale)
+            for request in whole
             if self.most_tokens is None or request.input_tokens + request.output_tokens <= self.most_tokens
         ][: self.count]
         chosen = self._choose([request.arrival_s for request in scaled], generator)

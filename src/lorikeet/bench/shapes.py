@@ -68,6 +68,7 @@ class Translation(msgspec.Struct, frozen=True):
                 before + tokens,
                 max(1, round(tokens * ratio)),
                 _own_blocks(call.adapter, self.instruction_blocks),
+                prefix_block_tokens=block_tokens,
             )
             for call, tokens, ratio in zip(calls, sentences, ratios.tolist(), strict=True)
         ]
@@ -133,7 +134,10 @@ class Dialogues(msgspec.Struct, frozen=True):
             tokens += asked
             missing = -(-tokens // block_tokens) - len(blocks)
             blocks += tuple(itertools.islice(ids, missing))
-            found.append(WorkloadRequest(at_s, name, tokens, answer, blocks, f"dialogue-{number:05d}"))
+            conversation = f"dialogue-{number:05d}"
+            found.append(
+                WorkloadRequest(at_s, name, tokens, answer, blocks, conversation, prefix_block_tokens=block_tokens)
+            )
             tokens += answer
             at_s += pause_s
         return found

@@ -2,11 +2,11 @@
 
     {"arrival_s": 0.4, "adapter": "french", "input_tokens": 120, "output_tokens": 64}
 
-Optional: ``prefix_blocks``, ``conversation``, ``tenant``, ``priority``, ``slo``. The server's request log uses the
-same names and adds its own; fields that are not named here are skipped. Two public traces are read directly:
-Azure's LLM inference dataset of 2023 (https://github.com/Azure/AzurePublicDataset, CC-BY 4.0) and Mooncake's
-(https://github.com/kvcache-ai/Mooncake, Apache-2.0). Neither names adapters: whoever uses them adds adapters,
-and says how.
+Optional: ``prefix_blocks`` and ``prefix_block_tokens``, ``conversation``, ``tenant``, ``priority``, ``slo``. The
+server's request log uses the same names and adds its own; fields that are not named here are skipped. Two public
+traces are read directly: Azure's LLM inference dataset of 2023 (https://github.com/Azure/AzurePublicDataset, CC-BY 4.0)
+and Mooncake's (https://github.com/kvcache-ai/Mooncake, Apache-2.0). Neither names adapters: whoever uses them adds
+adapters, and says how.
 """
 
 import csv
@@ -20,7 +20,10 @@ import msgspec
 from lorikeet.core.slo import Slo
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of one prefix block in Mooncake's traces."""
+"""Tokens of one prefix block in Mooncake's traces, and in workloads that do not say."""
+
+MADE_BLOCK_TOKENS = 32
+"""Tokens of one prefix block of requests that are made."""
 
 
 class WorkloadError(ValueError):
@@ -39,6 +42,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         tenant: whom the request belongs to.
         priority: lower runs earlier.
         slo: limits to meet.
+        prefix_block_tokens: length of each of ``prefix_blocks``, the same in a whole workload; 0 where nobody says.
     """
 
     arrival_s: float
@@ -50,6 +54,7 @@ class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str | None = None
     priority: int = 0
     slo: Slo | None = None
+    prefix_block_tokens: int = 0
 
 
 T = TypeVar("T")
@@ -106,7 +111,14 @@ def read_mooncake(path: Path) -> list[WorkloadRequest]:
         WorkloadError: a line is not a request of that trace.
     """
     return [
-        WorkloadRequest(line.timestamp / 1000, None, line.input_length, line.output_length, line.hash_ids)
+        WorkloadRequest(
+            line.timestamp / 1000,
+            None,
+            line.input_length,
+            line.output_length,
+            line.hash_ids,
+            prefix_block_tokens=MOONCAKE_BLOCK_TOKENS,
+        )
         for line in _decode_lines(path, _MooncakeLine)
     ]
 
@@ -122,6 +134,20 @@ def read_any(path: Path) -> list[WorkloadRequest]:
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     return read_mooncake(path) if b'"hash_ids"' in first else read_workload(path)
+
+
+def block_tokens_of(requests: Iterable[WorkloadRequest], given: int = 0) -> int:
+    """Return the length of a prefix block: ``given``, or what the requests say, or 512 if they say nothing.
+
+    Raises:
+        WorkloadError: they say different things.
+    """
+    if given:
+        return given
+    said = {request.prefix_block_tokens for request in requests if request.prefix_blocks}
+    if len(said) > 1:
+        raise WorkloadError(f"prefix_block_tokens: a workload has one length of prefix blocks, not {sorted(said)}")
+    return next(iter(said), 0) or MOONCAKE_BLOCK_TOKENS
 
 
 def _decode_lines(path: Path, kind: type[T]) -> Iterator[T]:

@@ -66,7 +66,7 @@ def bench_memory(
     ] = None,
     prefix_block_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="512 of Mooncake's, else 32"),
+        typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what the file says"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

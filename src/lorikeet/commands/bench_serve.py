@@ -44,7 +44,10 @@ def bench_serve(
         Path | None, typer.Option(help="JSON Lines, Azure's CSV or Mooncake's JSONL.", exists=True, dir_okay=False)
     ] = None,
     length_scale: Annotated[float, typer.Option(help="Factor on a workload's lengths.")] = 1.0,
-    prefix_block_tokens: Annotated[int, typer.Option(min=1, help="Length of a workload's prefix block.")] = 512,
+    prefix_block_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of a workload's prefix block, before scaling.", show_default="what the file says"),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=0, help="Most requests under way; 0: no limit.")] = 0,
     prompt_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "64",
@@ -122,6 +125,7 @@ def bench_serve(
             prompt_tokens=Range.parse(prompt_tokens),
             output_tokens=Range.parse(output_tokens),
             length_scale=length_scale,
+            block_tokens=prefix_block_tokens or 0,
             seed=seed,
         )
         with Announcer() as announcer:
@@ -131,7 +135,6 @@ def bench_serve(
                 parse_slo(slo),
                 concurrency=concurrency,
                 ids=Range.parse(token_ids),
-                block_tokens=prefix_block_tokens,
                 show=announcer.show,
             )
             failed = runner.warm_up(warmup)

@@ -37,11 +37,14 @@ def simulate(
     duration_s: Annotated[Number, typer.Option(help="Instead: all that arrive before.")] = None,
     adapters: Annotated[Whole, typer.Option(min=0, help="How many there are.")] = None,
     ranks: Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")] = None,
+    modules: Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")] = None,
     adapter_choice: Annotated[Text, typer.Option(help="See docs/workloads.md.")] = None,
     prompt_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
     output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
     length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
-    block_tokens: Annotated[Whole, typer.Option(min=2, help="Of a prefix block, before scaling.")] = None,
+    block_tokens: Annotated[
+        Whole, typer.Option(min=2, help="Of a prefix block, before scaling, if --trace does not say.")
+    ] = None,
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_tokens: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_running=256.")] = None,
@@ -79,8 +82,7 @@ def simulate(
         asked = make_scenario(scenario, flags)
         with Announcer() as announcer:
             if find_peak:
-                first = float(asked.rate) if asked.rate and ":" not in asked.rate else 1.0
-                peak, outcomes = find_peak_rate(asked, announcer.show, slo_target, first)
+                peak, outcomes = find_peak_rate(asked, announcer.show, slo_target, _first_rate(asked.rate))
             else:
                 outcomes = [run_scenario(asked, announcer.show)]
     except ValueError as error:
@@ -99,6 +101,16 @@ def simulate(
 
 
 _NOT_OF_THE_SCENARIO = ("scenario", "engine", "find_peak", "slo_target", "top", "json_file", "plot")
+
+
+def _first_rate(text: str) -> float:
+    """Where a search begins; points of rates are refused by whoever searches."""
+    if not text or ":" in text:
+        return 1.0
+    try:
+        return float(text)
+    except ValueError:
+        fail(f"--rate {text!r} is not a number", code=2)
 
 
 def _engine_settings(pairs: list[str]) -> dict[str, str]:

@@ -51,7 +51,7 @@ def workload(
     length_scale: Annotated[float, typer.Option(help="Factor on the lengths of --from.")] = 1.0,
     block_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="512 with --from, else 32"),
+        typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what --from says, else 32"),
     ] = None,
     most_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out what is longer, prompt and answer together.")
@@ -63,11 +63,10 @@ def workload(
     from lorikeet.bench.arrivals import ARRIVALS
     from lorikeet.bench.choices import ChoiceError, Range
     from lorikeet.bench.function_trace import read_function_trace
-    from lorikeet.bench.lengths import scaled_block_tokens
     from lorikeet.bench.rates import Rates
     from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe
     from lorikeet.bench.synthetic import parse_ranks, spread
-    from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadError, read_any, write_workload
+    from lorikeet.bench.workload import WorkloadError, block_tokens_of, read_any, write_workload
     from lorikeet.bench.workload_summary import summarise
 
     for flag, given, known in (
@@ -87,7 +86,6 @@ def workload(
         rate = "1"
     if arrivals == "now" and rate:
         fail(f"--arrivals now has no --rate, not {rate!r}", code=2)
-    block_tokens = block_tokens or (32 if source is None else MOONCAKE_BLOCK_TOKENS)
     names, kept_minutes = _names(adapters), _minutes(minutes)
     try:
         recipe = Recipe(
@@ -106,22 +104,19 @@ def workload(
             prompt_tokens=_parsed("--prompt-tokens", Range.parse, prompt_tokens),
             output_tokens=_parsed("--output-tokens", Range.parse, output_tokens),
             length_scale=length_scale,
-            block_tokens=block_tokens,
+            block_tokens=block_tokens or 0,
             most_tokens=most_tokens,
             seed=seed,
         )
         requests = recipe.requests()
-        has_blocks = any(request.prefix_blocks for request in requests)
-        if has_blocks and source is not None:
-            block_tokens = scaled_block_tokens(block_tokens, length_scale)
     except (ChoiceError, WorkloadError) as error:
         fail(str(error), code=2)
     if not requests:
         fail("no request is left; nothing was written", code=2)
     write_workload(file, requests)
     _print(Console(highlight=False), file, recipe, summarise(requests), top)
-    if has_blocks:
-        note(f"prefix blocks of this file have {block_tokens} tokens; say so to its readers (--prefix-block-tokens)")
+    if any(request.prefix_blocks for request in requests):
+        note(f"prefix blocks of this file have {block_tokens_of(requests)} tokens; each line says so")
 
 
 def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:

@@ -84,8 +84,9 @@ def build_paced_executor(
 
 
 def _assist(settings: Settings, transfers: TransferModel, row: Row) -> AssistCosts | None:
-    """Return what assisted prefills cost: on as many cores as the profile says, unless there are to be no workers."""
-    return assist_costs(transfers, row) if settings.engine.host_lora_workers else None
+    """Return what assisted prefills cost, on as many cores as the profile says; None without workers or host memory."""
+    engine = settings.engine
+    return assist_costs(transfers, row) if engine.host_lora_workers and engine.host_memory_bytes else None
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:

@@ -8,19 +8,22 @@ from typing import Any
 import msgspec
 
 from lorikeet.bench.choices import Range, parse_slo
-from lorikeet.bench.lengths import scaled_block_tokens
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import adapter_names, parse_ranks, spread, synthetic_adapters
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
+from lorikeet.bench.shapes import SHAPES
+from lorikeet.bench.synthetic import ATTENTION, adapter_names, parse_ranks, spread, synthetic_adapters
+from lorikeet.bench.workload import WorkloadError, read_any
 from lorikeet.cluster.fetch_times import FetchForm
-from lorikeet.config import EngineSettings, ModelSettings, Positive, Settings
+from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.slo import Slo
 
-_MADE_BLOCK_TOKENS = 32
-"""Of prefix blocks that are not from a trace."""
+_WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
+"""Settings of an engine that computes: a modelled one takes all of that from its profile."""
+
+_OF_MADE = ("arrivals", "cv", "prompt_tokens", "output_tokens")
+_OF_TRACES = ("length_scale", "most_tokens")
 
 
 class ScenarioError(ValueError):
@@ -43,9 +46,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1.
         adapters: how many there are, without files.
         ranks: of the adapters in turn, such as ``8-128``.
+        modules: that the adapters change; assisted are those of q, k and v alone.
         prompt_tokens, output_tokens: numbers or ranges, of requests that are made.
         max_model_tokens: longest sequence; 0 for the profile's.
-        engine: engine settings other than their defaults. ``max_repeat`` is 1 here if it is not given.
+        engine: engine settings other than their defaults. ``max_repeat`` is 1 here if it is not given. The row is
+            ``preset``, and what the profile stands for (device, kernels, threads, ranks) cannot be set.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
         predictor: of the lengths of answers, for policies that look at them: ``oracle:0.8`` is right four times in
             five, ``history`` learns from the answers as they end, ``none`` leaves them the true lengths.
@@ -62,17 +67,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     arrivals: str = "poisson"
     rate: str = ""
     cv: float = 1.0
-    count: int | None = None
+    count: Positive | None = None
     duration_s: float | None = None
-    adapters: int = 0
+    adapters: Count = 0
     ranks: str = "8-128"
+    modules: str = ",".join(ATTENTION)
     adapter_choice: str = "uniform"
     prompt_tokens: str = "128"
     output_tokens: str = "64"
     length_scale: float = 1.0
-    block_tokens: int = 0
-    most_tokens: int | None = None
-    max_model_tokens: int = 0
+    block_tokens: Count = 0
+    most_tokens: Positive | None = None
+    max_model_tokens: Count = 0
     engine: dict[str, Any] = {}
     slo: str = ""
     predictor: str = "none"
@@ -82,8 +88,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the settings of the engine.
 
         Raises:
-            ScenarioError: one is unknown or wrong.
+            ScenarioError: one is unknown, wrong, or without effect on a simulation.
         """
+        if "row" in self.engine:
+            raise ScenarioError("engine.row: the system is the scenario's preset")
+        if useless := sorted(_WITHOUT_EFFECT & self.engine.keys()):
+            raise ScenarioError(f"engine.{useless[0]}: without effect here, the profile decides it")
         given = {"max_repeat": 1, **self.engine, "row": self.preset}
         try:
             engine = msgspec.convert(given, EngineSettings, strict=False)
@@ -98,6 +108,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ScenarioError: a value has no meaning.
             WorkloadError: the trace cannot be read.
         """
+        self._check_together()
         rate_text = self.rate or ("" if self.trace or self.arrivals == "now" else "1")
         try:
             ranks = parse_ranks(self.ranks)
@@ -116,27 +127,37 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 prompt_tokens=Range.parse(self.prompt_tokens),
                 output_tokens=Range.parse(self.output_tokens),
                 length_scale=self.length_scale,
-                block_tokens=self._unscaled_block_tokens(),
+                block_tokens=self.block_tokens,
                 most_tokens=self.most_tokens,
                 seed=self.seed,
             )
         except OSError as error:
             raise ScenarioError(f"trace: {error}") from error
+        except WorkloadError:
+            raise
         except ValueError as error:
             raise ScenarioError(str(error)) from error
 
-    def prefix_block_tokens(self) -> int:
-        """Return the length of a prefix block in the requests of the recipe.
+    def adapter_refs(self, geometry: ModelGeometry) -> dict[str, AdapterRef]:
+        """Return the adapters by name.
 
         Raises:
-            ChoiceError: scaling does not leave a whole number.
+            ScenarioError: they change a module that there is not.
         """
-        tokens = self._unscaled_block_tokens()
-        return scaled_block_tokens(tokens, self.length_scale) if self.trace and self.shape == "chat" else tokens
+        modules = self.module_names()
+        made = synthetic_adapters(self.adapters, parse_ranks(self.ranks), geometry, modules=modules)
+        return {ref.name: ref for ref in made}
 
-    def adapter_refs(self, geometry: ModelGeometry) -> dict[str, AdapterRef]:
-        """Return the adapters by name."""
-        return {ref.name: ref for ref in synthetic_adapters(self.adapters, parse_ranks(self.ranks), geometry)}
+    def module_names(self) -> tuple[str, ...]:
+        """Return what the adapters change.
+
+        Raises:
+            ScenarioError: there is no such module, or one is named twice.
+        """
+        names = tuple(name.strip() for name in self.modules.split(","))
+        if len(set(names)) < len(names) or not set(names) <= set(LORA_MODULES):
+            raise ScenarioError(f"modules {self.modules!r}: name some of {', '.join(LORA_MODULES)}, each once")
+        return names
 
     def limits(self) -> Slo:
         """Return the SLO.
@@ -146,8 +167,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         return parse_slo(self.slo)
 
-    def _unscaled_block_tokens(self) -> int:
-        return self.block_tokens or (MOONCAKE_BLOCK_TOKENS if self.trace else _MADE_BLOCK_TOKENS)
+    def _check_together(self) -> None:
+        """See that all that was given has an effect.
+
+        Raises:
+            ScenarioError: something has none.
+        """
+        given = {name for name in (*_OF_MADE, *_OF_TRACES) if getattr(self, name) != _DEFAULTS[name]}
+        if self.trace and (useless := [name for name in _OF_MADE if name in given]):
+            raise ScenarioError(f"{useless[0]}: without effect on a trace, whose requests have their own")
+        if not self.trace and (useless := [name for name in _OF_TRACES if name in given]):
+            raise ScenarioError(f"{useless[0]}: goes with a trace")
+        if self.shape in SHAPES and (useless := [name for name in ("prompt_tokens", "output_tokens") if name in given]):
+            raise ScenarioError(f"{useless[0]}: without effect on the shape {self.shape}, which has lengths of its own")
+        if self.arrivals == "now" and self.rate:
+            raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have none")
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
 def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:

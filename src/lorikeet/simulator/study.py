@@ -1,5 +1,6 @@
 """A scenario simulated: once, or at rate after rate until its peak is found."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,9 +11,12 @@ from lorikeet.bench.load_report import LoadFigures
 from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
+from lorikeet.rows import ColdStart, resolve_row
+from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
 from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 
@@ -82,17 +86,31 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
     workload = scenario.recipe(rate).requests()
     if not workload:
         raise ScenarioError("the workload holds no request")
+    block_tokens = block_tokens_of(workload)
     run: Callable[..., Simulated] = simulate if scenario.replicas == 1 else _cluster(scenario, show)
     simulated = run(
         scenario.settings(),
         profile,
         workload,
         scenario.adapter_refs(profile.geometry),
-        Prompts(scenario.seed, 0, DEFAULT_IDS, scenario.prefix_block_tokens()),
+        Prompts(scenario.seed, 0, DEFAULT_IDS, block_tokens),
         predict=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
     )
+    simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_tokens)))
     return Outcome(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
+
+
+def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_tokens: int) -> list[str]:
+    """Say what was taken for granted."""
+    notes = []
+    if any(request.prefix_blocks for request in workload):
+        notes.append(f"prefix blocks of {block_tokens} tokens")
+    _, row = resolve_row(scenario.preset)
+    others = [name for name in scenario.module_names() if name not in ASSISTED_MODULES]
+    if scenario.adapters and others and row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO):
+        notes.append(f"adapters change {', '.join(others)}, too: requests wait for them and are not assisted")
+    return notes
 
 
 def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
@@ -117,8 +135,12 @@ def find_peak_rate(
     Every probe has the same requests, only closer together or further apart.
 
     Raises:
-        ValueError: see :func:`run_scenario`; or there is no SLO.
+        ValueError: see :func:`run_scenario`; or there is no SLO, or no single rate.
     """
+    if scenario.arrivals == "now" or ":" in scenario.rate:
+        raise ScenarioError("a peak is one rate: search it with arrivals that have one, and with no points of rates")
+    if not (math.isfinite(start) and start > 0):
+        raise ScenarioError(f"rate {start:g}: a search begins at a positive one")
     outcomes: list[Outcome] = []
 
     def probe(rate: float) -> float:
