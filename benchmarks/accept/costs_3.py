@@ -57,6 +57,8 @@ def _fits(profile: CostProfile) -> Iterator[tuple[str, Fit]]:
     """Yield every fit of a measured profile with its name."""
     links = {name: getattr(profile.transfers, name) for name in profile.transfers.__struct_fields__}
     named = {"steps": profile.step.fit}
+    assert profile.switching is not None
+    named["merges"] = profile.switching.merge_fit
     named |= {name.replace("_", " "): link.fit if link is not None else None for name, link in links.items()}
     for form, costs in profile.lora.items():
         named[f"lora {form}, decodes"], named[f"lora {form}, prefills"] = costs.decode_fit, costs.prefill_fit

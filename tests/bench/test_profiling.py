@@ -41,10 +41,17 @@ def rig(model_folder: Path) -> Iterator[Rig]:
 def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder: Path) -> None:
     stages = []
     profile = run_profile(
-        settings_for(model_folder), "tiny", TINY, lambda stage, done, total: stages.append(stage), lambda: LIMITS
+        settings_for(model_folder),
+        "tiny",
+        "tiny",
+        TINY,
+        lambda stage, done, total: stages.append(stage),
+        lambda: LIMITS,
     )
     assert decode_profile(encode_profile(profile), "here") == profile
-    assert list(dict.fromkeys(stages))[-6:] == ["steps", "transfers", "adapters", "merging", "loop", "fitting"]
+    assert list(dict.fromkeys(stages))[-7:] == [
+        *("steps", "transfers", "adapters", "merging", "loop", "host workers", "fitting"),
+    ]
     assert profile.lora.keys() == set(KernelForm)
     links = profile.transfers
     for link in (links.source_to_device, links.source_to_host, links.host_to_device, links.device_to_host):
@@ -57,6 +64,11 @@ def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder:
     assert switching.restore.value > 0
     assert switching.merge_fit is not None
     assert switching.merge_fit.points == len(TINY.ranks)
+    assert profile.host_lora is not None
+    assert profile.host_lora.token_rank.value > 0
+    assert profile.host_lora.core_tokens >= 1
+    assert {len(profile.step.tokens.errors), len(profile.step.tokens.points)} == {len(profile.step.tokens.points)}
+    assert all(figure.error is not None for figure in profile.kernel_efficiency.values())
     assert profile.weight_bytes is not None
     assert profile.step.fit is not None
     assert profile.kernel_efficiency.keys() - {"lora"} == {"decode", "prefill"}  # one round may see no adapters at all

@@ -4,8 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
 from lorikeet.engine.host_lora.pool import HostPool, HostRows, start_worker_process
 from lorikeet.engine.host_lora.start import worker_cores
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
-from lorikeet.engine.rank_setup import RankModel
 from lorikeet.kernels.base import LoraPieces
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.host_arena import HostArena
@@ -248,11 +246,10 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
 
 
 def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
-    model = cast("RankModel", SimpleNamespace(geometry=store.geometry, dtype=store.host.dtype))
     os.kill(pool.process_ids[0], signal.SIGSTOP)
     pool.ring.signal_error(pool._ticket + 1, 0)
     with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
-        measure_host(pool, model, store.host)
+        measure_host(pool, store.geometry, store.host)
     pool.end()
 
 

@@ -65,6 +65,13 @@ def profile(
         fail(f"--output: there is no folder {output.absolute().parent}", code=2)
     if known and not operating_points:
         fail("--profile: nothing would be measured; it goes with --operating-points", code=2)
+    if slo and not operating_points:
+        fail("--slo goes with --operating-points", code=2)
+    for flag, given in (("--model", model), ("--dtype", dtype != "auto"), ("--threads", threads)):
+        if known and given:
+            fail(f"{flag}: nothing is measured with --profile", code=2)
+    if output is not None and output.suffix != ".toml":
+        fail(f"--output {str(output)!r}: a profile is a .toml file", code=2)
     if operating_points and not slo:
         fail("--operating-points: under which SLO? for example --slo ttft=10", code=2)
     engine = EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens, threads=threads)
@@ -99,10 +106,11 @@ def _measure(
     from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
     from lorikeet.server.model_folder import prepare_model
 
-    folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
-    path = output or Path(f"{folder.name.lower()}.toml")
+    prepared = prepare_model(ModelSettings(model=model), announcer.stage)
+    name = prepared.identity.rpartition("/")[2]
+    path = output or Path(f"{name.lower()}.toml")
     settings = Settings(
-        model=ModelSettings(model=str(folder), dtype=dtype),
+        model=ModelSettings(model=str(prepared.path), dtype=dtype),
         engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES, touch_memory=True),
     )
-    return run_profile(settings, path.stem, QUICK if quick else FULL, announcer.show), path
+    return run_profile(settings, path.stem, name, QUICK if quick else FULL, announcer.show), path

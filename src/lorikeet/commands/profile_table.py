@@ -1,6 +1,7 @@
 """A profile as tables for people."""
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import msgspec
 from rich.console import Console
@@ -27,8 +28,9 @@ def print_profile(profile: CostProfile) -> None:
             case Figure():
                 constants.add_row(name, *_figure(value))
             case Curve():
-                for count, seconds in value.points:
-                    constants.add_row(f"{name}, {count} {value.unit}", _seconds(seconds, "s"), "")
+                for (count, seconds), error in zip_longest(value.points, value.errors):
+                    told = "" if error is None else _seconds(error, "s")
+                    constants.add_row(f"{name}, {count} {value.unit}", _seconds(seconds, "s"), told)
                 if value.error is not None:
                     constants.add_row(f"{name}, between points", "", f"{value.error:.0%}")
             case Fit():
@@ -66,7 +68,7 @@ def _figure(figure: Figure) -> tuple[str, str]:
     if figure.unit == "bytes/s":
         error = "" if figure.error is None else f"{figure.error / 1e9:.2f}"
         return f"{figure.value / 1e9:.2f} GB/s", error
-    if not figure.unit.startswith("s"):
+    if figure.unit != "s" and not figure.unit.startswith("s/"):
         return f"{figure.value:.1%} {figure.unit}", ""
     return _seconds(figure.value, figure.unit), "" if figure.error is None else _seconds(figure.error, "s")
 

@@ -26,7 +26,7 @@ class ProfileError(ValueError):
     """A profile cannot be read, or lacks a constant that is needed; the message names profile and field."""
 
 
-class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
+class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One constant.
 
     Attributes:
@@ -42,7 +42,7 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str = ""
 
 
-class Curve(msgspec.Struct, frozen=True, omit_defaults=True):
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Seconds as a function of a count, linear between points.
 
     Attributes:
@@ -50,15 +50,17 @@ class Curve(msgspec.Struct, frozen=True, omit_defaults=True):
         points: (count, seconds), ascending, at least one.
         error: the largest relative error of a point left out and interpolated from its neighbours.
         source: where points that were not measured here come from.
+        errors: half the width of the 95 % interval of each point's seconds; empty where they were not measured.
     """
 
     unit: str
     points: tuple[tuple[int, float], ...]
     error: float | None = None
     source: str = ""
+    errors: tuple[float, ...] = ()
 
 
-class Fit(msgspec.Struct, frozen=True):
+class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How well a model meets the measurements it was made from.
 
     Attributes:
@@ -72,7 +74,7 @@ class Fit(msgspec.Struct, frozen=True):
     points: int
 
 
-class StepCosts(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Time of one step of the base model: the sum of all parts.
 
     Attributes:
@@ -98,7 +100,7 @@ class StepCosts(msgspec.Struct, frozen=True, omit_defaults=True):
     fit: Fit | None = None
 
 
-class LoraCosts(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What adapters add to a step under one kernel form, in a step that has any.
 
     The form decides what is counted (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own rank,
@@ -125,7 +127,7 @@ class LoraCosts(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_fit: Fit | None = None
 
 
-class Link(msgspec.Struct, frozen=True, omit_defaults=True):
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A way for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
 
     Attributes:
@@ -143,7 +145,7 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.fixed.value + moved_bytes / self.bandwidth.value
 
 
-class Transfers(msgspec.Struct, frozen=True, omit_defaults=True):
+class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Links between the tiers of memory.
 
     Attributes:
@@ -157,7 +159,7 @@ class Transfers(msgspec.Struct, frozen=True, omit_defaults=True):
     device_to_host: Link | None = None
 
 
-class Switching(msgspec.Struct, frozen=True, omit_defaults=True):
+class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Changing the adapter that is merged into the base weights.
 
     A merge writes every weight that the new adapter touches anew, from its pristine copy and the product of A and B;
@@ -177,7 +179,7 @@ class Switching(msgspec.Struct, frozen=True, omit_defaults=True):
     merge_fit: Fit | None = None
 
 
-class HostLora(msgspec.Struct, frozen=True, omit_defaults=True):
+class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What host cores add to a layer of a prefill on which they compute x·A·B for q, k and v instead of the device.
 
     The rows of a layer are cut into slices, one for each core, and the layer goes on when the last one has ended.
@@ -188,7 +190,6 @@ class HostLora(msgspec.Struct, frozen=True, omit_defaults=True):
         token_rank: of the longest slice, per rank (over q, k and v) of a row.
         cores: that take slices.
         core_tokens: rows that suit one core; a longer prompt than all cores so take is cut evenly.
-        fit: None if published.
     """
 
     fixed: Figure
@@ -196,10 +197,9 @@ class HostLora(msgspec.Struct, frozen=True, omit_defaults=True):
     token_rank: Figure
     cores: int
     core_tokens: int
-    fit: Fit | None = None
 
 
-class OperatingLoads(msgspec.Struct, frozen=True, omit_defaults=True):
+class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The highest loads of one replica under an SLO, by the rank of its adapters; found by simulation.
 
     Attributes:

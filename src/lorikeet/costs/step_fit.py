@@ -50,8 +50,10 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Figure, loop_sequenc
     found = fit_medians(counts, [measured.seconds for measured in measurements])
     tokens, rows = len(token_points), len(row_points)
     return StepCosts(
-        tokens=_curve("tokens", token_points, found.values[:tokens]),
-        sampled_rows=_curve("rows", row_points, found.values[tokens : tokens + rows]),
+        tokens=_curve("tokens", token_points, found.values[:tokens], found.errors[:tokens]),
+        sampled_rows=_curve(
+            "rows", row_points, found.values[tokens : tokens + rows], found.errors[tokens : tokens + rows]
+        ),
         decode_attention=found.figure(-4, "s/token"),
         decode_sequence=found.figure(-3, "s/sequence"),
         prefill_attention=found.figure(-2, "s/pair"),
@@ -75,7 +77,7 @@ def _shares(count: int, points: Sequence[int]) -> list[float]:
     return [float(np.interp(count, points, np.eye(len(points))[i])) for i in range(len(points))]
 
 
-def _curve(unit: str, counts: Sequence[int], seconds: Floats) -> Curve:
+def _curve(unit: str, counts: Sequence[int], seconds: Floats, errors: Floats) -> Curve:
     inner = range(1, len(counts) - 1)
     missed = [
         abs(np.interp(counts[i], (counts[i - 1], counts[i + 1]), (seconds[i - 1], seconds[i + 1])) / seconds[i] - 1)
@@ -83,4 +85,4 @@ def _curve(unit: str, counts: Sequence[int], seconds: Floats) -> Curve:
         if seconds[i] > 0
     ]
     points = tuple((count, float(value)) for count, value in zip(counts, seconds, strict=True))
-    return Curve(unit, points, float(max(missed)) if missed else None)
+    return Curve(unit, points, float(max(missed)) if missed else None, errors=tuple(errors.tolist()))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.config import ConfigError
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
@@ -29,7 +30,8 @@ from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts, q
 from lorikeet.scheduling.coldstart.slices import tokens_in
 
 _HOST_TOKENS, _HOST_RANKS = (1, 16, 64), (8, 64)
-_DEVICE_TOKENS = (16, 64, 256)
+DEVICE_TOKENS = (16, 64, 256)
+"""Prefills of which the device is measured; the shortest is what workers hide behind."""
 _SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
 _REPEATS = 5
 _DEVICE_S = 0.15
@@ -92,7 +94,7 @@ def measure(
         ExecutorError: a worker was lost meanwhile.
     """
     geometry = model.geometry
-    host_times = measure_host(pool, model, host)
+    host_times = measure_host(pool, geometry, host)
     layer_times = measure_device(model, arena, block_tokens, most_tokens)
     bandwidth = link_bytes_per_s or _measure_copy(arena, host)
     share = qkv_share(geometry)
@@ -112,21 +114,38 @@ def measure(
         is_static=row.host_layers is HostLayers.STATIC,
         waits=row.host_layers is HostLayers.PATIENT,
     )
-    load_s = host_times.rank * sum(costs.row_bytes.values()) / bandwidth
-    budget_s = share * costs.device_layer_s(_DEVICE_TOKENS[0]) + load_s
-    suits = tokens_in(budget_s, [(tokens, host_times.seconds(tokens)) for tokens in _SLICE_TOKENS])
+    suits = suiting_tokens(host_times, geometry, costs.device_layer_s(DEVICE_TOKENS[0]), bandwidth)
     pool.worker_tokens = suits * row.host_chunk
     return msgspec.structs.replace(costs, worker_tokens=pool.worker_tokens)
 
 
-def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
+def suiting_tokens(times: HostTimes, geometry: ModelGeometry, layer_s: float, bandwidth: float) -> int:
+    """Return how many tokens suit one worker (TOPPINGS, section 4.2): what it computes while a layer is loaded.
+
+    Args:
+        times: of a worker.
+        geometry: of the model.
+        layer_s: of a layer in a short prefill on the device.
+        bandwidth: bytes per second over the link.
+    """
+    load_s = times.rank * sum(row_bytes(geometry).values()) / bandwidth
+    budget_s = qkv_share(geometry) * layer_s + load_s
+    return tokens_in(budget_s, [(tokens, times.seconds(tokens)) for tokens in _SLICE_TOKENS])
+
+
+def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor) -> HostTimes:
     """Measure one worker.
+
+    Args:
+        pool: has it.
+        geometry: of the rank's share of the model.
+        host: the host tier, ``[blocks, elements]``, in which adapters come to lie.
 
     Raises:
         ConfigError: the host tier is too small for an adapter's layer.
         ExecutorError: a worker was lost meanwhile.
     """
-    geometry, elements = model.geometry, host.shape[1]
+    elements = host.shape[1]
     adapters: dict[int, HostAdapter] = {}
     for rank in _HOST_RANKS:
         by_layer = (rank, *[0] * (geometry.layers - 1))
@@ -142,8 +161,8 @@ def measure_host(pool: HostPool, model: RankModel, host: Tensor) -> HostTimes:
     computed, handed_over = [], []
     counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
     for (number, rank), tokens in product(enumerate(adapters), counts):
-        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=model.dtype)
-        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=model.dtype)
+        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype)
+        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype)
         deal = pool.deal([HostRows(number, 0, tokens)])
         seconds = []
         for _ in range(_REPEATS):
@@ -171,7 +190,7 @@ def measure_device(
     kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)[:1]
     times: list[tuple[int, float]] = []
     began_s = time.monotonic()
-    for tokens in [count for count in _DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
+    for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
         blocks = -(-tokens // block_tokens)
         if times and (time.monotonic() - began_s > _DEVICE_S or blocks > len(arena)):
             break

@@ -1,0 +1,88 @@
+"""What host workers take for a layer of a cold prefill, by workers like those of an engine."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from statistics import median
+
+from lorikeet.bench.statistics import median_interval
+from lorikeet.config import EngineSettings
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import CostProfile, Figure, HostLora
+from lorikeet.engine.cores import asked_threads, usable_cores
+from lorikeet.engine.executor import EngineSizes
+from lorikeet.engine.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
+from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
+from lorikeet.engine.host_lora.start import worker_cores
+from lorikeet.engine.torch_executor import TorchExecutor
+
+
+def has_host_workers(engine: EngineSettings) -> bool:
+    """Whether replicas with these settings can have host workers."""
+    return engine.host_lora_workers > 0 and engine.tensor_parallel == 1 and engine.device == "cpu"
+
+
+def measure_host_lora(
+    executor: TorchExecutor, sizes: EngineSizes, engine: EngineSettings, rounds: int, tick: Callable[[], None]
+) -> list[HostTimes]:
+    """Measure host workers several times. What lies in the executor's host tier means nothing afterwards.
+
+    Args:
+        executor: at rest.
+        sizes: of it.
+        engine: its settings.
+        rounds: how often, at least once.
+        tick: called after each round.
+
+    Raises:
+        ConfigError: the host tier is too small.
+        ExecutorError: a worker did not start, or was lost.
+    """
+    processes = [start_worker_process() for _ in range(engine.host_lora_workers)]
+    cores = worker_cores(len(processes), asked_threads(engine.threads), usable_cores())
+    host, found = executor.transfers.host, []
+    pool = HostPool(
+        processes,
+        cores,
+        executor.transfers.host_arena,
+        host,
+        sizes.local_geometry,
+        rows=engine.max_step_tokens,
+        parts=engine.max_running,
+    )
+    with closing(pool):
+        pool.wait_until_ready()
+        for _ in range(rounds):
+            found.append(measure_host(pool, sizes.local_geometry, host))
+            tick()
+    return found
+
+
+def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> HostLora:
+    """Return the constants of a profile that has everything else.
+
+    Args:
+        times: of at least one round.
+        profile: knows steps and the link to the device.
+        cores: of the workers.
+    """
+    fixed_s, token_s, token_rank_s = (
+        _figure([getattr(each, name) for each in times], unit)
+        for name, unit in (("fixed_s", "s"), ("token_s", "s/token"), ("token_rank_s", "s/(token·rank)"))
+    )
+    middle = HostTimes(fixed_s.value, token_s.value, token_rank_s.value, times[0].rank)
+    work = step_work([SequenceWork(0, DEVICE_TOKENS[0], True, None, 0.0)], KernelForm.UNPADDED)
+    layer_s = CostModel(profile, KernelForm.UNPADDED).step_s(work) / profile.geometry.layers
+    link = profile.need(profile.transfers.host_to_device, "transfers.host_to_device")
+    return HostLora(
+        fixed=fixed_s,
+        token=token_s,
+        token_rank=token_rank_s,
+        cores=cores,
+        core_tokens=suiting_tokens(middle, profile.geometry, layer_s, link.bandwidth.value),
+    )
+
+
+def _figure(seconds: Sequence[float], unit: str) -> Figure:
+    low, high = median_interval(seconds)
+    return Figure(median(seconds), unit, (high - low) / 2)
