@@ -19,8 +19,9 @@ memory.4, memory.6 and memory.8."""
 _ROWS = """\
 At {low:.2f} requests/s ({load:.0%} of {s_lora}'s peak) and, where a column says so, at {high:.2f} ({load:.0%} of
 elora's, above the peaks of some). Hit rates are of adapters, and of the KV that a cache which forgets nothing would
-have found, on the device on arrival. The paper's ratios are means over its own workloads, models and loads; they stand
-there for their order."""
+have found, on the device on arrival. The adapters change o, too, so that no row of TOPPINGS assists a prefill here:
+these rows wait for adapters like others. The paper's ratios are means over its own workloads, models and loads; they
+stand there for their order."""
 
 _SPLIT = """\
 {static} with another share of the device for adapters. The paper's oracle, the best of these for each of its cases, has

@@ -148,7 +148,8 @@ def build_migration(
 
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(row.placement) is _for_burst_tolerance
-    travels = row.host_kv and settings.host_memory_bytes > 0 and settings.tensor_parallel == 1
+    is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
+    travels = row.host_kv and settings.host_memory_bytes > 0 and is_one_rank
     times = MoveTimes(prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if travels else None)
     return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
 

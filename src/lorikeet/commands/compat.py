@@ -33,6 +33,7 @@ class Foreign(NamedTuple):
 
 _POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
+_ADMISSION = "the row decides who is admitted next (--row lorikeet:priority, for one)"
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "models with experts are not served"
 _TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
@@ -50,7 +51,7 @@ FOREIGN: dict[str, Foreign] = {
     "--lora-backend": Foreign("the kernels are chosen by device"),
     "--enable-lora-overlap-loading": Foreign(_ALWAYS, value=False, same=("",)),
     "--lora-strict-loading": Foreign(_ALWAYS, value=False, same=("",)),
-    "--lora-drain-wait-threshold": Foreign("requests are admitted in order of arrival", same=("0", "0.0")),
+    "--lora-drain-wait-threshold": Foreign(_ADMISSION, same=("0", "0.0")),
     "--enable-mixed-moe-lora-format": Foreign(_DENSE, value=False),
     "--enable-moe-shared-loras": Foreign(_DENSE, value=False),
     "--max-lora-cls-labels": Foreign("only models that generate text are served, no classifiers"),
@@ -61,8 +62,8 @@ FOREIGN: dict[str, Foreign] = {
     "--enable-hierarchical-cache": Foreign(_HOST, value=False),
     "--hicache-size": Foreign(_HOST),
     "--hicache-ratio": Foreign(_HOST),
-    "--scheduling-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
-    "--schedule-policy": Foreign("requests are admitted in order of arrival", same=("fcfs",)),
+    "--scheduling-policy": Foreign(_ADMISSION, same=("fcfs",)),
+    "--schedule-policy": Foreign(_ADMISSION, same=("fcfs",)),
     "--enable-chunked-prefill": Foreign(_ALWAYS, value=False, same=("",)),
     "--seed": Foreign("every request without a seed gets one of its own; weights of --load-format dummy are fixed"),
     "--trust-remote-code": Foreign("code from model repositories is never run", value=False),
