@@ -119,12 +119,17 @@ def write_files(folder: Path, rank: int = 8, content: bytes = b"weights") -> Pat
     return folder
 
 
-async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read a stream to its end, which must be [DONE], once."""
+async def events(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], lines: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Read a stream to its end, which must be [DONE], once; ``lines`` has what has come so far."""
+    lines = [] if lines is None else lines
     async with http.stream("POST", path, json={**body, "stream": True}) as reply:
         assert reply.status_code == 200, await reply.aread()
         assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
+        async for line in reply.aiter_lines():
+            if line:
+                lines.append(line.removeprefix("data: "))
     assert lines.index("[DONE]") == len(lines) - 1
     return [json.loads(line) for line in lines[:-1]]
 
