@@ -55,6 +55,33 @@ def test_the_first_word_keeps_the_space_that_the_prompt_calls_for() -> None:
     assert streamed(BYTE_FALLBACK, BYTE_FALLBACK.encode("hello").ids, [world]) == " world"
 
 
+def fallback(*tokens: str) -> list[int]:
+    found = [BYTE_FALLBACK.token_to_id(token) for token in tokens]
+    assert None not in found
+    return found
+
+
+def test_a_byte_that_makes_no_character_is_shown_and_the_answer_goes_on() -> None:
+    token_ids = fallback("<0xE4>", "<0xB8>", "<0xAD>", "<0xE4>", "▁world", "▁the", "<0xC3>", "<0xA9>", ",")
+    assert streamed(BYTE_FALLBACK, [], token_ids) == "中� world theé,"
+
+
+def test_an_end_in_the_middle_of_a_character_spoils_none_that_was_shown() -> None:
+    parrot = fallback("<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>")
+    assert streamed(BYTE_FALLBACK, [], parrot + parrot[:2]) == "🦜��"
+    assert streamed(BYTE_FALLBACK, parrot, parrot[:2]) == "��"
+
+
+@given(
+    token_ids=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=40),
+    context=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=30),
+    skip=st.booleans(),
+)
+def test_no_tokens_end_a_stream(token_ids: list[int], context: list[int], skip: bool) -> None:
+    for tokenizer in (BYTE_FALLBACK, BYTE_LEVEL):
+        streamed(tokenizer, context, token_ids, skip=skip)
+
+
 def scan(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, str | None]:
     scanner = StopScanner(stops, include=include)
     text = ""

@@ -27,7 +27,11 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take one token in; return the text it completes, often all of its own, sometimes none."""
         self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the class of all errors of tokenizers: "Invalid prefix encountered", see flush
+            text = self._decode(self._pending)
+            self._stream = DecodeStream(list(self._pending), self._skip)
         if text is None:
             return ""
         self._shown, self._pending = self._pending, []
@@ -38,7 +42,9 @@ class TextStream:
         if not self._pending:
             return ""
         before = self._decode(self._shown)
-        text = self._decode(self._shown + self._pending)[len(before) :]
+        text = self._decode(self._shown + self._pending)
+        # A byte that makes no character spoils those of the bytes before it, too, which have been shown.
+        text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         self._pending = []
         return text
 
