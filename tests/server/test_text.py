@@ -26,7 +26,7 @@ def test_any_text_streams_as_it_was_encoded(tokenizer: Tokenizer, text: str) -> 
 
 @given(
     token_ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40),
-    context=st.sampled_from(["", "hello", "日本語 🦜", "<|im_start|>"]),
+    context=st.sampled_from(["", "hello", "日本語 🦜", "<|im_start|>", "x\ufffd", "\ufffd" * 30]),
     skip=st.booleans(),
 )
 def test_any_tokens_stream_to_what_decoding_at_once_adds(token_ids: list[int], context: str, skip: bool) -> None:
@@ -53,6 +53,21 @@ def test_the_first_word_keeps_the_space_that_the_prompt_calls_for() -> None:
     world = BYTE_FALLBACK.token_to_id("▁world")
     assert streamed(BYTE_FALLBACK, [], [world]) == "world"
     assert streamed(BYTE_FALLBACK, BYTE_FALLBACK.encode("hello").ids, [world]) == " world"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "answer"),
+    [
+        (BYTE_FALLBACK, "🦜🦜", " world"),
+        (BYTE_FALLBACK, "hello 🦜🦜", " world"),
+        (BYTE_FALLBACK, "🦜 hello", " world"),
+        (BYTE_LEVEL, "x\ufffd", "hello"),
+        (BYTE_LEVEL, "hello" + "\ufffd" * 30, "hello"),
+    ],
+)
+def test_nothing_of_the_prompt_is_shown(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    token_ids = fallback("▁world") if tokenizer is BYTE_FALLBACK else tokenizer.encode(answer).ids
+    assert streamed(tokenizer, tokenizer.encode(prompt).ids, token_ids) == answer
 
 
 def fallback(*tokens: str) -> list[int]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-_CONTEXT_TOKENS = 6
+_CONTEXT_TOKENS = (6, 24)
+"""How many of a prompt's last tokens are looked at: so many if they end with a whole character, else up to so many."""
 
 
 class TextStream:
@@ -20,7 +21,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._shown = list(context[-_CONTEXT_TOKENS:])
+        self._shown = self._end_of(context)
         self._pending: list[int] = []
         self._stream = DecodeStream(list(self._shown), skip_special_tokens)
 
@@ -47,6 +48,19 @@ class TextStream:
         text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         self._pending = []
         return text
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """Return the end of a prompt for a stream to begin with; nothing if its text ends with U+FFFD.
+
+        With that the stream would take the text for half a character, and show all of it with the first token. Of
+        bytes, some make characters only together with those before them.
+        """
+        least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
+        for tokens in range(least, most + 1):
+            end = list(context[len(context) - tokens :])
+            if not self._decode(end).endswith("\ufffd"):
+                return end
+        return []
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
