@@ -9,6 +9,7 @@ import httpx
 import pytest
 import structlog
 
+from lorikeet.server.text import TextStream
 from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
 
@@ -226,6 +227,21 @@ async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
     assert (access["event"], access["request_id"], access["status"]) == ("request", "abc-3", 500)
     assert "secret" not in reply.text
     assert (await server.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_fails_here_ends_in_the_engine_too(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def broken(text_stream: TextStream, token_id: int) -> str:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(TextStream, "push", broken)
+    reply = await server.http.post(CHAT, json=body(stream=stream))
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+    await until(lambda: not server.service.gate.active)
+    assert server.engine.aborted == [server.engine.submitted[0].request_id]
 
 
 async def test_a_request_id_is_echoed_or_made(server: Running) -> None:

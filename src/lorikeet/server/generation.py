@@ -230,5 +230,6 @@ class Generation:
 
     def _fail(self, choice: Choice, error: ApiError) -> None:
         choice.finish_reason = FinishReason.ERROR.value
+        choice.handle.abort()  # the engine may still compute it, if the failure was here
         choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value)
         self._pieces.put_nowait(error)
