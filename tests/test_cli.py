@@ -127,6 +127,8 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
         ["--link-gb-per-s", "fast"],
         ["--link-gb-per-s", "-1"],
         ["--config", "/no/such.toml"],
+        ["--api-key", ""],
+        ["--api-key", "key", "--admin-key", " "],
         ["--port", "http"],
         ["--frobnicate"],
     ],

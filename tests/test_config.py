@@ -31,6 +31,8 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({"server": {"port": 70_000}}, {}, "port"),
         ({}, {"LORIKEET_ENGINE__THREADS": "-1"}, r"environment: \[engine\]: .*threads"),
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: \[engine\]: .*threads"),
+        ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),
+        ({"server": {"admin_keys": [" "]}}, {}, "an API key or admin key is empty"),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),

@@ -6,7 +6,7 @@ Unknown keys are errors. Policies are chosen by the name of a row (``rows``).
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -277,7 +277,18 @@ def load_settings(
     _merge(merged, given, "flags")
     settings: Settings = convert(merged, Settings, "settings")
     _check_scaling(settings.cluster)
+    check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     return settings
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Check bearer keys. An empty one, as of a variable that is not set, would be held by whoever sends none.
+
+    Raises:
+        ConfigError: one is empty or blank.
+    """
+    if not all(map(str.strip, keys)):
+        raise ConfigError("an API key or admin key is empty: is the variable set that it comes from?")
 
 
 def _check_scaling(cluster: ClusterSettings) -> None:

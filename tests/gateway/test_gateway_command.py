@@ -44,6 +44,8 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "",
         "--backend http://a --preset nonsense",
         "--backend http://a --slo fast",
+        "--backend http://a --api-key=",
+        "--backend http://a --admin-key=",
         "--backend http://a --lora-modules one",
         "--backend http://a --lora-modules one=hf://org/one",
     ],

@@ -9,6 +9,8 @@ import httpx
 import pytest
 import structlog
 
+from lorikeet.config import ConfigError
+from lorikeet.server.auth import KeyRing
 from lorikeet.server.text import TextStream
 from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
@@ -52,6 +54,13 @@ async def test_with_api_keys_only_their_holders_are_answered(start: Start) -> No
                 assert reply.json() == {"error": "Unauthorized"}
         for key in ("one", "two"):
             assert (await server.http.post(CHAT, json=body(), headers=bearer(key))).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [("",), ("one", " ")])
+def test_an_empty_key_guards_nothing_and_is_refused(keys: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        KeyRing(keys)
+    assert not KeyRing(["one"]).holds("")
 
 
 async def test_health_and_metrics_need_no_key(start: Start) -> None:

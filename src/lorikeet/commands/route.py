@@ -47,7 +47,7 @@ def route(
     another.
     """
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.config import ConfigError
+    from lorikeet.config import ConfigError, check_keys
     from lorikeet.core.slo import SloError, parse_slo
     from lorikeet.gateway.run import RouteOptions
     from lorikeet.gateway.run import route as run_gateway
@@ -55,6 +55,7 @@ def route(
 
     try:
         resolve_row(preset)
+        check_keys((*(api_key or ()), *(admin_key or ())))
         options = RouteOptions(
             backends=tuple(backend),
             adapters=tuple(map(read_adapter, lora_modules or ())),

@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lorikeet.config import check_keys
 from lorikeet.server.errors import ApiError, bad_request
 
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
@@ -23,10 +24,15 @@ class KeyRing:
 
     Args:
         keys: the keys; only their digests are kept.
+
+    Raises:
+        ConfigError: one of them is empty.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+        known = tuple(keys)
+        check_keys(known)
+        self._digests = [_digest(key) for key in known]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
