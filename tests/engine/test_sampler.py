@@ -167,6 +167,14 @@ def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
         assert token == Token(int(logits.argmax()))
 
 
+def test_a_temperature_that_fp32_takes_for_infinite_draws_among_the_tokens_that_may_come() -> None:
+    held: dict[str, Any] = {"stop_token_ids": (3, 4, 5), "min_tokens": 2, "temperature": 1e39}
+    for top_k, top_p in ((0, 1.0), (2, 1.0), (2, 0.9), (0, 0.9)):
+        (token,) = sample(random_logits(5), [row(top_k=top_k, top_p=top_p, **held)])
+        assert token is not None
+        assert token.token_id not in (3, 4, 5)
+
+
 def test_a_row_that_its_own_penalty_leaves_without_finite_logits_fails_alone() -> None:
     logits = random_logits(5, rows=2).abs() + 1
     tokens = sample(logits, [row(repetition_penalty=1e-39, top_p=0.9, temperature=1.0), row()])

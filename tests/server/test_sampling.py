@@ -30,6 +30,7 @@ def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields
         ({}, "max_tokens", 60),
         ({}, "temperature", 1.0),
         ({"temperature": 0}, "temperature", 0),
+        ({"temperature": 100}, "temperature", 100),
         ({}, "top_k", 0),
         ({"top_k": -1}, "top_k", 0),
         ({"top_k": 5}, "top_k", 5),

@@ -107,6 +107,7 @@ def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
 def _draw(logits: Tensor, row: ChoiceParameters) -> int:
     """Choose for one row ``logits [vocab]`` with a finite largest one."""
     scaled = (logits - logits.max()) / float(row.temperature)
+    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)  # of -inf, where fp32 takes the temperature for infinite
     lowest = lowest_kept(scaled, int(row.top_k), float(row.top_p), float(row.min_p))
     kept = torch.nonzero(scaled >= lowest).flatten()
     noise = gumbel_noise(int(row.seed), int(row.position), kept.cpu().numpy())

@@ -7,6 +7,9 @@ from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
+Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Factors beyond would leave nothing of a logit in fp32, or infinity."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -37,13 +40,13 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Count | None = None
