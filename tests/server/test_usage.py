@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.server.usage import OTHER, AdapterUsage, Counts
+from lorikeet.server.usage import OTHER, AdapterUsage, Counts, nanoseconds
 
 
 class Clock:
@@ -73,6 +73,17 @@ def test_looking_at_an_adapter_without_traffic_takes_no_label() -> None:
     adapters.of("b").add(Counts(requests=1))
     assert requests(adapters.labelled()) == {"b": 1, OTHER: 0}
     assert adapters.peek("b").total.requests == 1
+
+
+def test_sums_of_times_in_other_never_fall_by_a_rounding() -> None:
+    adapters, _ = usage(1)
+    for name, seconds in (("a", 0.1), ("b", 0.7)):
+        adapters.of(name).add(Counts(requests=1, e2e_ns=nanoseconds(seconds)))
+    shown = [adapters.labelled()[OTHER].e2e_s]
+    for turn in range(1000):
+        adapters.of("a").add(Counts(requests=1, e2e_ns=nanoseconds(0.1 + turn / 7)))
+        shown.append(adapters.labelled()[OTHER].e2e_s)
+    assert set(shown) == {0.7}
 
 
 @given(st.lists(st.one_of(st.sampled_from("abcdefgh"), st.integers(1, 900)), max_size=60))

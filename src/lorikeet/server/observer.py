@@ -11,7 +11,7 @@ from lorikeet.server.metrics import Metrics
 from lorikeet.server.request_log import RequestLog
 from lorikeet.server.shedding import TtftForecast
 from lorikeet.server.targets import attainment, missed
-from lorikeet.server.usage import AdapterUsage, Counts
+from lorikeet.server.usage import AdapterUsage, Counts, nanoseconds
 
 
 class Observer:
@@ -98,10 +98,10 @@ class RequestWatch:
             cached_tokens=timings.cached_tokens,
             completion_tokens=completion_tokens,
             ttft_count=ttft_s is not None,
-            ttft_s=ttft_s or 0.0,
-            e2e_s=ended_s - timings.arrival_s,
-            adapter_wait_s=timings.adapter_wait_s,
-            kv_wait_s=timings.kv_wait_s,
+            ttft_ns=nanoseconds(ttft_s or 0.0),
+            e2e_ns=nanoseconds(ended_s - timings.arrival_s),
+            adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
+            kv_wait_ns=nanoseconds(timings.kv_wait_s),
         )
         counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
         self._usage.add(counts)

@@ -24,7 +24,8 @@ _HYSTERESIS = 1.5
 class Counts:
     """Sums over finished requests, and over those that were refused for lack of room or time.
 
-    Attributes of targets count requests that had one and met it, or did not.
+    Attributes of targets count requests that had one and met it, or did not. Times are whole nanoseconds: differences
+    of sums of floats would be off by their rounding, and a counter that falls by that looks like one that began anew.
     """
 
     requests: int = 0
@@ -34,10 +35,10 @@ class Counts:
     cached_tokens: int = 0
     completion_tokens: int = 0
     ttft_count: int = 0
-    ttft_s: float = 0.0
-    e2e_s: float = 0.0
-    adapter_wait_s: float = 0.0
-    kv_wait_s: float = 0.0
+    ttft_ns: int = 0
+    e2e_ns: int = 0
+    adapter_wait_ns: int = 0
+    kv_wait_ns: int = 0
     shed: int = 0
     ttft_met: int = 0
     ttft_missed: int = 0
@@ -49,10 +50,35 @@ class Counts:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Counts(*(mine + sign * theirs for mine, theirs in pairs))
 
+    @property
+    def ttft_s(self) -> float:
+        """Sum of TTFT."""
+        return self.ttft_ns / 1e9
+
+    @property
+    def e2e_s(self) -> float:
+        """Sum of the time from arrival to end."""
+        return self.e2e_ns / 1e9
+
+    @property
+    def adapter_wait_s(self) -> float:
+        """Sum of the time spent waiting for the adapter."""
+        return self.adapter_wait_ns / 1e9
+
+    @property
+    def kv_wait_s(self) -> float:
+        """Sum of the time spent waiting for KV beyond that."""
+        return self.kv_wait_ns / 1e9
+
     def add(self, other: "Counts") -> None:
         """Add ``other`` in place."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a time as it is counted."""
+    return round(seconds * 1e9)
 
 
 @dataclass
