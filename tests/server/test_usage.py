@@ -67,6 +67,16 @@ def test_a_forgotten_adapter_stays_in_the_sum() -> None:
     assert requests(adapters.labelled()) == {OTHER: 2}
 
 
+def test_an_adapter_called_other_is_counted_under_other() -> None:
+    adapters, _ = usage(2)
+    for name in (OTHER, "a", OTHER, "b"):
+        adapters.of(name).add(Counts(requests=1))
+    assert requests(adapters.labelled()) == {"a": 1, "b": 1, OTHER: 2}
+    adapters.forget(OTHER)
+    adapters.of("c").add(Counts(requests=1))
+    assert requests(adapters.labelled()) == {"a": 1, "b": 1, OTHER: 3}
+
+
 def test_looking_at_an_adapter_without_traffic_takes_no_label() -> None:
     adapters, _ = usage(1)
     assert adapters.peek("a").total == Counts()

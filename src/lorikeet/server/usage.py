@@ -139,7 +139,7 @@ class AdapterUsage:
         usage = self._adapters.get(adapter)
         if usage is None:
             usage = self._adapters[adapter] = Usage(self._clock, self._everyone)
-            if self._given < self._labels:
+            if self._given < self._labels and adapter != OTHER:
                 # A label is free: it counts from the first request on.
                 usage.baseline = Counts()
                 self._given += 1
@@ -162,7 +162,9 @@ class AdapterUsage:
             name, usage = item
             return usage.activity_at(now_s) * (_HYSTERESIS if usage.baseline else 1.0), name
 
-        chosen = dict(heapq.nlargest(self._labels, self._adapters.items(), key=rank))
+        # One that is called like the sum of the others is counted among them: two sums cannot have one label.
+        named = (item for item in self._adapters.items() if item[0] != OTHER)
+        chosen = dict(heapq.nlargest(self._labels, named, key=rank))
         for name, usage in self._adapters.items():
             if name not in chosen:
                 usage.baseline = None
