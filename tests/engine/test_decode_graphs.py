@@ -126,6 +126,15 @@ def test_blocks_of_the_last_step_are_looked_for_before_the_first(models: Models)
         assert device.replays == 0
 
 
+def test_a_plan_whose_steps_sample_nothing_ends_when_they_are_done(models: Models) -> None:
+    with late(models) as (driver, device):
+        driver.add("a", random_tokens(6, seed=1))
+        driver.step({"a": 4})
+        assert device.steps_in_flight == 0
+        driver.step({"a": 2})
+        assert len(driver.token_ids("a")) == 1
+
+
 def test_graphs_can_be_switched_off(models: Models) -> None:
     with late(models, enforce_eager=True) as (driver, device):
         driver.add("a", random_tokens(2, seed=1))

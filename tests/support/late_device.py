@@ -148,6 +148,10 @@ class LateDevice:
         self._steps = LateStream(self, "steps")
         self.steps: Stream = self._steps
 
+    @property
+    def steps_in_flight(self) -> int:
+        return sum(work.name == "steps" for work in self._in_flight)
+
     def stream(self) -> Stream:
         return LateStream(self, "copies")
 

@@ -105,6 +105,14 @@ class Rank:
         with self._host_lora.assisting(batch.lora, arrivals) as assist:
             return self._decoder.forward(replace(batch, assist=assist), self._kv, logits=logits)
 
+    def wait(self) -> None:
+        """Block until the device has done all steps so far.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self._transfers.device.steps.mark().wait()
+
     def decodes(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
         """Return the sequences of a step in which all decode, and their adapters; none is still on its way.
 

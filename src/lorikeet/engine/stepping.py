@@ -59,8 +59,10 @@ class Called:
         self._ran += 1
 
     def take(self) -> list[Token | None]:
-        """Choose."""
+        """Choose; where nobody samples, wait all the same, so that the plan lasts as long as its steps."""
         assert self._logits is not None
+        if not self._sequences:
+            self._rank.wait()
         return self._sampler.sample(self._logits, self._sequences)
 
 
