@@ -67,6 +67,37 @@ async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server:
     await until(lambda: server.engine.dropped == [old])
 
 
+async def test_a_request_whose_adapter_is_replaced_while_its_prompt_is_read_runs_under_the_new_version(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    encode_chat = server.service.texts.encode_chat
+
+    async def encode_late(*arguments: Any, **options: Any) -> list[int]:
+        reading.set()
+        await go_on.wait()
+        return await encode_chat(*arguments, **options)
+
+    monkeypatch.setattr(server.service.texts, "encode_chat", encode_late)
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    await reading.wait()
+    assert (await load(server, "french", "pirate", load_inplace=True))[0] == 200
+    go_on.set()
+    assert (await asking).status_code == 200
+    new = server.service.catalog.get("french")
+    assert new is not None
+    assert [request.digest for request in server.engine.submitted] == [new.digest]
+
+    reading.clear()
+    go_on.clear()
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    await reading.wait()
+    assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+    go_on.set()
+    assert (await asking).status_code == 404
+    assert server.service.gate.active == 0
+
+
 async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(server: Running) -> None:
     await load(server, "pirate", "pirate")
     await load(server, "twin", "pirate")

@@ -114,9 +114,9 @@ class Service:
         try:
             prompts = await job.encode()
             predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
-            requests = self._requests(body, target, job, prompts, predicted, slo, sender, arrival_s)
-            self._shed(requests)
             held = self._hold(target)
+            requests = self._requests(body, held, job, prompts, predicted, slo, sender, arrival_s)
+            self._shed(requests)
 
             generation = Generation(
                 self.client,
@@ -160,7 +160,7 @@ class Service:
     def _requests(
         self,
         body: GenerationBody,
-        target: Target,
+        adapter: AdapterRef | None,
         job: Job,
         prompts: list[list[int]],
         predicted: list[int | None],
@@ -188,7 +188,7 @@ class Service:
                         prompt_token_ids=token_ids,
                         sampling=for_choice(params, choice),
                         arrival_s=arrival_s,
-                        adapter=target.adapter,
+                        adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
                         slo=slo,
@@ -217,15 +217,28 @@ class Service:
             )
 
     def _hold(self, target: Target) -> AdapterRef | None:
-        """Keep the adapter's files until the request has ended."""
-        if target.adapter is None:
+        """Keep the adapter's files until the request has ended.
+
+        Returns:
+            The version: the newest one, if the name was given to another while the prompt was read.
+
+        Raises:
+            ApiError: 404, the name was removed meanwhile.
+        """
+        adapter = target.adapter
+        if adapter is None:
             return None
-        try:
-            self.catalog.acquire(target.adapter.digest)
-        except UnknownAdapter:
-            raise model_not_found(target.name) from None
-        self.used_adapters[target.adapter.digest] = target.adapter
-        return target.adapter
+        while True:
+            try:
+                self.catalog.acquire(adapter.digest)
+            except UnknownAdapter:
+                record = self.models.record(target.name)
+                if record is None:
+                    raise model_not_found(target.name) from None
+                adapter = record.ref
+            else:
+                self.used_adapters[adapter.digest] = adapter
+                return adapter
 
     def _text_options(self, body: GenerationBody) -> TextOptions:
         named = frozenset(body.stop_token_ids or ())
