@@ -54,7 +54,7 @@ def versions(settings: AdapterSettings) -> set[str]:
 
 def test_a_registered_adapter_can_be_looked_up_and_read(open_catalog: Open) -> None:
     catalog = open_catalog(now=lambda: 1234.5)
-    record = catalog.register("team/french@2", "french")
+    record = catalog.register("team/french@2", "french").record
     assert catalog.get("team/french@2") is record
     assert (record.name, record.source, record.created_at, record.max_rank) == ("team/french@2", "french", 1234.5, 4)
     assert record.ref.ranks == {"q": (4, 4, 4), "v": (4, 4, 4)}
@@ -84,7 +84,7 @@ def test_names_that_could_mislead_are_refused(open_catalog: Open, settings: Adap
 
 def test_a_taken_name_is_refused_and_keeps_its_version(open_catalog: Open) -> None:
     catalog = open_catalog()
-    before = catalog.register("x", "french")
+    before = catalog.register("x", "french").record
     with pytest.raises(AdapterExists, match="'x'"):
         catalog.register("x", "pirate")
     assert catalog.get("x") is before
@@ -95,8 +95,9 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 ) -> None:
     dropped: list[AdapterDigest] = []
     catalog = open_catalog(on_drop=dropped.append)
-    old = catalog.register("x", "french")
-    new = catalog.register("x", "pirate", replace=True)
+    old = catalog.register("x", "french").record
+    new, replaced = catalog.register("x", "pirate", replace=True)
+    assert replaced is old
     assert new.digest != old.digest
     assert catalog.get("x") is new
     assert dropped == [old.digest]
@@ -105,24 +106,24 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 
 def test_replacing_with_the_same_content_changes_nothing(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
-    before = catalog.register("x", "french")
-    assert catalog.register("x", "french", replace=True) is before
+    before = catalog.register("x", "french").record
+    assert catalog.register("x", "french", replace=True) == (before, None)
     assert versions(settings) == {before.digest}
 
 
 def test_the_digest_follows_content_and_scaling_but_not_notes(open_catalog: Open, sources: Path) -> None:
     catalog = open_catalog()
-    digest = catalog.register("a", "french").digest
+    digest = catalog.register("a", "french").record.digest
     write_adapter(sources / "annotated", lora_tensors(seed=0), lora_dropout=0.3, base_model_name_or_path="x")
-    assert catalog.register("b", "annotated").digest == digest
+    assert catalog.register("b", "annotated").record.digest == digest
     for index, change in enumerate(({"lora_alpha": 9}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 1}})):
         write_adapter(sources / "changed", lora_tensors(seed=0), **change)
-        assert catalog.register(f"c{index}", "changed").digest != digest
+        assert catalog.register(f"c{index}", "changed").record.digest != digest
 
 
 def test_names_share_a_version_which_goes_with_the_last(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
-    digest = catalog.register("a", "french").digest
+    digest = catalog.register("a", "french").record.digest
     catalog.register("b", "french")
     assert [ref.digest for ref in catalog.versions()] == [digest]
     assert catalog.remove("a").name == "a"
@@ -139,7 +140,7 @@ def test_names_share_a_version_which_goes_with_the_last(open_catalog: Open, sett
 def test_files_stay_while_a_request_uses_them(open_catalog: Open, settings: AdapterSettings) -> None:
     dropped: list[AdapterDigest] = []
     catalog = open_catalog(on_drop=dropped.append)
-    record = catalog.register("x", "french")
+    record = catalog.register("x", "french").record
     catalog.acquire(record.digest)
     catalog.acquire(record.digest)
     catalog.remove("x")
@@ -155,7 +156,7 @@ def test_files_stay_while_a_request_uses_them(open_catalog: Open, settings: Adap
 
 def test_a_removed_version_cannot_be_acquired_and_no_use_ends_twice(open_catalog: Open) -> None:
     catalog = open_catalog()
-    digest = catalog.register("x", "french").digest
+    digest = catalog.register("x", "french").record.digest
     with pytest.raises(ValueError, match="more often"):
         catalog.release(digest)
     catalog.remove("x")
@@ -167,7 +168,7 @@ def test_a_version_registered_again_while_its_last_request_ends_is_kept(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     catalog = open_catalog()
-    digest = catalog.register("x", "french").digest
+    digest = catalog.register("x", "french").record.digest
     catalog.acquire(digest)
     catalog.remove("x")
     catalog.register("y", "french")
@@ -210,7 +211,7 @@ def test_many_threads_that_change_one_store_leave_what_the_names_say(
     def work(number: int) -> None:
         for round_number in range(8):
             source = ("french", "pirate", "json")[(number + round_number) % 3]
-            record = catalog.register(f"n{number}", source, replace=True)
+            record = catalog.register(f"n{number}", source, replace=True).record
             catalog.acquire(record.digest)
             assert Path(record.folder, "adapter_model.safetensors").exists()
             if round_number % 3 == 2:
@@ -265,7 +266,7 @@ def test_adapters_survive_a_restart_and_their_digest_is_not_computed_again(
     open_catalog: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_catalog()
-    before = first.register("x", "french")
+    before = first.register("x", "french").record
     first.close()
     monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
     monkeypatch.setattr(store_module, "validate", lambda *_: pytest.fail("read the weights"))
@@ -286,8 +287,8 @@ def test_removed_adapters_stay_removed_after_a_restart(open_catalog: Open) -> No
 
 def test_a_trusted_source_is_not_remembered_after_a_restart(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    trusted = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True)
-    kept = first.register("y", "pirate")
+    trusted = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True).record
+    kept = first.register("y", "pirate").record
     first.close()
     assert versions(settings) == {trusted.digest, kept.digest}
     assert open_catalog().names() == ["y"]
@@ -304,7 +305,7 @@ def test_a_trusted_name_registered_again_at_run_time_is_remembered(open_catalog:
 
 def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    preloaded = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True)
+    preloaded = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True).record
     second = open_catalog()
     second.register("y", "french")
     second.remove("y")
@@ -326,8 +327,8 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
     open_catalog: Open, sources: Path
 ) -> None:
     first = open_catalog()
-    shutil.rmtree(first.register("x", "french").folder)
-    shutil.rmtree(first.register("y", "pirate").folder)
+    shutil.rmtree(first.register("x", "french").record.folder)
+    shutil.rmtree(first.register("y", "pirate").record.folder)
     first.close()
     catalog = open_catalog()
     assert len(catalog.notes) == 2
@@ -347,7 +348,7 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
 
 @pytest.mark.parametrize("how", ["shorter", "touched", "missing"])
 def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) -> None:
-    record = open_catalog().register("x", "french")
+    record = open_catalog().register("x", "french").record
     weights = Path(record.folder, "adapter_model.safetensors")
     content = weights.read_bytes()
     if how == "missing":
@@ -360,7 +361,7 @@ def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) 
 
 def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open) -> None:
     catalog = open_catalog()
-    record = catalog.register("x", "french")
+    record = catalog.register("x", "french").record
     weights = Path(record.folder, "adapter_model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4])
     catalog.register("x", "french", replace=True)
@@ -369,14 +370,14 @@ def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open) 
 
 def test_weights_that_overflow_the_dtype_once_scaled_are_not_loaded(open_catalog: Open, sources: Path) -> None:
     write_adapter(sources / "strong", lora_alpha=1e7)
-    record = open_catalog().register("x", "strong")
+    record = open_catalog().register("x", "strong").record
     with pytest.raises(AdapterError, match=r"'x': q of layer 0: too large for float16"):
         list(load_weights(record.ref, geometry(), "float16"))
 
 
 def test_rows_of_another_base_are_kept_but_not_served(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    digest = first.register("x", "french").digest
+    digest = first.register("x", "french").record.digest
     first.close()
     for other in (open_catalog(base="another"), open_catalog(layers=4)):
         assert other.get("x") is None
@@ -396,7 +397,7 @@ def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     open_catalog: Open, settings: AdapterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_catalog()
-    sample = first.register("sample", "french").row
+    sample = first.register("sample", "french").record.row
     rows = [RegistryRow(f"adapter-{n}", f"{n:064x}", f"source-{n}", n, sample.ranks, 4, 100) for n in range(10_000)]
     first._registry.add_many(rows)
     first.close()
@@ -426,7 +427,7 @@ def test_a_version_that_cannot_be_deleted_in_the_background_is_logged(
         raise RuntimeError("the engine is gone")
 
     catalog = open_catalog(on_drop=fail)
-    record = catalog.register("x", "french")
+    record = catalog.register("x", "french").record
     catalog.acquire(record.digest)
     catalog.remove("x")
     catalog.release(record.digest)

@@ -153,7 +153,7 @@ def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "french")
     settings = AdapterSettings(adapter_dir=str(tmp_path), store_dir=str(tmp_path / "store"), registry_url=url)
     first = AdapterCatalog(settings, "base", geometry())
-    before = first.register("x", "french")
+    before = first.register("x", "french").record
     first.close()
     second = AdapterCatalog(settings, "base", geometry())
     after = second.get("x")

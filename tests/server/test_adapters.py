@@ -1,12 +1,13 @@
 """Loading and unloading adapters over HTTP, in four dialects."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 from anyio import to_thread
 
-from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.adapters.catalog import Registered
 from lorikeet.core.ids import AdapterDigest
 from tests.server.conftest import Running, Start
 from tests.server.fakes import write_adapter
@@ -117,14 +118,37 @@ async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_know
 ) -> None:
     catalog, register = server.service.catalog, server.service.catalog.register
 
-    def register_and_lose(name: str, source: str, *, replace: bool) -> AdapterRecord:
-        record = register(name, source, replace=replace)
+    def register_and_lose(name: str, source: str, *, replace: bool) -> Registered:
+        registered = register(name, source, replace=replace)
         catalog.remove(name)
-        return record
+        return registered
 
     monkeypatch.setattr(catalog, "register", register_and_lose)
     assert (await load(server, "pirate", "pirate"))[0] == 200
     assert server.engine.known == {}, "nobody would tell the engine to drop it"
+
+
+async def test_two_replacements_at_once_free_what_each_replaced(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, register = server.service.catalog, server.service.catalog.register
+    both_have_begun, turn = threading.Barrier(2, timeout=30), threading.Lock()
+    versions = {record.digest for record in catalog.list()}
+
+    def register_in_turn(name: str, source: str, *, replace: bool) -> Registered:
+        both_have_begun.wait()
+        with turn:
+            registered = register(name, source, replace=replace)
+        versions.add(registered.record.digest)
+        return registered
+
+    monkeypatch.setattr(catalog, "register", register_in_turn)
+    replies = await asyncio.gather(*(load(server, "french", name, load_inplace=True) for name in ("pirate", "json")))
+    assert [status for status, _ in replies] == [200, 200]
+    last = catalog.get("french")
+    assert last is not None
+    await until(lambda: len(server.engine.dropped) == 2)
+    assert set(server.engine.dropped) == versions - {last.digest}
 
 
 async def test_a_version_with_two_names_is_freed_with_the_second(server: Running) -> None:

@@ -231,8 +231,8 @@ async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> 
 
 async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(server: Running) -> None:
     await server.http.post(CHAT, json=body(model="french"))
-    twin = server.service.catalog.register("twin", str(server.sources / "french"))
-    unused = server.service.catalog.register("pirate", str(server.sources / "pirate"))
+    twin = server.service.catalog.register("twin", str(server.sources / "french")).record
+    unused = server.service.catalog.register("pirate", str(server.sources / "pirate")).record
     server.engine.stats = msgspec.structs.replace(
         STATS,
         resident_adapters={twin.digest: 3, AdapterDigest("0123456789abcdef"): 1},

@@ -14,7 +14,7 @@ import msgspec
 
 from lorikeet.adapters.database import sqlite_url
 from lorikeet.adapters.errors import AdapterBusy, AdapterExists, AdapterFilesMissing, UnknownAdapter
-from lorikeet.adapters.records import AdapterRecord, base_identity, check_name
+from lorikeet.adapters.records import AdapterRecord, Registered, base_identity, check_name
 from lorikeet.adapters.registry import Registry, RegistryRow
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
@@ -24,7 +24,7 @@ from lorikeet.core.ids import AdapterDigest
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["AdapterCatalog", "AdapterRecord"]
+__all__ = ["AdapterCatalog", "AdapterRecord", "Registered"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
@@ -88,7 +88,7 @@ class AdapterCatalog:
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
         self.notes = self._load()
 
-    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> AdapterRecord:
+    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> Registered:
         """Load an adapter from ``source`` and let ``name`` point to it.
 
         Args:
@@ -97,6 +97,9 @@ class AdapterCatalog:
             replace: let an existing name point to the new content; the same content changes nothing.
             trusted: the source is given on the command line. It may lie anywhere, and the name is not written to
                 the registry: the command line will name it again.
+
+        Returns:
+            What the name points to, and what it pointed to until then.
 
         Raises:
             AdapterExists: the name is taken, and ``replace`` is not set.
@@ -237,7 +240,7 @@ class AdapterCatalog:
             with self._state:
                 self._busy.discard(name)
 
-    def _point(self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool) -> AdapterRecord:
+    def _point(self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool) -> Registered:
         old = self._records.get(name)
         max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
         row = RegistryRow(
@@ -254,7 +257,7 @@ class AdapterCatalog:
         self._store.publish(staged)
         if old is not None and old.digest == staged.digest and (old.persistent or not persistent):
             self._missing.discard(staged.digest)
-            return old
+            return Registered(old, None)
         try:
             if persistent:
                 self._registry.add(row, replace)
@@ -269,7 +272,7 @@ class AdapterCatalog:
                 self._names[old.digest] -= 1
         if old is not None:
             self._drop_if_unused(old.digest)
-        return record
+        return Registered(record, old if old is not None and old.digest != record.digest else None)
 
     def _clean(self, digest: AdapterDigest) -> None:
         try:

@@ -4,6 +4,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -59,6 +60,18 @@ class AdapterRecord:
     def ref(self) -> AdapterRef:
         """What requests carry, made at first use."""
         return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
+
+
+class Registered(NamedTuple):
+    """What registering a name came to.
+
+    Attributes:
+        record: what the name points to.
+        replaced: what it pointed to before; None if that was nothing, or the same version.
+    """
+
+    record: AdapterRecord
+    replaced: AdapterRecord | None
 
 
 @lru_cache(maxsize=256)

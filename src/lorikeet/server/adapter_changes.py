@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import to_thread
 
@@ -11,7 +11,6 @@ from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
     AdapterExists,
-    AdapterFilesMissing,
     AdapterNotFound,
     UnknownAdapter,
 )
@@ -19,6 +18,8 @@ from lorikeet.engine.connection import EngineError
 from lorikeet.server.errors import ApiError
 from lorikeet.server.logs import log
 from lorikeet.server.service import Service
+
+_T = TypeVar("_T")
 
 DRAIN_S = 30.0
 """How long an unload waits for running requests of the adapter before it answers; it goes on afterwards."""
@@ -32,14 +33,10 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
             409 if another call changes the name.
     """
     _check_enabled(parts)
-    try:
-        old = parts.catalog.get(name)
-    except AdapterFilesMissing:
-        old = None  # nothing runs under it; what a tier still holds of it leaves when its place is needed
     if parts.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        record = await _in_thread(parts, lambda: parts.catalog.register(name, source, replace=replace))
+        record, old = await _in_thread(parts, lambda: parts.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -54,7 +51,7 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
     if parts.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
         parts.client.know_adapters([record.ref])
-    if old is not None and old.digest != record.digest:
+    if old is not None:
         _in_background(parts, _free(parts, old))
     return record
 
@@ -84,7 +81,7 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
         return None
 
 
-async def _in_thread(parts: Service, work: Callable[[], AdapterRecord]) -> AdapterRecord:
+async def _in_thread(parts: Service, work: Callable[[], _T]) -> _T:
     return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=parts.adapter_threads)
 
 
