@@ -280,6 +280,7 @@ async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
         ({"stop": ""}, "stop"),
         ({"stop_token_ids": [100_000]}, "stop_token_ids"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"1": 200}}, "logit_bias"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -13,6 +13,9 @@ from lorikeet.server.protocol import Generation
 _SEED_BITS = 63
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
 
+_LONGEST_ID = 20
+"""Digits of a token id; Python refuses to read thousands of them."""
+
 _Number = TypeVar("_Number", int, float)
 
 _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -130,9 +133,11 @@ def _given(value: _Number | None, default: _Number) -> _Number:
 def _logit_bias(biases: Mapping[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:
     pairs = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit()) or int(key) >= vocabulary:
-            raise bad_request(f"logit_bias: {key!r} is not a token id below {vocabulary}.", "logit_bias")
-        pairs.append((int(key), bias))
+        token_id = int(key) if key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID else vocabulary
+        if token_id >= vocabulary:
+            shown = key if len(key) <= _LONGEST_ID else f"{key[:_LONGEST_ID]}…"
+            raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
+        pairs.append((token_id, bias))
     return tuple(pairs)
 
 
