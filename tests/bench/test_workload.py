@@ -38,6 +38,12 @@ def test_fields_of_the_request_log_that_a_workload_does_not_know_are_skipped(tmp
     assert read_workload(tmp_path / "w.jsonl") == [WorkloadRequest(1.0, "a", 2, 3)]
 
 
+def test_arrivals_of_a_request_log_begin_with_the_first_that_came_whichever_ended_first(tmp_path: Path) -> None:
+    line = '{"arrival_s": %s, "adapter": null, "input_tokens": 2, "output_tokens": 3}\n'
+    (tmp_path / "w.jsonl").write_text("".join(line % arrival_s for arrival_s in (0, -1.5, 2, -0.5)))
+    assert [request.arrival_s for request in read_workload(tmp_path / "w.jsonl")] == [1.5, 0.0, 3.5, 1.0]
+
+
 def test_a_broken_line_is_named_with_its_number(tmp_path: Path) -> None:
     good = '{"arrival_s": 1, "adapter": "a", "input_tokens": 2, "output_tokens": 3}\n'
     (tmp_path / "w.jsonl").write_text(good + good.replace("2", '"two"'))

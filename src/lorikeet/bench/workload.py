@@ -70,10 +70,17 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
 def read_workload(path: Path) -> list[WorkloadRequest]:
     """Read a workload of JSON Lines, in the order of the file.
 
+    A request log counts arrivals from that of the first request that ended. Others may have come before it, at negative
+    times; then all are shifted, so that the first one that came is at 0.
+
     Raises:
         WorkloadError: a line is not a request.
     """
-    return list(_decode_lines(path, WorkloadRequest))
+    requests = list(_decode_lines(path, WorkloadRequest))
+    first_s = min((request.arrival_s for request in requests), default=0.0)
+    if first_s >= 0:
+        return requests
+    return [msgspec.structs.replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
 
 
 def write_workload(path: Path, requests: Iterable[WorkloadRequest]) -> None:

@@ -2,9 +2,10 @@
 
 Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and what became of the request.
 TTFT is the sum of ``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec,
-R28). ``arrival_s`` counts from the first request of the file, also across restarts; ``unix_s`` is the wall time. Lines
-are in the order in which requests ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take
-down in time, some are dropped and counted.
+R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts, and is negative for requests
+that came before that one and ended after it; ``unix_s`` is the wall time. Lines are in the order in which requests
+ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in time, some are dropped and
+counted.
 """
 
 import os
