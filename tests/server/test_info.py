@@ -1,5 +1,7 @@
 """Models, tokenizer, version, and routes that are not there yet."""
 
+from typing import Any
+
 import pytest
 
 from lorikeet import __version__
@@ -45,6 +47,42 @@ async def test_messages_are_tokenized_as_chat_does(server: Running) -> None:
     reply = (await server.http.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
     assert reply["tokens"] == server.engine.submitted[0].prompt_token_ids
     assert reply["token_strs"][0] == "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"add_generation_prompt": False}},
+        {"chat_template_kwargs": {"continue_final_message": True}, "add_generation_prompt": False},
+        {"tools": [{"type": "function"}]},
+        {"add_special_tokens": True},
+        {"continue_final_message": True, "chat_template_kwargs": {"add_generation_prompt": True}},
+        {"chat_template_kwargs": {"add_generation_prompt": "yes"}},
+    ],
+)
+async def test_what_shapes_a_prompt_counts_alike_where_it_is_tokenized_and_where_it_is_answered(
+    server: Running, fields: dict[str, Any]
+) -> None:
+    content = {"messages": [{"role": "user", "content": "hello"}], **fields}
+    answered = await server.http.post("/v1/chat/completions", json=content)
+    tokenized = await server.http.post("/tokenize", json=content)
+    if answered.status_code == 200:
+        assert tokenized.json()["tokens"] == server.engine.submitted[0].prompt_token_ids
+    else:
+        assert answered.status_code in (400, 501)
+        assert (tokenized.status_code, tokenized.json()) == (answered.status_code, answered.json())
+
+
+async def test_how_a_prompt_ends_can_be_said_to_the_template(server: Running) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    ends = [{"add_generation_prompt": False}, {"continue_final_message": True}]
+    for end in ends:
+        content = {"messages": messages, "chat_template_kwargs": end}
+        await server.http.post("/v1/chat/completions", json=content)
+    prompts = [TOKENIZER.decode(r.prompt_token_ids, skip_special_tokens=False) for r in server.engine.submitted]
+    assert prompts == ["<|im_start|>user\nhello<|im_end|>\n", "<|im_start|>user\nhello"]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,6 @@ async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Pa
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-    if body.continue_final_message and body.add_generation_prompt:
-        raise bad_request("continue_final_message goes with add_generation_prompt: false.", "continue_final_message")
     target = parts.models.resolve(body.model, body.lora_path)
 
     async def encode() -> list[list[int]]:

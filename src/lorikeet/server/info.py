@@ -10,6 +10,7 @@ from lorikeet import __version__
 from lorikeet.server.dependencies import JsonBody, Parts
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.protocol import DetokenizeRequest, TokenizeRequest
+from lorikeet.server.unsupported import SPECIAL_TOKENS, refuse_unsupported
 
 router = APIRouter()
 
@@ -87,15 +88,19 @@ async def model(name: str, parts: Parts) -> dict[str, Any]:
 
 @router.post("/tokenize", dependencies=[JsonBody])
 async def tokenize(body: TokenizeRequest, parts: Parts) -> dict[str, Any]:
-    """Token ids of a prompt or of a conversation."""
+    """Token ids of a prompt or of a conversation; of this, those that chat completions compute."""
+    refuse_unsupported(body)
     parts.models.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
         tokens = await parts.texts.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs or {},
+            continue_final_message=bool(body.continue_final_message),
         )
     else:
         special = body.add_special_tokens is not False

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -101,13 +101,40 @@ class ChatMessage(Body):
     content: str | list[TextPart] | None = None
 
 
-class ChatFields(Body):
-    """What turns messages into a prompt."""
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+
+class ChatOptions(Body):
+    """How messages become a prompt.
+
+    How it ends may also be said in ``chat_template_kwargs``, which go before the fields, as in vLLM.
+    """
+
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _end_by_kwargs(cls, data: Any) -> Any:
+        kwargs = data.get("chat_template_kwargs") if isinstance(data, dict) else None
+        if not isinstance(kwargs, dict):
+            return data
+        names = ("add_generation_prompt", "continue_final_message")
+        return data | {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _has_one_end(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise PydanticCustomError("continue_final_message", "goes with add_generation_prompt: false")
+        return value
+
+
+class ChatFields(ChatOptions):
+    """Messages, and how they become a prompt."""
+
+    messages: Messages
 
 
 class ChatCompletionRequest(Generation, ChatFields):
@@ -118,15 +145,13 @@ class ChatCompletionRequest(Generation, ChatFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ChatOptions):
     """Body of ``POST /tokenize``: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

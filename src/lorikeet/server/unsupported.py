@@ -5,6 +5,7 @@ from typing import Any
 from lorikeet.server.errors import not_supported
 from lorikeet.server.protocol import Body
 
+SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
 _TOOLS = "Tool calls are not supported yet."
 _GRAMMAR = "Structured output is not supported yet; ask for the format in the prompt."
 _BEAM = "Beam search is not supported."
@@ -45,7 +46,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
     "adapter_id": (("",), f"LoRAX's adapter_id {_ADAPTER}"),
     "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
-    "add_special_tokens": ((False,), "The chat template writes the special tokens; adding more is not supported."),
+    "add_special_tokens": ((False,), SPECIAL_TOKENS),
     "session_params": ((), "Sessions are not supported."),
 }
 """Field → values that change nothing (null never does), and what a client is told otherwise."""
