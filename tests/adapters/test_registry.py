@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, text
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.database import sqlite_url
-from lorikeet.adapters.errors import AdapterError, AdapterExists
+from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
 from lorikeet.adapters.registry import Registry, RegistryRow
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import geometry, write_adapter
@@ -137,14 +137,14 @@ def test_adapters_of_more_than_two_gigabytes_are_kept(url: str) -> None:
     registry.close()
 
 
-def test_a_write_that_the_database_refuses_is_an_adapter_error(url: str) -> None:
+def test_a_write_that_the_database_refuses_is_an_error_of_its_own(url: str) -> None:
     registry = Registry(url, "base")
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE adapters"))
     engine.dispose()
     for change in (lambda: registry.add(row("a"), replace=False), lambda: registry.remove("a")):
-        with pytest.raises(AdapterError, match="the adapter registry cannot be written"):
+        with pytest.raises(AdapterStoreError, match="the adapter registry cannot be written"):
             change()
     registry.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lorikeet.adapters.errors import AdapterError, AdapterNotFound
+from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import write_adapter
@@ -107,7 +107,7 @@ def test_the_allowed_folder_may_be_named_by_the_home_folder(
 
 
 @pytest.mark.parametrize("source", ["team/french", "memory://bucket/team/french"])
-def test_a_full_disk_is_an_adapter_error(
+def test_a_full_disk_is_the_stores_fault(
     allowed: Path, into: Path, bucket: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_descriptor: int) -> None:
@@ -115,7 +115,20 @@ def test_a_full_disk_is_an_adapter_error(
 
     monkeypatch.setattr("lorikeet.adapters.sources.os.fsync", fail)
     settings = AdapterSettings(adapter_dir=str(allowed), allowed_sources=(bucket,))
-    assert "No space left" in refusal(source, settings, into)
+    with pytest.raises(AdapterStoreError, match="No space left"):
+        fetch(source, settings, into)
+
+
+def test_a_source_that_cannot_be_read_is_not_the_stores_fault(
+    into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.read", fail, raising=False)
+    with pytest.raises(AdapterError, match=r"cannot be read: .*Input/output error") as caught:
+        fetch(f"{bucket}/team/french", AdapterSettings(allowed_sources=(bucket,)), into)
+    assert not isinstance(caught.value, AdapterStoreError)
 
 
 def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

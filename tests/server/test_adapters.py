@@ -1,7 +1,11 @@
 """Loading and unloading adapters over HTTP, in four dialects."""
 
 import asyncio
+import errno
+import os
+import sqlite3
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +52,36 @@ async def test_a_bad_load_is_refused_and_changes_nothing(
 ) -> None:
     reply = await server.http.post("/v1/load_lora_adapter", json=content)
     assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+    assert server.service.catalog.names() == ["french"]
+
+
+async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lorikeet.adapters.sources.os.fsync", fail)
+    content = {"name": "pirate", "source": str(server.sources / "pirate")}
+    reply = await server.http.post("/v1/adapters", json=content)
+    assert reply.status_code == 500
+    assert "No space left" in reply.json()["error"]["message"]
+    assert server.service.catalog.names() == ["french"]
+
+
+async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Running) -> None:
+    with sqlite3.connect(Path(server.service.adapter_settings.store_dir) / "registry.sqlite3") as registry:
+        registry.execute("DROP TABLE adapters")
+    registry.close()
+    source = str(server.sources / "pirate")
+    replies = [
+        await server.http.delete("/v1/adapters/french"),
+        await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"}),
+        await server.http.post("/v1/adapters", json={"name": "pirate", "source": source}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 500
+        assert "the adapter registry cannot be written: no such table" in reply.json()["error"]["message"]
+    sglang = await server.http.post("/unload_lora_adapter", json={"lora_name": "french"})
+    assert (sglang.status_code, sglang.json()["success"]) == (500, False)
     assert server.service.catalog.names() == ["french"]
 
 

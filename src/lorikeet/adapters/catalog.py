@@ -104,6 +104,7 @@ class AdapterCatalog:
         Raises:
             AdapterExists: the name is taken, and ``replace`` is not set.
             AdapterBusy: another call changes the name at this moment.
+            AdapterStoreError: the store or the registry cannot be written.
             AdapterError: the name, the source or the adapter is not valid.
         """
         check_name(name, self._reserved)
@@ -119,6 +120,7 @@ class AdapterCatalog:
         Raises:
             UnknownAdapter: there is no such name.
             AdapterBusy: another call changes the name at this moment.
+            AdapterStoreError: the registry cannot be written.
         """
         with self._reserve(name), self._changes:
             if name not in self._records:
@@ -275,23 +277,26 @@ class AdapterCatalog:
         return Registered(record, old if old is not None and old.digest != record.digest else None)
 
     def _clean(self, digest: AdapterDigest) -> None:
-        try:
-            with self._changes:
-                self._drop_if_unused(digest)
-        except Exception:  # nobody asks for the result; the next start deletes what stays behind
-            _LOG.exception("adapter %s: its last use has ended, but it cannot be deleted", digest)
+        with self._changes:
+            self._drop_if_unused(digest)
 
     def _drop_if_unused(self, digest: AdapterDigest) -> None:
-        """Delete a version that no name, no request and no row of another base needs. Under ``_changes``."""
+        """Delete a version that no name, no request and no row of another base needs. Under ``_changes``.
+
+        Whatever it was that needed it last has happened, so a version that cannot be deleted is no error of that.
+        """
         with self._state:
             if self._names[digest] or self._uses[digest]:
                 return
             del self._names[digest], self._uses[digest]
             self._missing.discard(digest)
-        with self._store.alone() as alone:  # else it may be in use elsewhere; a later start deletes it
-            if alone and self._registry.remove_version_if_unnamed(digest):
-                self._store.remove(digest)
-        self._on_drop(digest)
+        try:
+            with self._store.alone() as alone:  # else it may be in use elsewhere; a later start deletes it
+                if alone and self._registry.remove_version_if_unnamed(digest):
+                    self._store.remove(digest)
+            self._on_drop(digest)
+        except Exception:  # the next start deletes what stays behind
+            _LOG.exception("adapter %s: nothing needs it any more, but it cannot be deleted", digest)
 
 
 def _some(names: Sequence[str]) -> str:

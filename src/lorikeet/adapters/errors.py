@@ -5,6 +5,10 @@ class AdapterError(ValueError):
     """An adapter cannot be taken or used; the message names the file, tensor or key and the reason."""
 
 
+class AdapterStoreError(AdapterError):
+    """The store or the registry cannot be written: the disk is full, the database is locked. No adapter is wrong."""
+
+
 class AdapterNotFound(AdapterError):
     """The source, or one of its two files, does not exist."""
 

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from lorikeet.adapters.database import create_tables, insert_of, open_engine
-from lorikeet.adapters.errors import AdapterError, AdapterExists
+from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
 
 
 class _Base(DeclarativeBase):
@@ -102,7 +102,7 @@ class Registry:
 
         Raises:
             AdapterExists: the name is taken, by another process since this one looked.
-            AdapterError: the database does not take the row.
+            AdapterStoreError: the database does not take the row.
         """
         insert_name = self._insert(AdapterNameRow).values(self._name(row))
         if replace:
@@ -118,7 +118,7 @@ class Registry:
 
         Raises:
             AdapterExists: one of the names is taken; nothing is inserted.
-            AdapterError: the database does not take the rows; nothing is inserted.
+            AdapterStoreError: the database does not take the rows; nothing is inserted.
         """
         if not rows:
             return
@@ -130,7 +130,7 @@ class Registry:
         """Delete a name; one that is not there is no error.
 
         Raises:
-            AdapterError: the database cannot be written.
+            AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
             where = (AdapterNameRow.base == self._base, AdapterNameRow.name == name)
@@ -140,7 +140,7 @@ class Registry:
         """Delete a version to which no name of any base points; False if one does.
 
         Raises:
-            AdapterError: the database cannot be written.
+            AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
             named = select(AdapterNameRow.name).where(AdapterNameRow.digest == digest).limit(1)
@@ -168,7 +168,7 @@ class Registry:
             if adding and isinstance(error, IntegrityError):
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             reason = error.orig if isinstance(error, DBAPIError) else error
-            raise AdapterError(f"the adapter registry cannot be written: {reason}") from error
+            raise AdapterStoreError(f"the adapter registry cannot be written: {reason}") from error
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 
 from lorikeet.adapters.checkpoint import WEIGHTS_FILE
-from lorikeet.adapters.errors import AdapterError, AdapterNotFound
+from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lorikeet.config import AdapterSettings
 
@@ -38,6 +38,7 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
 
     Raises:
         AdapterNotFound: the source or one of its files does not exist.
+        AdapterStoreError: the copy cannot be written.
         AdapterError: the source is not allowed, too large or cannot be read.
     """
     limits = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: settings.max_bytes}
@@ -154,7 +155,7 @@ def _copy(stream: Any, to: Path, limit_bytes: int, source: str, until_s: float =
     copied = 0
     try:
         with to.open("wb") as target:
-            while chunk := stream.read(_CHUNK_BYTES):
+            while chunk := _read(stream, to.name, source):
                 copied += len(chunk)
                 if copied > limit_bytes:
                     raise AdapterError(f"{source}: {to.name} is larger than the {limit_bytes} bytes allowed")
@@ -163,8 +164,15 @@ def _copy(stream: Any, to: Path, limit_bytes: int, source: str, until_s: float =
                 target.write(chunk)
             target.flush()
             os.fsync(target.fileno())
-    except OSError as error:  # of either side: the source fails, or the store's disk is full
-        raise AdapterError(f"{source}: {to.name} cannot be copied to the adapter store: {error}") from error
+    except OSError as error:
+        raise AdapterStoreError(f"{source}: {to.name} cannot be copied to the adapter store: {error}") from error
+
+
+def _read(stream: Any, name: str, source: str) -> bytes:
+    try:
+        return cast(bytes, stream.read(_CHUNK_BYTES))
+    except OSError as error:
+        raise AdapterError(f"{source}: {name} cannot be read: {error}") from error
 
 
 def _other_formats(names: list[str]) -> str:

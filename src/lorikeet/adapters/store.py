@@ -6,14 +6,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from lorikeet.adapters.checkpoint import WEIGHTS_FILE, AdapterCheckpoint, inspect_adapter, validate
-from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
@@ -147,11 +147,13 @@ class AdapterStore:
         """Fetch an adapter, check it and compute its digest; what is not published is deleted at the end.
 
         Raises:
+            AdapterStoreError: the store cannot be written, for example because the disk is full.
             AdapterError: the source is not allowed or cannot be read, or the adapter is not valid.
         """
-        with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
+        with self._temporary_folder() as parent:
             folder = Path(parent) / "version"
-            folder.mkdir()
+            with _writing():
+                folder.mkdir()
             fetch(source, self._settings, folder, trusted)
             try:
                 checkpoint = inspect_adapter(folder)
@@ -164,7 +166,7 @@ class AdapterStore:
         """Move a staged version to its place; one that is there already and unchanged is kept.
 
         Raises:
-            AdapterError: the store cannot be written, for example because the disk is full.
+            AdapterStoreError: the store cannot be written, for example because the disk is full.
         """
         place = self.folder(staged.digest)
         if place.exists():
@@ -176,13 +178,11 @@ class AdapterStore:
                 self.remove(staged.digest)  # damaged since; what was just checked takes its place
             else:
                 return place
-        try:
+        with _writing():
             weights = (staged.folder / WEIGHTS_FILE).stat()
             manifest = Manifest(weights.st_size, weights.st_mtime_ns)
             (staged.folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             os.rename(staged.folder, place)
-        except OSError as error:
-            raise AdapterError(f"the adapter store cannot be written: {error}") from error
         return place
 
     def add(self, source: str, trusted: bool = False) -> tuple[AdapterDigest, Path]:
@@ -191,9 +191,24 @@ class AdapterStore:
             return staged.digest, self.publish(staged)
 
     def remove(self, digest: AdapterDigest) -> None:
-        """Delete a version; one that is not there is no error."""
-        with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
-            try:  # renamed first, so that nobody sees half a version
-                os.rename(self.folder(digest), Path(parent) / "version")
-            except FileNotFoundError:
-                return
+        """Delete a version; one that is not there is no error.
+
+        Raises:
+            AdapterStoreError: it cannot be deleted.
+        """
+        # Renamed first, so that nobody sees half a version.
+        with self._temporary_folder() as parent, _writing(), suppress(FileNotFoundError):
+            os.rename(self.folder(digest), Path(parent) / "version")
+
+    def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
+        with _writing():
+            return tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Let what goes wrong with the disk be an ``AdapterStoreError``."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterStoreError(f"the adapter store cannot be written: {error}") from error

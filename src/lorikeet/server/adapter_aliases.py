@@ -61,7 +61,7 @@ async def _sglang_outcome(parts: Service, work: Awaitable[object]) -> Response:
     try:
         await work
     except ApiError as error:
-        return _sglang(parts, error.message)
+        return _sglang(parts, error.message, error.status if error.status >= 500 else 400)
     return _sglang(parts, None)
 
 

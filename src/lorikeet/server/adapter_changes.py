@@ -12,6 +12,7 @@ from lorikeet.adapters.errors import (
     AdapterError,
     AdapterExists,
     AdapterNotFound,
+    AdapterStoreError,
     UnknownAdapter,
 )
 from lorikeet.engine.connection import EngineError
@@ -30,7 +31,7 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
 
     Raises:
         ApiError: 400 for a name, source or adapter that will not do, 404 for a source that does not exist,
-            409 if another call changes the name.
+            409 if another call changes the name, 500 if the store cannot be written.
     """
     _check_enabled(parts)
     if parts.models.is_base(name):
@@ -46,6 +47,8 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
         raise ApiError(409, str(error)) from error
     except AdapterNotFound as error:
         raise ApiError(404, str(error)) from error
+    except AdapterStoreError as error:
+        raise _store_failed(name, error) from error
     except AdapterError as error:
         raise ApiError(400, str(error)) from error
     log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
@@ -63,7 +66,7 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
         Bytes freed, of its weights and its KV on device and host; None if requests still ran after a while.
 
     Raises:
-        ApiError: 404 for an unknown name, 409 if another call changes it.
+        ApiError: 404 for an unknown name, 409 if another call changes it, 500 if the registry cannot be written.
     """
     _check_enabled(parts)
     try:
@@ -72,6 +75,8 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
+    except AdapterStoreError as error:
+        raise _store_failed(name, error) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
     freeing = _in_background(parts, _free(parts, record))
     freeing.add_done_callback(lambda _: _forget(parts, name))
@@ -115,6 +120,11 @@ def _in_background(parts: Service, work: Coroutine[Any, Any, int]) -> asyncio.Ta
 def _check_enabled(parts: Service) -> None:
     if not parts.adapter_settings.enabled:
         raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
+
+
+def _store_failed(name: str, error: AdapterStoreError) -> ApiError:
+    log.error("an adapter was not changed: its store has failed", adapter=name, error=str(error))
+    return ApiError(500, str(error))
 
 
 def invalid_input(message: str) -> ApiError:
