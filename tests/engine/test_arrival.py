@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.engine import arrival as arrivals
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES
 from lorikeet.engine.loader import start_loader_process
@@ -115,6 +117,21 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
     assert arrival.arrived_s(2) < arrival.arrived_s(5) < arrival.arrived_s(0) == arrival.arrived_s(1)
     assert bench.transfers.arrival(bench.ref.digest) is None
     assert bench.transfers.adapters.weights(bench.ref.digest).rank == 12
+
+
+def test_the_pace_of_an_arrival_counts_from_its_turn_and_not_from_when_it_had_to_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    bench.start(bench.runs)
+    arrival = arrival_of(bench)
+    clock.now = 50.0
+    bench.gate.open(1)
+    assert arrival.wait_for(3)
+    assert arrival.due_s(0) == 50.0
+    bench.gate.open(2)
+    bench.wait(1)
 
 
 def test_an_arrival_that_is_asked_for_late_knows_what_has_come(bench: Bench) -> None:

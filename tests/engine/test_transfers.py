@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -25,17 +26,20 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.engine import helper_process, transfers
+from lorikeet.engine import helper_process, transfers, underway
 from lorikeet.engine.device import Device
 from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loader import start_loader_process
+from lorikeet.engine.loader_process import Filled, ReadEnded
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.engine.transfers import Transfers
+from lorikeet.engine.underway import STAGED_BLOCKS
 from lorikeet.memory.adapter_blocks import weights_in_place
 from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.packing import pack
 from tests.adapters.builders import geometry
+from tests.support.gates import Gate
 from tests.support.late_device import LateDevice
 
 ELEMENTS, DEVICE_BLOCKS, HOST_BLOCKS, GROUP_BLOCKS = 128, 1200, 600, 3
@@ -258,6 +262,39 @@ def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapt
         assert_holds(bench, adapters["large"])
         done = bench.wait(bench.start(Tier.DEVICE, Tier.HOST, (BlockId(0),), bench.device_blocks(1)))
         assert done.error == "there is no host block 0, only 0 blocks"
+
+
+@pytest.mark.parametrize("through_host", [False, True])
+def test_what_was_read_and_waits_to_be_copied_takes_no_time(
+    adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, through_host: bool
+) -> None:
+    """Its reader has ended where the adapter stays on the host, or waits for room where it passes through."""
+    clock, is_read = SimpleNamespace(now=0.0), threading.Event()
+    filled, read_ended = Transfers._filled, Transfers._read_ended
+
+    def told_filled(self: Transfers, message: Filled) -> None:
+        filled(self, message)
+        if message.blocks == STAGED_BLOCKS and not through_host:
+            is_read.set()
+
+    def told_ended(self: Transfers, message: ReadEnded) -> None:
+        read_ended(self, message)
+        is_read.set()
+
+    monkeypatch.setattr(Transfers, "_filled", told_filled)
+    monkeypatch.setattr(Transfers, "_read_ended", told_ended)
+    monkeypatch.setattr(underway, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ref = adapters["large"]
+    with moving() as bench:
+        gate, count = Gate(bench.transfers), bench.blocks_of(ref)
+        assert count > STAGED_BLOCKS
+        host = bench.host_blocks(count) if through_host else ()
+        load = bench.start(Tier.SOURCE, Tier.DEVICE, host, bench.device_blocks(count), ref)
+        assert is_read.wait(60.0)
+        clock.now = 100.0
+        gate.open(10 * count)
+        done = bench.wait(load)
+    assert (done.error, done.duration_s) == (None, 0.0)
 
 
 def test_a_declared_link_is_never_faster_than_it_is_and_loses_nothing(adapters: dict[str, AdapterRef]) -> None:

@@ -43,6 +43,7 @@ class Arrival:
         self._last_group = last_group
         self._arrived_s = [math.inf] * len(needed)
         self._began_s = time.monotonic()
+        self._has_begun = False
         self._block_s = math.inf  # a block's time so far
         self._failed = False
         self._changed = threading.Condition()
@@ -66,6 +67,12 @@ class Arrival:
         needed = blocks_needed(packing, geometry.layers, groups)
         last_group = packing.blocks - (groups[-1][1] - groups[-1][0]) if groups else 0
         return cls(ref, transfer.host_blocks, weights, needed, last_group)
+
+    def begin(self) -> None:
+        """Note that its blocks are being copied. Only the first call counts; until then it waited for others."""
+        with self._changed:
+            if not self._has_begun:
+                self._has_begun, self._began_s = True, time.monotonic()
 
     def note(self, copied: int, *, failed: bool) -> None:
         """Note how many blocks have been copied; once a copy has failed, nothing arrives any more."""

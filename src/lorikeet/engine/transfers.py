@@ -289,6 +289,7 @@ class Transfers:
         with self._lock:
             underway = self._underway[message.transfer_id]
             underway.filled = message.blocks
+            underway.take_time()
         self._go_on(underway)
 
     def _read_ended(self, message: ReadEnded) -> None:
@@ -302,6 +303,7 @@ class Transfers:
                 underway.filled = underway.blocks
             else:
                 underway.error = message.error
+            underway.take_time()
             if not underway.is_staged:
                 self._free_reader(underway)
         self._go_on(underway)
@@ -339,6 +341,8 @@ class Transfers:
         with self._lock:
             group.job.has_turn = True
             group.job.take_time()
+            if group.job.arrival is not None:
+                group.job.arrival.begin()
 
     def _copied(self, group: Group[Underway], error: str | None) -> None:
         underway, blocks = group.job, len(group.sources)

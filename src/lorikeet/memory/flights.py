@@ -44,7 +44,13 @@ class Flight:
 
 @dataclass
 class RouteTotals:
-    """What went one way so far."""
+    """What went one way so far.
+
+    Attributes:
+        transfers: that have ended.
+        failed: of these.
+        blocks, busy_s: of the others: how many, and the time that they were read or copied.
+    """
 
     transfers: int = 0
     blocks: int = 0
@@ -54,9 +60,11 @@ class RouteTotals:
     def note(self, blocks: int, done: TransferDone) -> None:
         """Count a transfer that has ended."""
         self.transfers += 1
-        self.blocks += blocks
-        self.failed += done.error is not None
-        self.busy_s += done.duration_s
+        if done.error is None:
+            self.blocks += blocks
+            self.busy_s += done.duration_s
+        else:
+            self.failed += 1
 
 
 @dataclass(eq=False)

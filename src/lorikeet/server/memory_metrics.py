@@ -78,7 +78,7 @@ class MemoryCollector(Collector):
         numbers = (
             ("transfers", "Transfers that have ended.", [(route, each.transfers) for route, each in routes]),
             ("transfer_failures", "Those that failed.", [(route, each.failed) for route, each in routes]),
-            ("transfer_bytes", "Bytes that they moved.", [(route, each.bytes) for route, each in routes]),
+            ("transfer_bytes", "Bytes of those that did not fail.", [(route, each.bytes) for route, each in routes]),
             ("transfer_busy_seconds", "Time of reading and copying.", [(route, each.busy_s) for route, each in routes]),
         )
         for name, text, values in numbers:
