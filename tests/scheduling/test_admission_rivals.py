@@ -241,6 +241,22 @@ def test_an_interrupted_request_is_charged_for_what_comes_new_only() -> None:
     assert queue.served("t") == 10 + 2 * 3
 
 
+def test_a_prompt_is_charged_where_its_request_runs_first_whoever_has_had_it_before() -> None:
+    queue, view = fair()
+    restarted = made("x", tenant="t", prompt_tokens=10, attempt=1)
+    queue.add(restarted, 0.0)
+    assert admitted(queue) == ["x"]
+    assert queue.served("t") == 10
+    queue.ended(restarted, 0.0, goes_on=True)
+    queue.add(msgspec.structs.replace(restarted, exports=1), 0.0)
+    assert admitted(queue) == ["x"]
+    assert queue.served("t") == 10, "once"
+    view.answers.clear()
+    queue.add(made("y", tenant="t", prompt_tokens=10, exports=1, output_token_ids=[5]), 0.0)
+    assert admitted(queue) == ["y"]
+    assert queue.served("t") == 10, "it has run elsewhere"
+
+
 def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
     requests = [
         made("t0", 0.0, tenant="t"),

@@ -4,6 +4,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,9 +17,11 @@ from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import AdmissionQueue, Running
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes
+from lorikeet.scheduling.multilevel.entries import Waiting
 from lorikeet.scheduling.multilevel.options import Charge, Options
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.quotas import Share
+from lorikeet.scheduling.multilevel.sizes import Sizes
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.policies.fifo import Fifo
 from tests.support.scripted import adapter as make_adapter
@@ -183,7 +186,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     back = queue.review(2.0)
     assert [request.request_id for request in back] == ["x"], "it has not ended at 20 tokens"
     request, _ = world.running_now.pop(RequestId("x"))
-    queue.ended(request, 2.0)
+    queue.ended(request, 2.0, goes_on=True)
     resumed = Request(
         request.request_id,
         request.prompt_token_ids,
@@ -200,6 +203,68 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     assert queue._waiting[0][1].expected_tokens == 21
     assert admit(queue, world, 3.0) == [], "nobody passes twice"
     assert (queue.figures().bypassed, queue.figures().squashed) == (1, 1)
+    for name in ("head", "x", "y"):
+        queue.remove(next(each for each in queue.waiting() if each.request_id == name), 3.0)
+    queue.add(resumed, 4.0)
+    assert queue._waiting[0][0].may_pass, "taken out by whoever asked, it is another"
+
+
+def test_one_that_was_sent_back_passes_nobody_after_it_has_given_way_once_more() -> None:
+    world, queue = bypass_world()
+    entry = Waiting(ask("x", 40, 20, 2.0), 20, Sizes(40, 20, 0), may_pass=False)
+    queue._waiting[0].append(entry)
+    queue._idle_since_s[0] = 1.0
+    assert admit(queue, world, 1.0) == ["x"]
+    world.running_now.pop(RequestId("x"))
+    queue.ended(entry.request, 3.0, goes_on=True)
+    queue.add(msgspec.structs.replace(entry.request, exports=1), 3.0)
+    assert not queue._waiting[0][0].may_pass
+
+
+def test_a_run_lasts_from_the_first_admission_to_the_end_without_the_time_between() -> None:
+    world = World()
+    queue = with_quotas(world, (1000,), ())
+    request = ask("x", 10, 5)
+    queue.add(request, 0.0)
+    assert admit(queue, world, 0.0) == ["x"]
+    world.running_now.clear()
+    queue.ended(request, 4.0, goes_on=True)
+    queue.add(msgspec.structs.replace(request, exports=1), 4.0)
+    assert admit(queue, world, 10.0) == ["x"]
+    queue.ended(request, 16.0)
+    assert queue._ends.since(0.0)[:, 3].tolist() == [10.0]
+    assert queue.figures().longest_run_s == {0: 10.0}
+
+
+def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> None:
+    queue = ChameleonQueue(World(), Options())
+    queue.view.pace.note(100, 4, 0.1)
+    queue.add(ask("alone", 10, 10), 0.0)
+    queue.add(ask("later", 10, 10, 400.0), 400.0)
+    assert queue.figures().refreshes == 1
+    for number in range(120):
+        queue.add(ask(f"r{number}", 10 + 3 * (number % 60), 5 + 4 * (number % 60), 401.0 + number), 401.0 + number)
+    assert queue.figures().refreshes == 2
+    assert queue.figures().boundaries
+
+
+def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_go() -> None:
+    world = World(total_tokens=1000)
+    queue = with_quotas(world, (1010, 140), (0.5,))
+    queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
+    queue._longest_run_s = {0: 10.0, 1: 10.0}
+    for number in range(50):
+        queue.add(ask(f"s{number}", 19, 1, number), 0.0)
+    assert len(admit(queue, world, 0.0)) == 50
+    queue.add(ask("large", 139, 1, 100.0), 0.0)
+    for step in range(1, 60):
+        queue.add(ask(f"t{step}", 19, 1, 200.0 + step), step)
+        gone = next(iter(world.running_now.values()))[0]
+        del world.running_now[gone.request_id]
+        queue.ended(gone, step)
+        if "large" in admit(queue, world, step):
+            return
+    raise AssertionError("it waits")
 
 
 def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
@@ -330,7 +395,7 @@ class Traffic:
 
     def leave(self, request: Request, made: int, *, goes_on: bool) -> None:
         del self.world.running_now[request.request_id]
-        self.queue.ended(request, self.now)
+        self.queue.ended(request, self.now, goes_on=goes_on)
         if goes_on:
             resumed = Request(
                 request.request_id,
@@ -376,7 +441,7 @@ class Traffic:
     def check(self) -> None:
         ledger = self.queue._ledger
         numbers = range(len(ledger.quotas))
-        assert sum(ledger.available(n) + ledger.held[n] for n in numbers) == self.world.total_tokens
+        assert sum(ledger.available(n) + ledger.held[n] for n in numbers) == ledger.total_tokens
         assert sum(ledger.held) == sum(ledger.held_by(name) for name in self.world.running_now)
         assert set(ledger._holdings) == set(self.world.running_now) == set(self.queue._admitted)
         assert {request.request_id for request in self.queue.waiting()} == set(self.waiting)
@@ -406,6 +471,7 @@ OPTIONS = [
     Options(refresh_s=8.0, least_samples=10, lazy_squash=True, charge=Charge.SHARED),
     Options(refresh_s=20.0, least_samples=20, share=Share.PRIORITY, floor=False, charge=Charge.IF_ABSENT),
     Options(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
+    Options(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=Charge.SHARED),
 ]
 
 

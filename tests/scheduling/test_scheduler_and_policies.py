@@ -33,7 +33,7 @@ class Telling(Fifo):
             if outcome is None:
                 self._waiting.remove(one)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
         self.ends.append(request.request_id)
 
     def review(self, now: float) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from lorikeet.core.events import AdapterArrived, Finished, FinishReason, FirstToken, Preempted
@@ -106,6 +107,37 @@ def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admissi
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
+def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priority() -> None:
+    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
+    bench = Bench(row=row, limits=Limits(max_running=2, max_step_tokens=64, max_model_tokens=64))
+    for index in range(8):
+        asked = request(f"{index}", [1, 2, 3], float(index), adapter=adapter("ab"[index % 2]), max_tokens=20)
+        bench.engine.submit(msgspec.structs.replace(asked, priority=5))
+    for _ in range(3):
+        bench.step()
+    bench.engine.submit(request("urgent", [1, 2, 3], 9.0, adapter=adapter("a"), max_tokens=4))
+    bench.run()
+    ended = list(bench.finished())
+    assert ended[0] == "urgent"
+
+
+def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for() -> None:
+    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    limits = Limits(max_running=4, max_step_tokens=64, max_model_tokens=60)
+    bench = Bench(blocks=16, host_blocks=400, row=row, limits=limits)
+    bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=30))
+    for _ in range(4):
+        bench.step()
+    bench.engine.know_adapters(tuple(adapter(f"known{index}", 3) for index in range(100)))
+    for index in range(6):
+        bench.engine.submit(request(f"a{index}", list(range(9)), 1.0 + index, adapter=adapter("a"), max_tokens=9))
+    bench.plans.clear()
+    while bench.engine.has_requests:
+        bench.step()
+    assert bench.engine.host_fill_pending, "they were served while adapters were read"
+    assert all(plan.sequences or plan.transfers or plan.drops for plan in bench.plans)
+
+
 def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
     row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     bench = Bench(blocks=24, row=row, limits=Limits(max_running=3, max_step_tokens=64, max_model_tokens=60))
@@ -168,6 +200,18 @@ def test_a_cold_request_has_its_first_token_before_its_adapter_is_there() -> Non
     warm.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     warm.run()
     assert bench.tokens == warm.tokens
+
+
+def test_a_cold_prefill_under_way_counts_as_running() -> None:
+    bench = cold_bench(limits=Limits(max_running=4, max_step_tokens=16, max_model_tokens=64))
+    bench.engine.submit(request("cold", list(range(30)), adapter=adapter("a", 30)))
+    bench.step()
+    stats = bench.engine.stats()
+    assert (stats.running, stats.waiting, stats.waiting_for_adapter) == (1, 0, 0)
+    bench.step()
+    stats = bench.engine.stats()
+    assert (stats.running, stats.waiting, stats.waiting_for_adapter, stats.ahead_of_adapter) == (0, 1, 1, 1)
+    bench.run()
 
 
 def test_decodes_go_on_while_a_sequence_is_ahead_of_its_adapter() -> None:

@@ -96,8 +96,37 @@ def test_old_times_are_forgotten() -> None:
     line.forecast.look()
     for _ in range(20):
         line.now_s += 10.0  # a hundred times slower
-        line.admit([slow.pop()])
+        line.admit([slow.pop(0)])
     assert line.predict() == pytest.approx(len(slow) * 10.1, rel=0.35)
+
+
+def test_who_is_passed_over_is_no_queue() -> None:
+    line = Line()
+    line.arrive()
+    for _ in range(10):
+        line.now_s += 1.0
+        line.admit(line.arrive())
+    assert line.predict() == 0.0
+
+
+def test_by_priority_who_is_passed_over_stays_in_front_of_those_behind_it() -> None:
+    line = Line("priority")
+    line.arrive(priority=5)
+    for _ in range(10):
+        line.admit(line.arrive())
+    assert line.predict(priority=5) > 0.0
+
+
+def test_time_after_the_last_admission_counts_for_no_queue() -> None:
+    line = Line()
+    arrived = line.arrive(4)
+    for _, timings in arrived:
+        line.now_s += SERVICE_S
+        timings.admitted_s, timings.first_token_s = line.now_s, line.now_s + 50.0
+    line.now_s += 50.0
+    line.forecast.first_token(arrived[-1][1])
+    line.arrive(4)
+    assert line.predict() == pytest.approx(4 * SERVICE_S * 4 / 5 + 50.0, rel=0.05)
 
 
 def test_requests_that_leave_are_waited_for_no_longer() -> None:

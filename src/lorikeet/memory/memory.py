@@ -118,6 +118,11 @@ class Memory:
         """Whether blocks become free by transfers under way alone."""
         return any(self.tiers.leaving_blocks.values())
 
+    @property
+    def relief_is_coming(self) -> bool:
+        """Whether a transfer is under way that somebody waits for, or that frees blocks."""
+        return self.room_is_coming or any(flight.demand for flight in self.tiers.flights.values())
+
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
         """Return why a sequence of ``tokens`` tokens under an adapter could not run even alone, None if it could."""
         adapter = 0 if ref is None else self.adapters.device_blocks(ref)

@@ -109,8 +109,8 @@ class AdmissionQueue(ABC):
     def __len__(self) -> int:
         """Return the number of waiting requests."""
 
-    def ended(self, request: Request, now: float) -> None:  # noqa: B027  # most need not know
-        """An admitted request has finished, or gave its blocks back to go on later."""
+    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:  # noqa: B027  # few need to know
+        """An admitted request has finished, or gave its blocks back to go on later, here or elsewhere."""
 
     def review(self, now: float) -> Iterable[Request]:
         """Look at the running requests before a step; return those that must give their blocks back and wait again."""
@@ -122,6 +122,10 @@ class AdmissionQueue(ABC):
 
     def precedence(self, request: Request) -> Any:
         """Return a key by which admitted requests keep their room: the largest gives way first. Never changes."""
+        return request.arrival_s
+
+    def urgency(self, request: Request) -> Any:
+        """Return by what a batching mode looks at requests, waiting and running ones: the smallest first."""
         return request.arrival_s
 
 

@@ -136,7 +136,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences that hold blocks and can run."""
-        return sum(s.is_ready for s in self._running)
+        return sum(s.can_run for s in self._running)
 
     @property
     def waiting(self) -> int:
@@ -146,7 +146,7 @@ class Scheduler:
     @property
     def waiting_for_adapter(self) -> int:
         """Sequences that hold blocks and wait for their adapter."""
-        return sum(bool(s.lease and s.lease.adapter_transfers) for s in self._running)
+        return sum(bool(s.lease and s.lease.adapter_transfers and not s.is_cold) for s in self._running)
 
     @property
     def ahead_of_adapter(self) -> int:
@@ -197,7 +197,7 @@ class Scheduler:
         draft = Draft(self._limits.max_step_tokens)
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
-        self.selection.choose()
+        self.selection.choose(self.queue.urgency)
         self._memory.note_waiting(self.queue.wanted, now)
         self._continue_running(draft, now)
         if not draft.preempted:
@@ -271,7 +271,7 @@ class Scheduler:
 
     def _admit_instead(self, draft: Draft, now: float) -> None:
         """If nobody can run, and nothing is on its way that would let somebody, let those give way who may not run."""
-        while not (draft.tokens or draft.cold or self._memory.transfers_under_way):
+        while not (draft.tokens or draft.cold or self._memory.relief_is_coming):
             displaced = self.selection.last_displaced(self._running)
             if displaced is None:
                 return
@@ -387,7 +387,7 @@ class Scheduler:
         if sequence.lease is None:
             self.queue.remove(sequence.request, now)
             return
-        self.queue.ended(sequence.request, now)
+        self.queue.ended(sequence.request, now, goes_on=goes_on)
         if goes_on:
             computed = sequence.computed_tokens if sequence.is_ready else 0
             keep_kv = keep_kv or KEEPS_KV[self._row.preempted_kv](self._memory, self._pace, computed)

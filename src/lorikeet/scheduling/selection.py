@@ -1,14 +1,16 @@
 """Who may run in a step, beside what admission and memory allow: the batching mode's choice, and cold prefills."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import lru_cache
+from typing import Any
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, StepPlan, StepResult
+from lorikeet.core.request import Request
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import EVERYBODY, BatchingPolicy, BatchingSetup, BatchWork, Live
 from lorikeet.scheduling.coldstart.costs import AssistCosts
@@ -75,14 +77,14 @@ class Selection:
 
     # --- batching mode -------------------------------------------------------------------------------
 
-    def choose(self) -> None:
-        """Let the batching mode look at all requests before a step."""
+    def choose(self, urgency: Callable[[Request], Any]) -> None:
+        """Let the batching mode look at all requests before a step, in the order of ``urgency``."""
         if not self._mode.follows_requests:
             return
         tree, legal = self._memory.tree, dict[AdapterDigest | None, bool]()
         live = []
         self._refs.clear()
-        for sequence in sorted(self._sequences.values(), key=lambda each: each.request.arrival_s):
+        for sequence in sorted(self._sequences.values(), key=lambda each: urgency(each.request)):
             digest = sequence.request.digest
             if digest not in legal:
                 node = tree.adapter(digest)

@@ -71,7 +71,8 @@ class TtftForecast:
     their first token (the median). Queues move faster the longer they are, since a step has room for several requests;
     so the pace counts only times at which at least a quarter as many waited. It is (admissions + 1) / seconds of such
     times, newer ones counting more: before anything was seen the wait is predicted as next to none, and while nothing
-    moves it grows with the time. All of it is ours.
+    moves it grows with the time. All of it is ours. Whoever waits for a slot or an adapter and is passed over by those
+    who came later is not part of a queue in order of arrival.
 
     It does not know how large a request is, whether its adapter must be fetched, nor who will come later and go first;
     of Chameleon's queues it assumes that they are one, first come, first served.
@@ -83,6 +84,8 @@ class TtftForecast:
 
     def __init__(self, admission: str = "fifo", clock: Callable[[], float] = time.monotonic) -> None:
         self._count_ahead = _AHEAD.get(admission, _everybody)
+        self._is_in_order = admission == "fifo"
+        self._overtaken: set[RequestId] = set()
         self._clock = clock
         self._waiting: dict[RequestId, tuple[Request, RequestTimings]] = {}
         self._admissions: dict[int, float] = defaultdict(float)
@@ -104,28 +107,36 @@ class TtftForecast:
     def end(self, request: Request) -> None:
         """A request has ended, admitted or not."""
         self.look()
-        self._waiting.pop(request.request_id, None)
+        self._leave(request.request_id)
 
     def look(self) -> None:
         """Take in who was admitted since the last look. The time between counts for the queue as it was then."""
         now_s = self._clock()
-        size = _size(len(self._waiting))
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        size = _size(len(self._waiting) - len(self._overtaken))
+        before_s, self._looked_s = self._looked_s, now_s
+        passed_s = now_s - before_s
         kept = math.exp(-passed_s / _MEMORY_S)
         for counts in (self._admissions, self._seconds):
             for each in counts:
                 counts[each] *= kept
-        admitted = [name for name, (_, timings) in self._waiting.items() if timings.admitted_s is not None]
+        admitted = {name: t.admitted_s for name, (_, t) in self._waiting.items() if t.admitted_s is not None}
+        if admitted and self._is_in_order:
+            names = list(self._waiting)
+            last = max(place for place, name in enumerate(names) if name in admitted)
+            self._overtaken.update(name for name in names[:last] if name not in admitted)
         for name in admitted:
-            del self._waiting[name]
+            self._leave(name)
         if size:
+            if len(self._waiting) == len(self._overtaken):  # the queue was empty from then on
+                passed_s = min(passed_s, max(0.0, max(admitted.values(), default=now_s) - before_s))
             self._admissions[size] += len(admitted)
             self._seconds[size] += passed_s
 
     def ttft_s(self, request: Request) -> float:
         """Return the TTFT, in seconds, of a request that is not yet submitted; 0 if nobody waits before it."""
         self.look()
-        ahead = self._count_ahead([waiting for waiting, _ in self._waiting.values()], request)
+        queue = [waiting for name, (waiting, _) in self._waiting.items() if name not in self._overtaken]
+        ahead = self._count_ahead(queue, request)
         if not ahead:
             return 0.0
         sizes = [size for size in self._seconds if size >= _size(ahead) - 1]
@@ -133,6 +144,10 @@ class TtftForecast:
         passed_s = sum(self._seconds[size] for size in sizes)
         start_s = median(self._starts_s) if self._starts_s else 0.0
         return self._looked_s - request.arrival_s + ahead * passed_s / (admissions + 1) + start_s
+
+    def _leave(self, request_id: RequestId) -> None:
+        self._waiting.pop(request_id, None)
+        self._overtaken.discard(request_id)
 
 
 def _size(length: int) -> int:

@@ -15,12 +15,16 @@ class Waiting:
         expected_tokens: of its answer, by now: whoever ran longer than predicted is expected to go on.
         sizes: by which it is classed.
         may_pass: whether it may be admitted before an older one of its class; not again after it was sent back.
+        held_s: for which it has run before.
+        left_s: when it gave its blocks back to go on later, here or elsewhere.
     """
 
     request: Request
     expected_tokens: int
     sizes: Sizes
     may_pass: bool = True
+    held_s: float = 0.0
+    left_s: float = 0.0
 
 
 @dataclass(eq=False)

@@ -19,8 +19,11 @@ from lorikeet.scheduling.multilevel.ledger import Ledger
 from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
 from lorikeet.scheduling.multilevel.quotas import ClassLoad, assign_quotas
 from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
+from lorikeet.scheduling.multilevel.stuck import StuckHeads
 from lorikeet.scheduling.multilevel.window import Window
 
+PATIENCE = 0.5
+"""Of the longest run of a class: so long others may take the room that its head waits for."""
 SLO_FACTOR = 5.0
 """Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
 _LOOK_PAST = 64
@@ -53,7 +56,9 @@ class ChameleonQueue(AdmissionQueue):
         self._waiting: list[list[Waiting]] = [[]]
         self._admitted: dict[RequestId, Admitted] = {}
         self._users: Counter[str | None] = Counter()
-        self._sent_back: dict[RequestId, int] = {}
+        self._before: dict[RequestId, Waiting] = {}
+        self._stuck = StuckHeads()
+        self._is_unsure = True
         self._arrivals, self._ends = Window(3), Window(4)
         self._began_s: float | None = None
         self._counts: Counter[str] = Counter()
@@ -68,19 +73,22 @@ class ChameleonQueue(AdmissionQueue):
         """Class a request and insert it by arrival; one that comes back keeps its place, and may not pass again."""
         if self._began_s is None:
             self._began_s, self.due_s = now, now + self._options.refresh_s
-        passed_before = request.request_id in self._sent_back
+        before = self._before.pop(request.request_id, None)
         expected = max(request.expected_tokens, len(request.output_token_ids) + 1)
-        expected = max(expected, self._sent_back.pop(request.request_id, 0))
+        expected = max(expected, before.expected_tokens if before is not None else 0)
         sizes = Sizes(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
         if not request.is_resumed:
             self._arrivals.add(now, *sizes)
-        first = self._counts["refreshes"] == 0 and len(self._arrivals) >= self._options.least_samples
-        first = first and self.view.pace.is_known  # limits and durations come from it
+        # Limits and durations come from the pace.
+        first = self._is_unsure and self.view.pace.is_known and self._knows_enough(now)
         # One that comes back may do so while others are being admitted, from queues that must stay as they are.
         if not request.is_resumed and (now >= self.due_s or first):
             self._refresh(now)
         number = self._class_of(sizes)
-        self._insert(Waiting(request, expected, sizes, may_pass=not passed_before), number, now)
+        entry = Waiting(request, expected, sizes)
+        if before is not None:
+            entry.may_pass, entry.held_s = before.may_pass, before.held_s
+        self._insert(entry, number, now)
 
     def remove(self, request: Request, now: float) -> None:
         """Take it out."""
@@ -88,13 +96,14 @@ class ChameleonQueue(AdmissionQueue):
             for place, entry in enumerate(queue):
                 if entry.request.request_id == request.request_id:
                     del queue[place]
+                    self._stuck.forget(number, request)
                     if not queue:
                         self._note_gap(number, now - self._idle_since_s.pop(number))
                     return
         raise KeyError(request.request_id)
 
-    def ended(self, request: Request, now: float) -> None:
-        """Return what it held to the classes that lent it."""
+    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+        """Return what it held to the classes that lent it; how long it ran counts once it has ended for good."""
         entry = self._admitted.pop(request.request_id)
         self._ledger.give_back(request.request_id)
         self._users[request.digest] -= 1
@@ -102,7 +111,11 @@ class ChameleonQueue(AdmissionQueue):
             heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
             heir.adapter_tokens = entry.adapter_tokens
             self._ledger.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
-        ran_s = now - entry.admitted_s
+        ran_s = entry.waiting.held_s + now - entry.admitted_s
+        if goes_on:
+            entry.waiting.held_s, entry.waiting.left_s = ran_s, now
+            self._before[request.request_id] = entry.waiting
+            return
         self._ends.add(now, *entry.waiting.sizes, ran_s)
         self._longest_run_s[entry.number] = max(self._longest_run_s.get(entry.number, 0.0), ran_s)
 
@@ -147,7 +160,7 @@ class ChameleonQueue(AdmissionQueue):
                 place += 1
                 continue
             need = self._need(entry)
-            if not self._can_pay(need, number, lenders):
+            if not self._can_pay(need, number, lenders) or self._must_leave_room(entry, number, now):
                 return
             match (yield entry.request):
                 case None:
@@ -157,9 +170,11 @@ class ChameleonQueue(AdmissionQueue):
                     place += 1
                 case Wait.ROOM:
                     blocked.add(number)
+                    self._stuck.note(number, entry, now)
                     return
                 case _:
                     blocked.add(number)
+                    self._stuck.note(number, entry, now)
                     if self._options.bypass:
                         yield from self._pass_by(entry, number, place, lenders, now)
                     return
@@ -177,6 +192,19 @@ class ChameleonQueue(AdmissionQueue):
                 continue
             if room_for(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
                 self._take(entry, number, need, lenders, now, passed=head.request)
+
+    def _must_leave_room(self, entry: Waiting, number: int, now: float) -> bool:
+        """Whether a request would take room that the head of another class has waited for too long.
+
+        Where more tokens are lent than there is room for, small classes could otherwise go on taking whatever becomes
+        free. Too long is half of what the class's longest request ran, so that the head starts within that time.
+        """
+        head, runs_s, view = self._stuck.longest(), self._longest_run_s, self.view
+        if head is None or head.number == number:
+            return False
+        if now - head.since_s < PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0)):
+            return False
+        return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
         """Whether the tokens suffice; who needs more than a whole quota is admitted when nobody holds any of it.
@@ -198,6 +226,7 @@ class ChameleonQueue(AdmissionQueue):
         """Note that a request was admitted: the first lender pays as much as it has, then the next."""
         request = entry.request
         self._waiting[number].remove(entry)
+        self._stuck.forget(number, request)
         expected, adapter = entry.expected_tokens, need - self._tokens(entry)
         self._admitted[request.request_id] = Admitted(entry, number, now, passed, expected, expected, adapter)
         for lender in sorted(lenders):
@@ -240,7 +269,7 @@ class ChameleonQueue(AdmissionQueue):
                 continue
             late = entry.passed is not None and output_tokens >= entry.deadline_tokens
             if late and (not self._options.lazy_squash or self._could_start(entry, kv_tokens, helped)):
-                self._sent_back[request.request_id] = output_tokens + 1
+                entry.waiting.may_pass, entry.waiting.expected_tokens = False, output_tokens + 1
                 self._counts["squashed"] += 1
                 back.append(request)
                 continue
@@ -278,7 +307,9 @@ class ChameleonQueue(AdmissionQueue):
         self.due_s = now + options.refresh_s
         self._counts["refreshes"] += 1
         arrived, ended = self._arrivals.since(since_s), self._ends.since(since_s)
-        if len(arrived) < options.least_samples:
+        self._is_unsure = len(arrived) < options.least_samples
+        self._stuck.clear()
+        if self._is_unsure:
             self._classes, quotas, feasible = _ONE_CLASS, (self._ledger.total_tokens,), True
         else:
             inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
@@ -292,6 +323,7 @@ class ChameleonQueue(AdmissionQueue):
             )
         self._counts["infeasible"] += not feasible
         admitted = list(self._admitted.values())
+        self._before = {name: each for name, each in self._before.items() if now - each.left_s < options.refresh_s}
         for each, number in zip(admitted, self._classes_of([each.waiting.sizes for each in admitted]), strict=True):
             each.number = number
         self._ledger.divide(quotas, {name: each.number for name, each in self._admitted.items()})
@@ -321,6 +353,10 @@ class ChameleonQueue(AdmissionQueue):
             slo_s = SLO_FACTOR * alone_s if alone_s else float("inf")
             loads.append(ClassLoad(float(largest), duration_s, len(members) / over_s, slo_s))
         return loads
+
+    def _knows_enough(self, now: float) -> bool:
+        least = self._options.least_samples
+        return len(self._arrivals) >= least and len(self._arrivals.since(now - self._options.refresh_s)) >= least
 
     def _class_of(self, sizes: Sizes) -> int:
         return self._classes_of([sizes])[0]

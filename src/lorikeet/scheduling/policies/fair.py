@@ -61,6 +61,7 @@ class FairShares(AdmissionQueue):
         self._turns = count()
         self._turn: dict[RequestId, int] = {}
         self._charged_tokens: dict[RequestId, int] = {}
+        self._paid: set[RequestId] = set()
         self._forget_at = _MOST_IDLE
 
     def served(self, owner: str) -> int:
@@ -81,6 +82,7 @@ class FairShares(AdmissionQueue):
         """Take it out."""
         self._take_out(request)
         self._turn.pop(request.request_id, None)
+        self._paid.discard(request.request_id)
 
     def admit(self, now: float) -> Admission:
         """Yield the oldest of whoever has the smallest counter, charge it, and so on."""
@@ -137,9 +139,11 @@ class FairShares(AdmissionQueue):
         """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
-    def ended(self, request: Request, now: float) -> None:
-        """Charge what was generated since the last step."""
+    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+        """Charge what was generated since the last step; whoever goes on has paid for its prompt."""
         self._charge_answers()
+        if goes_on:
+            self._paid.add(request.request_id)
         del self._charged_tokens[request.request_id], self._turn[request.request_id]
 
     def review(self, now: float) -> Iterable[Request]:
@@ -152,7 +156,9 @@ class FairShares(AdmissionQueue):
         return self._turn[request.request_id]
 
     def _charge_prompt(self, request: Request) -> None:
-        if not request.is_resumed:
+        if request.request_id in self._paid:
+            self._paid.remove(request.request_id)
+        elif not request.output_token_ids:  # else it has run elsewhere
             self._served[self._owner(request)] += INPUT_WEIGHT * len(request.prompt_token_ids)
         self._charged_tokens[request.request_id] = len(request.output_token_ids)
 
@@ -181,4 +187,5 @@ class FairShares(AdmissionQueue):
         level = self._level()
         needed = {*self._queues, self._last_owner, *(self._owner(each.request) for each in self.view.running())}
         self._served = {owner: n for owner, n in self._served.items() if n > level or owner in needed}
+        self._paid &= {request.request_id for queue in self._queues.values() for request in queue}
         self._forget_at = max(_MOST_IDLE, 2 * len(self._served))

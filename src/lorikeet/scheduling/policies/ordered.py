@@ -24,6 +24,10 @@ class Ordered(AdmissionQueue):
     def rank(self, request: Request) -> Any:
         """Return its place in the order, the smallest first."""
 
+    def urgency(self, request: Request) -> Any:
+        """Return its rank."""
+        return self.rank(request)
+
     def add(self, request: Request, now: float) -> None:
         """Insert by rank; those of equal rank keep the order in which they were added."""
         insort(self._waiting, request, key=self.rank)
