@@ -99,6 +99,38 @@ def test_files_that_cannot_be_read_fail_those_who_wait_and_nobody_else() -> None
     assert dispatcher.provided(other).sends == (Send(RequestId("r2"), S1),)
 
 
+def test_a_provision_that_fails_is_tried_where_else_somebody_waits() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    first = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    assert first.replica == S1
+    dispatcher.arrive(asked("r2"), 0.0)
+    actions = dispatcher.provision_failed(first, 0.0)
+    second = only_provision(actions)
+    assert (second[1:], actions.failed) == ((A, S2), ()), "S1 has no room, perhaps"
+    assert dispatcher.provision_failed(first, 0.0) == Actions(), "it is told of once"
+    actions = dispatcher.provided(second)
+    assert actions.sends == (Send(RequestId("r2"), S2),)
+    fetch = only_fetch(actions)
+    assert fetch[1:] == (A, S2, S1), "who waits at S1 has another chance"
+    last = only_provision(dispatcher.fetch_failed(fetch))
+    assert dispatcher.provision_failed(last, 0.0) == Actions(failed=(RequestId("r1"),))
+    assert dispatcher.fleet.loads.requests.tolist() == [0, 1]
+
+
+def test_a_provision_that_fails_wherever_somebody_waits_fails_them_all() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2, S3):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    first = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    dispatcher.arrive(asked("r2"), 0.0)
+    second = only_provision(dispatcher.provision_failed(first, 0.0))
+    actions = dispatcher.provision_failed(second, 0.0)
+    assert actions == Actions(failed=(RequestId("r1"), RequestId("r2"))), "nobody waits at S3"
+    assert not dispatcher.uses(A)
+
+
 def test_requests_wait_for_a_replica_in_the_order_in_which_they_came() -> None:
     dispatcher = Dispatcher(LeastLoaded())
     for name in ("r1", "r2", "r3"):

@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import psutil
@@ -18,7 +19,7 @@ import ray.exceptions
 import zmq.asyncio
 
 from lorikeet.adapters.database import sqlite_url
-from lorikeet.adapters.store import check_unchanged, reference
+from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
 from lorikeet.cluster.on_ray.host import RayHost, RayProcess, Resources
 from lorikeet.cluster.on_ray.orchestrator_actor import Placed, RayPlacement
 from lorikeet.cluster.on_ray.start import RayError, RayInfo, start_ray, stop_ray
@@ -27,7 +28,7 @@ from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
 from lorikeet.cluster.placement.static import Random
 from lorikeet.cluster.placing import OrchestratorGone
-from lorikeet.cluster.transport import TransportError
+from lorikeet.cluster.transport import DestinationGone, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -330,6 +331,45 @@ async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
     config.unlink()  # so that the next actor does not wait for it, either
     (await start_idle(hosts[R0])).kill()
     await transport.provide(adapter, R0)
+
+
+async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
+    make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef, tmp_path: Path
+) -> None:
+    host = make_host(R0)
+    await start_idle(host)
+    place = tmp_path / "pool" / R0 / adapter.digest
+    place.mkdir()
+    os.mkfifo(place / MANIFEST_FILE)  # nobody writes to it, so the copy does not end before the actor does
+    transport = RayTransport({R0: host})
+    providing = asyncio.ensure_future(transport.provide(adapter, R0))
+    await killed_actor(host)
+    with pytest.raises(DestinationGone, match="'a' to r0"):
+        await providing
+    with pytest.raises(DestinationGone, match="'a' to r0"):
+        await transport.provide(adapter, R0)
+    host.close()
+    with pytest.raises(DestinationGone, match="'a' to r0: r0 is not there"):
+        await transport.provide(adapter, R0)
+
+
+async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
+    ray_info: RayInfo, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.cluster.on_ray.transport._TRY_AGAIN_S", 0.0)
+    away = ray.exceptions.ActorUnavailableError("the network", None)
+    host, actor = RayHost(ray_info, R0, Path(), Resources(cpus=1.0)), Mock()
+    host._actor = actor  # one that fails as it is told to
+    transport = RayTransport({R0: host})
+    actor.store.remote = AsyncMock(side_effect=[away, away, "/there"])
+    assert (await transport.provide(adapter, R0)).folder == "/there"
+    actor.store.remote = AsyncMock(side_effect=[away, ray.exceptions.ActorDiedError()])
+    with pytest.raises(DestinationGone):
+        await transport.provide(adapter, R0)
+    actor.store.remote = AsyncMock(side_effect=away)
+    with pytest.raises(TransportError, match="the network") as failure:
+        await transport.provide(adapter, R0)
+    assert not isinstance(failure.value, DestinationGone), "nobody else would tell of it"
 
 
 # --- the orchestrator ----------------------------------------------------------------------------

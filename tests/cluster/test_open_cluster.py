@@ -1,6 +1,8 @@
 """A whole cluster from settings: on Ray, with a replica's actor killed in the midst of its streams."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from lorikeet.adapters.store import MANIFEST_FILE
 from lorikeet.cluster.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
 from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings
@@ -74,6 +77,43 @@ async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, t
     assert not [
         pid for pid in left if psutil.pid_exists(pid) and "engine.process" in str(psutil.Process(pid).cmdline())
     ]
+
+
+async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_on_at_another(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("ab")]
+    settings = settings_of(model, tmp_path, ROW, ReplicaStart.RAY)
+    pool_dir = tmp_path / "pool"
+    cluster = msgspec.structs.replace(settings.cluster, pool_dir=str(pool_dir))
+    async with opened(msgspec.structs.replace(settings, cluster=cluster)) as client:
+        client.know_adapters(adapters)
+        await until(lambda: len(client.describe().shares) == len(adapters))
+        homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
+        adapter = adapters[0]
+        home = homes[adapter.digest]
+        parent = psutil.Process(client.views[home].process_id).parent()
+        assert parent is not None
+        fifo = pool_dir / home / adapter.digest / MANIFEST_FILE
+        fifo.parent.mkdir()
+        os.mkfifo(fifo)  # whoever stores the adapter looks there, and goes on when something is written
+        handles = [client.submit(greedy(str(n), prompt(9, seed=n), 20, adapter)) for n in range(4)]
+        writer = await written_to(fifo)
+        fifo.unlink()  # the next actor is not to wait for it, too
+        parent.kill()
+        await check_all(handles)
+        os.close(writer)
+        assert not any(handle.token_ids and handle.deaths for handle in handles), "no engine had them when it died"
+
+
+async def written_to(fifo: Path) -> int:
+    """Open a pipe as soon as somebody reads from it."""
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+        await asyncio.sleep(0.005)
 
 
 async def test_what_a_row_lacks_is_said_before_anything_is_started(tmp_path: Path) -> None:

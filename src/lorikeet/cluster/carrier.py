@@ -11,7 +11,7 @@ import structlog
 from lorikeet.cluster.dispatcher import Provision
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.tasks import Tasks
-from lorikeet.cluster.transport import Transport, TransportError
+from lorikeet.cluster.transport import DestinationGone, Transport, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.engine.views import CopyCounts
@@ -23,7 +23,7 @@ log = structlog.get_logger("lorikeet")
 
 
 class Receiver(Protocol):
-    """Hears what came of copies."""
+    """Hears what came of copies, but for those whose destination died: it has lost them with all else there."""
 
     def copy_done(self, copy: Fetch | Provision) -> None:
         """It is there."""
@@ -86,7 +86,7 @@ class Carrier:
         return [digest for digest, where in self._placed if where == replica]
 
     def copy(self, copy: Fetch | Provision) -> None:
-        """Begin a copy; its receiver hears of its end."""
+        """Begin a copy; see ``Receiver`` for its end."""
         self.counts.under_way += 1
         self._tasks.run(self._copy(copy))
 
@@ -106,6 +106,9 @@ class Carrier:
             if ref is None:
                 raise TransportError(f"adapter {copy.adapter} was dropped")
             await self._carry(copy, ref)
+        except DestinationGone as error:
+            self.counts.failed += 1
+            log.info("a copy of an adapter ended with its destination", digest=copy.adapter, reason=str(error))
         except TransportError as error:
             self.counts.failed += 1
             log.warning("an adapter could not be copied", digest=copy.adapter, reason=str(error))

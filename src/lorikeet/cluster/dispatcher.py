@@ -89,10 +89,11 @@ class _Known:
 
 @dataclass
 class _Provisioning:
-    """A provision under way, with those who wait for it, wherever they are to run."""
+    """A provision under way, with those who wait for it, wherever they are to run; and where it has failed."""
 
     provision: Provision
     waiting: dict[RequestId, None] = field(default_factory=dict)
+    tried: set[ReplicaId] = field(default_factory=set)
 
 
 class Dispatcher:
@@ -138,7 +139,7 @@ class Dispatcher:
         Raises:
             ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
         """
-        if info.replica in {each.replica for each in self.fleet.infos()}:
+        if info.replica in self.fleet:
             raise ValueError(f"Replica {info.replica} is there and has not left")
         self.fleet.join(info)
         for adapter in adapters:
@@ -173,11 +174,8 @@ class Dispatcher:
 
     def hear(self, replica: ReplicaId, outputs: StepOutputs, now: float) -> Actions:
         """Take in what an engine told, except its gauges; a request that it has finished is forgotten here."""
-        finished = [
-            event
-            for event in outputs.events
-            if isinstance(event, Finished) and self.fleet.where(event.request_id) == replica
-        ]
+        ends = (event for event in outputs.events if isinstance(event, Finished))
+        finished = [event for event in ends if self.fleet.where(event.request_id) == replica]
         hear(self.fleet, replica, outputs)
         collected = _Collected()
         for event in finished:
@@ -213,9 +211,8 @@ class Dispatcher:
         """Send a request elsewhere. Its owner has taken it back from where it was.
 
         Args:
-            asked: the request with what it has generated.
+            asked, now: the request with what it has generated, and the present time.
             target: where to; if it has left, the request is routed anew.
-            now: the present time.
 
         Raises:
             KeyError: the request is not here.
@@ -239,8 +236,7 @@ class Dispatcher:
         """A request has ended otherwise than by what its engine told: its client left, say. Unknown ones are ignored.
 
         Args:
-            request_id: which.
-            now: the present time.
+            request_id, now: which, and the present time.
             is_complete: it has got its whole answer.
         """
         collected = _Collected()
@@ -276,18 +272,21 @@ class Dispatcher:
         return collected.actions()
 
     def provision_failed(self, provision: Provision, now: float) -> Actions:
-        """A provision has ended badly: nobody has the adapter, and those who wait for it have failed."""
-        collected = _Collected()
+        """A provision has ended badly. It is tried where else somebody waits, and at last all who wait have failed."""
         provisioning = self._provisioning.get(provision.adapter)
-        if provisioning is not None and provisioning.provision == provision:
-            del self._provisioning[provision.adapter]
-            for request_id in provisioning.waiting:
-                replica = self.fleet.where(request_id)
-                assert replica is not None  # those who wait were dispatched
-                self.fleet.ended(replica, request_id, now, is_complete=False)
-                del self._requests[request_id]
-                collected.failed.append(request_id)
-        return collected.actions()
+        if provisioning is None or provisioning.provision != provision:
+            return Actions()
+        provisioning.tried.add(provision.replica)
+        where = {request_id: self._where(request_id) for request_id in provisioning.waiting}
+        elsewhere = next((each for each in where.values() if each not in provisioning.tried), None)
+        if elsewhere is not None:
+            provisioning.provision = Provision(next(self._numbers), provision.adapter, elsewhere)
+            return Actions(provisions=(provisioning.provision,))
+        del self._provisioning[provision.adapter]
+        for request_id, replica in where.items():
+            self.fleet.ended(replica, request_id, now, is_complete=False)
+            del self._requests[request_id]
+        return Actions(failed=tuple(where))
 
     def know(self, adapter: AdapterDigest) -> None:
         """An adapter may be asked for, perhaps again after it was retired."""
@@ -341,35 +340,34 @@ class Dispatcher:
 
     def _begin_all(self, waiting: Iterable[RequestId], collected: _Collected) -> None:
         for request_id in waiting:
-            replica = self.fleet.where(request_id)
-            assert replica is not None  # those who wait were dispatched
-            self._begin(self._requests[request_id], replica, collected)
+            self._begin(self._requests[request_id], self._where(request_id), collected)
+
+    def _where(self, request_id: RequestId) -> ReplicaId:
+        """Return where a request is to run that waits for its adapter, or has it."""
+        replica = self.fleet.where(request_id)
+        assert replica is not None  # it was dispatched before its adapter was asked for
+        return replica
 
     def _take(self, todo: Todo, collected: _Collected) -> None:
         """Collect what the pool asks for. Whoever it has failed is provided for from the adapter's own files."""
-        for request_id in todo.ready:
-            replica = self.fleet.where(request_id)
-            assert replica is not None  # it was dispatched before it began
-            collected.sends.append(Send(request_id, replica))
+        collected.sends += [Send(request_id, self._where(request_id)) for request_id in todo.ready]
         collected.fetches += todo.fetches
         collected.deletes += todo.deletes
         for request_id in todo.failed:
-            known, replica = self._requests[request_id], self.fleet.where(request_id)
+            known = self._requests[request_id]
             known.in_pool = False
             adapter = known.asked.adapter
             assert adapter is not None  # the base model is in no pool
-            assert replica is not None
             provisioning = self._provisioning.get(adapter)
             if provisioning is None:
-                provisioning = self._provision(adapter, replica)
+                provisioning = self._provision(adapter, self._where(request_id))
                 collected.provisions.append(provisioning.provision)
             provisioning.waiting[request_id] = None
 
     def _provide_missing(self, table: RoutingTable, collected: _Collected) -> None:
         """Have a first copy made of every adapter that nobody holds; the others are fetched from there."""
-        there = {info.replica for info in self.fleet.infos()}
         for adapter, shares in table.shares.items():
-            replica = next((share.replica for share in shares if share.replica in there), None)
+            replica = next((share.replica for share in shares if share.replica in self.fleet), None)
             is_had = adapter in self._provisioning or self.pool.table.holders(adapter)
             if replica is not None and not is_had:
                 collected.provisions.append(self._provision(adapter, replica).provision)

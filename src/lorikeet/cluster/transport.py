@@ -10,6 +10,10 @@ class TransportError(RuntimeError):
     """A copy was not made or not deleted; the message names the adapter, the replicas and the reason."""
 
 
+class DestinationGone(TransportError):
+    """A copy's destination is dead or was taken out. Its owner hears of that otherwise, and waits for no copy there."""
+
+
 class Transport(Protocol):
     """Carries adapters between replicas. Calls may be made at the same time, also for the same adapter."""
 
@@ -20,8 +24,9 @@ class Transport(Protocol):
             The adapter with ``folder`` as the destination's engine has to be told.
 
         Raises:
-            TransportError: the source has not got it or is gone, the destination is gone or cannot keep it, or it
-                was damaged on its way.
+            DestinationGone: see there.
+            TransportError: the source has not got it or is gone, the destination cannot keep it, or it was damaged on
+                its way.
         """
         ...
 

@@ -13,9 +13,13 @@ import ray.exceptions
 
 from lorikeet.cluster.on_ray.host import RayHost, reason_of
 from lorikeet.cluster.pool_folder import PoolFolderError, read_files
-from lorikeet.cluster.transport import TransportError
+from lorikeet.cluster.transport import DestinationGone, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+_STORE_ATTEMPTS = 5
+_TRY_AGAIN_S = 1.0
+"""Ray calls an actor unavailable before it knows whether that is dead."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class RayTransport:
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
         """See ``Transport``. The files do not come to this process: it only says where to get them."""
         what = f"adapter {adapter.name!r} from {source} to {destination}"
-        giver, taker = self._actor(what, source), self._actor(what, destination)
+        giver, taker = self._actor(what, source), self._taker(what, destination)
         size, files = giver.read.options(num_returns=2).remote(adapter.digest)
         try:
             await size
@@ -51,7 +55,7 @@ class RayTransport:
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
         """See ``Transport``. Copies of one adapter at the same time are read from its files once."""
         what = f"adapter {adapter.name!r} to {destination}"
-        taker = self._actor(what, destination)
+        taker = self._taker(what, destination)
         try:
             async with self._in_object_store(adapter) as files:
                 return await self._store(what, adapter, taker, files)
@@ -86,12 +90,25 @@ class RayTransport:
             raise TransportError(f"{what}: {replica} is not there")
         return host.actor
 
-    async def _store(self, what: str, adapter: AdapterRef, taker: Any, files: Any) -> AdapterRef:
+    def _taker(self, what: str, replica: ReplicaId) -> Any:
         try:
-            folder: str = await taker.store.remote(adapter.digest, files)
-        except ray.exceptions.RayError as error:
-            raise TransportError(f"{what}: {reason_of(error)}") from error
-        return msgspec.structs.replace(adapter, folder=folder)
+            return self._actor(what, replica)
+        except TransportError as error:
+            raise DestinationGone(str(error)) from error
+
+    async def _store(self, what: str, adapter: AdapterRef, taker: Any, files: Any) -> AdapterRef:
+        left = _STORE_ATTEMPTS
+        while True:
+            try:
+                folder: str = await taker.store.remote(adapter.digest, files)
+                return msgspec.structs.replace(adapter, folder=folder)
+            except ray.exceptions.ActorDiedError as error:
+                raise DestinationGone(f"{what}: {reason_of(error)}") from error
+            except ray.exceptions.RayError as error:
+                left -= 1
+                if not (left and isinstance(error, ray.exceptions.ActorUnavailableError)):
+                    raise TransportError(f"{what}: {reason_of(error)}") from error
+            await asyncio.sleep(_TRY_AGAIN_S)
 
     @asynccontextmanager
     async def _in_object_store(self, adapter: AdapterRef) -> AsyncIterator[Any]:

@@ -1,0 +1,73 @@
+"""What the carrier tells of copies, and what it forgets."""
+
+from collections.abc import Callable
+
+import pytest
+
+from lorikeet.cluster.carrier import Carrier
+from lorikeet.cluster.dispatcher import Provision
+from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.transport import DestinationGone, TransportError
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
+from tests.support.live import until
+
+R0, R1 = ReplicaId("r0"), ReplicaId("r1")
+A = AdapterRef(AdapterName("a"), AdapterDigest("A"), "/source", {"q": (4,)}, 1000)
+
+
+class Told:
+    """What a carrier told."""
+
+    def __init__(self) -> None:
+        self.done: list[Fetch | Provision] = []
+        self.failed: list[tuple[Fetch | Provision, str]] = []
+
+    def copy_done(self, copy: Fetch | Provision) -> None:
+        self.done.append(copy)
+
+    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
+        self.failed.append((copy, reason))
+
+
+class Copies:
+    """A transport that ends every copy as it is told to."""
+
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.held_at: dict[ReplicaId, dict[AdapterDigest, str]] = {}
+        self.before_end: Callable[[], None] = lambda: None
+
+    async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
+        return await self.provide(adapter, destination)
+
+    async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
+        self.before_end()
+        if self.error is not None:
+            raise self.error
+        return adapter
+
+    async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
+        pass
+
+    async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
+        return self.held_at.get(replica, {})
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("copy", [Provision(0, A.digest, R1), Fetch(0, A.digest, R0, R1)])
+async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Provision) -> None:
+    told, transport = Told(), Copies()
+    carrier = Carrier(transport, {A.digest: A}, told)
+    transport.error = DestinationGone("r1 died")
+    carrier.copy(copy)
+    await until(lambda: not carrier.counts.under_way)
+    assert (told.done, told.failed) == ([], []), "whoever hears of the death knows what was lost with it"
+    assert carrier.counts.failed == 1
+    transport.error = TransportError("no room")
+    carrier.copy(copy)
+    await until(lambda: not carrier.counts.under_way)
+    assert told.failed == [(copy, "no room")]
