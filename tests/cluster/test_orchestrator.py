@@ -79,6 +79,17 @@ def test_another_goes_on_from_its_state(make: Callable[[], Placement]) -> None:
     assert first.close_period(40.0).shares == second.close_period(110.0).shares
 
 
+def test_homes_of_another_policy_are_not_kept() -> None:
+    first = Orchestrator(Contiguous((S1, S2)), 0.0, policy="contiguous")
+    stored = first.know([*SMALL, *LARGE], 0.0)
+    second, fresh = (Orchestrator(Random((S1, S2), 5), 0.0, policy="random") for _ in range(2))
+    assert first.state().policy == "contiguous"
+    table = second.resume(first.state(), 0.0)
+    assert table.shares == fresh.know([*SMALL, *LARGE], 0.0).shares != stored.shares
+    assert table.epoch > stored.epoch
+    assert second.state().policy == "random"
+
+
 def test_its_state_is_a_copy() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
     orchestrator.know(SMALL, 0.0)

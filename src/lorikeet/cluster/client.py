@@ -115,11 +115,12 @@ class ClusterClient:
         """See ``Engines``: all replicas that the settings ask for, side by side; the progress shown is the first's."""
         try:
             async with asyncio.TaskGroup() as starts:
-                starts.create_task(self.add_replica(on_progress))
+                starts.create_task(self._start_replica(on_progress))
                 for _ in range(1, self._settings.cluster.replicas):
-                    starts.create_task(self.add_replica())
+                    starts.create_task(self._start_replica(lambda progress: None))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        await self._place()  # once for all: the first alone would be given what an earlier head had placed on others
         for work in self._beside:
             self._tasks.run(work())
         return self.hello
@@ -200,8 +201,13 @@ class ClusterClient:
 
     # --- replicas come and go ------------------------------------------------------------------------
 
-    async def add_replica(self, on_progress: Callable[[Progress], None] = lambda progress: None) -> ReplicaId:
-        """See ``Engines``; ``on_progress`` is called while it starts."""
+    async def add_replica(self) -> ReplicaId:
+        """See ``Engines``."""
+        replica_id = await self._start_replica(lambda progress: None)
+        await self._place()
+        return replica_id
+
+    async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
         replica_id = ReplicaId(f"replica-{next(self._numbers)}")
         encoded = msgspec.json.encode(self._settings)
         keeper = EngineKeeper(replica_id, self._hosts(replica_id), self._context, encoded, self)
@@ -213,7 +219,6 @@ class ClusterClient:
             keeper.host.close()
             raise
         await self._rejoin(replica)
-        await self._placer.set_replicas(self._there())
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
@@ -226,19 +231,21 @@ class ClusterClient:
         until_s = time.monotonic() + drain_s
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
-            self._tasks.run(self._placer.set_replicas(self._there()))  # others fetch from it while it is there
+            self._tasks.run(self._place())  # others fetch from it while it is there
         while time.monotonic() < until_s and any(handle.replica == replica_id for handle in self._streams):
             await asyncio.sleep(_DRAIN_CHECK_S)
         self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
         self._leave(replica)
         try:
-            await self._placer.set_replicas(self._there())
+            await self._place()
         finally:
             await replica.keeper.close()  # nobody else knows it any longer
 
-    def _there(self) -> tuple[ReplicaId, ...]:
-        """Return the replicas to place on: also those whose engine is being started again."""
-        return tuple(name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving)
+    async def _place(self) -> None:
+        """Place on the replicas that there are: also on those whose engine is being started again."""
+        there = [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
+        if there:
+            await self._placer.set_replicas(there)
 
     async def _join(self, replica: Replica) -> None:
         """Send a replica requests from now on; its engine has just started."""
@@ -327,7 +334,7 @@ class ClusterClient:
         log.error("a replica is given up", replica=keeper.replica, reason=str(failure))
         self._leave(replica)
         if self._replicas:
-            self._tasks.run(self._placer.set_replicas(self._there()))
+            self._tasks.run(self._place())
         else:
             self._give_up(failure)
 

@@ -172,7 +172,8 @@ class KeptOrchestrator:
             demand = DemandState(known, demand.outputs, demand.output_tokens)
         if table is not None and table.epoch > epoch:
             epoch, shares = table.epoch, {adapter: tuple(of_one) for adapter, of_one in table.shares.items()}
-        self._orchestrator.resume(OrchestratorState(epoch, shares, demand), self._clock.now(), replicas)
+        state = OrchestratorState(epoch, shares, demand, state.policy)
+        self._orchestrator.resume(state, self._clock.now(), replicas)
         return self._kept()
 
     def know(self, adapters: Iterable[Known]) -> RoutingTable:

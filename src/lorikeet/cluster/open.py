@@ -41,7 +41,7 @@ class _MakeOrchestrator:
 
     def __call__(self, now: float) -> Orchestrator:
         placement = build_placement(self.row, self.replicas, self.profile, self.options)
-        return Orchestrator(placement, now, self.points)
+        return Orchestrator(placement, now, self.points, self.row.placement)
 
 
 def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:

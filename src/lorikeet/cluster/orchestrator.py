@@ -50,11 +50,13 @@ class OrchestratorState(msgspec.Struct, frozen=True):
     Attributes:
         epoch, shares: of its table.
         demand: what it had counted.
+        policy: name of the placement that made the table.
     """
 
     epoch: int
     shares: dict[AdapterDigest, tuple[tuple[ReplicaId, float], ...]]
     demand: DemandState
+    policy: str = ""
 
 
 class Orchestrator:
@@ -64,15 +66,19 @@ class Orchestrator:
         placement: the policy.
         now: start of the first period, seconds.
         points: of a replica; None if nobody asks for the load.
+        policy: name of the placement: one of another name does not go on from its table.
 
     Attributes:
         table: the placement that counts.
     """
 
-    def __init__(self, placement: Placement, now: float, points: OperatingPoints | None = None) -> None:
+    def __init__(
+        self, placement: Placement, now: float, points: OperatingPoints | None = None, policy: str = ""
+    ) -> None:
         self.table = RoutingTable(0, {})
         self._placement = placement
         self._points = points
+        self._policy = policy
         self._demand = DemandEstimator(now)
         self._begin_base(now)
 
@@ -133,13 +139,17 @@ class Orchestrator:
             adapter: tuple((each.replica, each.share) for each in of_one)
             for adapter, of_one in self.table.shares.items()
         }
-        return OrchestratorState(self.table.epoch, shares, self._demand.state())
+        return OrchestratorState(self.table.epoch, shares, self._demand.state(), self._policy)
 
     def resume(self, state: OrchestratorState, now: float, replicas: Sequence[ReplicaId] | None = None) -> RoutingTable:
-        """Go on from where an earlier one was, which may have had other replicas than those that there are now."""
+        """Go on from where an earlier one was, which may have had other replicas than those that there are now.
+
+        The table of another policy is not gone on from: one that lets adapters stay where they are would keep it.
+        """
         if replicas is not None:
             self._placement.replicas = replicas
-        shares = {adapter: tuple(Share(*each) for each in of_one) for adapter, of_one in state.shares.items()}
+        kept = state.shares if state.policy == self._policy else {}
+        shares = {adapter: tuple(Share(*each) for each in of_one) for adapter, of_one in kept.items()}
         self._placement.resume(RoutingTable(state.epoch, shares))
         self._demand.resume(state.demand, now)
         self._begin_base(now)

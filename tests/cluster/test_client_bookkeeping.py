@@ -1,0 +1,101 @@
+"""What a cluster's client remembers and forgets, with engines that compute nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from lorikeet.adapters.store import reference
+from lorikeet.cluster.client import ClusterClient
+from lorikeet.cluster.local_transport import LocalTransport
+from lorikeet.cluster.orchestrator import Known, Orchestrator
+from lorikeet.cluster.placement.static import FullReplication
+from lorikeet.cluster.placing import InProcess
+from lorikeet.cluster.routing.plain import RoundRobin
+from lorikeet.cluster.tables import RoutingTable
+from lorikeet.config import ClusterSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from tests.adapters.builders import geometry, write_adapter
+from tests.support.fake_engines import FakeHost
+
+R0, R1, R2 = (ReplicaId(f"replica-{number}") for number in range(3))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> AdapterRef:
+    return reference("a", write_adapter(tmp_path / "source"), geometry())
+
+
+class Service(InProcess):
+    """An orchestrator that notes what it is asked, and can be held up.
+
+    Attributes:
+        asked: so far.
+        may_answer: answers wait for this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Orchestrator(FullReplication((R0,)), 0.0))
+        self.asked: list[tuple[str, object]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def know(self, adapters: Iterable[Known]) -> RoutingTable:
+        new = tuple(adapters)
+        await self._note("know", {each.adapter for each in new})
+        return await super().know(new)
+
+    async def drop(self, adapter: AdapterDigest) -> RoutingTable:
+        await self._note("drop", adapter)
+        return await super().drop(adapter)
+
+    async def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
+        await self._note("set_replicas", set(replicas))
+        return await super().set_replicas(replicas)
+
+    async def _note(self, what: str, argument: object) -> None:
+        self.asked.append((what, argument))
+        await self.may_answer.wait()
+
+
+class Cluster:
+    """A client with all that it stands on.
+
+    Attributes:
+        hosts: by replica, made when they are asked for.
+        service: places.
+        pool_dir: for adapters.
+        client: of all this.
+    """
+
+    def __init__(self, pool_dir: Path, replicas: int) -> None:
+        self.hosts: dict[ReplicaId, FakeHost] = {}
+        self.service = Service()
+        self.pool_dir = pool_dir
+        self.transport = LocalTransport(pool_dir)
+        settings = Settings(ModelSettings("none"), cluster=ClusterSettings(replicas=replicas))
+        self.client = ClusterClient(settings, self.host, self.transport, self.service, RoundRobin(), period_s=3600.0)
+
+    def host(self, replica: ReplicaId) -> FakeHost:
+        return self.hosts.setdefault(replica, FakeHost())
+
+
+@asynccontextmanager
+async def started(pool_dir: Path, replicas: int = 2) -> AsyncIterator[Cluster]:
+    cluster = Cluster(pool_dir, replicas)
+    try:
+        await cluster.client.start(lambda progress: None)
+        yield cluster
+    finally:
+        await cluster.client.close()
+        cluster.transport.close()
+
+
+async def test_at_the_start_placement_is_told_of_all_replicas_at_once(tmp_path: Path) -> None:
+    async with started(tmp_path / "pool", replicas=3) as cluster:
+        assert cluster.service.asked == [("set_replicas", {R0, R1, R2})]
+        assert await cluster.client.add_replica() == "replica-3"
+        assert cluster.service.asked[1:] == [("set_replicas", {R0, R1, R2, "replica-3"})]
