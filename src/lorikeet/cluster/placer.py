@@ -13,9 +13,14 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 log = structlog.get_logger("lorikeet")
 
+_Call = Callable[[], Awaitable[RoutingTable]]
+
 
 class Placer:
-    """See the module. While the orchestrator is gone, the last table counts; what it has missed it is told later.
+    """See the module. While the orchestrator is gone, the last table counts.
+
+    What it has missed it is told before anything newer: of two calls about one adapter the later must have the last
+    word.
 
     Args:
         service: the orchestrator.
@@ -32,7 +37,7 @@ class Placer:
         self._period_s = period_s
         self._on_table = on_table
         self._lock = asyncio.Lock()
-        self._missed: list[Callable[[], Awaitable[RoutingTable]]] = []
+        self._missed: list[_Call] = []
         self._arrivals: list[tuple[AdapterDigest | None, int]] = []
         self._answers: list[tuple[AdapterDigest | None, int]] = []
         self._ended = asyncio.Event()
@@ -65,27 +70,39 @@ class Placer:
         """Tell of every period, for ever."""
         while True:
             await asyncio.sleep(self._period_s)
-            missed, self._missed = self._missed, []
-            for call in missed:
-                await self._ask(call)
-            arrivals, answers = len(self._arrivals), len(self._answers)
-            seen = Seen(tuple(self._arrivals), tuple(self._answers))
-            if await self._follow(partial(self._service.period, seen)):
-                del self._arrivals[:arrivals], self._answers[:answers]
-                self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
-                self._ended.clear()
+            async with self._lock:
+                await self._end_period()
 
-    async def _ask(self, call: Callable[[], Awaitable[RoutingTable]]) -> None:
-        if not await self._follow(call):
-            self._missed.append(call)
+    async def _end_period(self) -> None:
+        arrivals, answers = len(self._arrivals), len(self._answers)
+        seen = Seen(tuple(self._arrivals), tuple(self._answers))
+        if await self._catch_up() and await self._follow(partial(self._service.period, seen)):
+            del self._arrivals[:arrivals], self._answers[:answers]
+            self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
+            self._ended.clear()
 
-    async def _follow(self, call: Callable[[], Awaitable[RoutingTable]]) -> bool:
-        """Follow the table that a call returns; False if there is none."""
+    async def _ask(self, call: _Call) -> None:
         async with self._lock:
+            if not (await self._catch_up() and await self._follow(call)):
+                self._missed.append(call)
+
+    async def _catch_up(self) -> bool:
+        """Make the calls that were missed, in their order; False if the orchestrator is still gone."""
+        while self._missed:
             try:
-                self.table = await call()
-            except OrchestratorGone as error:
-                log.warning("requests go on by the last placement", reason=str(error))
-                return False
-            self._on_table(self.table)
-            return True
+                if not await self._follow(self._missed[0]):
+                    return False
+            except Exception:
+                log.exception("the orchestrator cannot be told what it has missed")
+            del self._missed[0]
+        return True
+
+    async def _follow(self, call: _Call) -> bool:
+        """Follow the table that a call returns; False if the orchestrator is gone. Under the lock."""
+        try:
+            self.table = await call()
+        except OrchestratorGone as error:
+            log.warning("requests go on by the last placement", reason=str(error))
+            return False
+        self._on_table(self.table)
+        return True
