@@ -18,8 +18,10 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import KnowAdapters, Submit
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
+from tests.support.live import greedy, prompt, until
 
 R0, R1, R2 = (ReplicaId(f"replica-{number}") for number in range(3))
 
@@ -99,3 +101,28 @@ async def test_at_the_start_placement_is_told_of_all_replicas_at_once(tmp_path: 
         assert cluster.service.asked == [("set_replicas", {R0, R1, R2})]
         assert await cluster.client.add_replica() == "replica-3"
         assert cluster.service.asked[1:] == [("set_replicas", {R0, R1, R2, "replica-3"})]
+
+
+async def asked_for(cluster: Cluster, adapter: AdapterRef) -> None:
+    """Have an adapter brought to the only replica by a request, which ends."""
+    handle = cluster.client.submit(greedy("first", prompt(8), 5, adapter))
+    (engine,) = cluster.hosts[R0].engines
+    await until(lambda: engine.heard_of(Submit))
+    handle.abort()
+
+
+async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_path: Path, adapter: AdapterRef) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        cluster.client.know_adapters([adapter])
+        await asked_for(cluster, adapter)
+        cluster.service.may_answer.clear()
+        dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
+        await until(lambda: ("drop", adapter.digest) in cluster.service.asked)
+        cluster.client.know_adapters([adapter])
+        cluster.service.may_answer.set()
+        assert await dropping == 0
+        await until(lambda: cluster.client.describe().shares)
+        assert cluster.client.copies() == {(adapter.digest, R0)}
+        assert cluster.client.describe().copies.deletes == 0
+        assert await cluster.client.drop_adapter(adapter.digest) == 10
+        assert cluster.client.copies() == set()

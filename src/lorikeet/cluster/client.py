@@ -147,7 +147,8 @@ class ClusterClient:
             raise self._failure
         freed = self._files.begin_drop(digest)
         await self._placer.drop(digest)
-        self._do(self._dispatcher.retire(digest))
+        if not freed.done():  # else it was loaded again meanwhile, or is gone
+            self._do(self._dispatcher.retire(digest))
         return await freed
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
