@@ -211,6 +211,17 @@ def test_an_adapter_retired_while_it_is_provided_does_not_stay() -> None:
     assert dispatcher.provided(provision) == Actions(deletes=((A, S1),))
 
 
+def test_a_retired_adapter_goes_though_a_replica_comes_back_with_a_copy() -> None:
+    dispatcher = dispatcher_of(S1, A=[S1])
+    dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
+    dispatcher.retire(A)
+    assert dispatcher.join(ReplicaInfo(S2), 1.0, [A]) == Actions(deletes=((A, S2),))
+    assert dispatcher.hear(S1, finished("r1"), 2.0) == Actions(deletes=((A, S1),))
+    assert not dispatcher.uses(A)
+    assert dispatcher.join(ReplicaInfo(S3), 3.0, [A]) == Actions(deletes=((A, S3),))
+    assert not dispatcher.uses(A)
+
+
 def test_an_adapter_that_is_known_again_stays() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))

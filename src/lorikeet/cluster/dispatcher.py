@@ -142,10 +142,13 @@ class Dispatcher:
         if info.replica in self.fleet:
             raise ValueError(f"Replica {info.replica} is there and has not left")
         self.fleet.join(info)
-        for adapter in adapters:
+        held = set(adapters)
+        for adapter in held:
             self.pool.seed(adapter, info.replica)
         collected = _Collected()
         self._try_waiting(collected, now)
+        for adapter in sorted(held & self._retired):  # one that comes back with a copy does not make it wanted again
+            self._take(self.pool.retire(adapter), collected)
         return collected.actions()
 
     def leave(self, replica: ReplicaId) -> tuple[Actions, list[RequestId]]:
