@@ -126,3 +126,22 @@ async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_pat
         assert cluster.client.describe().copies.deletes == 0
         assert await cluster.client.drop_adapter(adapter.digest) == 10
         assert cluster.client.copies() == set()
+
+
+async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a replica's engine where none can be started again."""
+    monkeypatch.setattr("lorikeet.engine.keeper.FAILED_STARTS", 1)
+    host = cluster.hosts[replica]
+    host.error = OSError("no room")
+    host.engines[-1].kill()
+    await until(lambda: replica not in cluster.client.views)
+
+
+async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path / "pool") as cluster:
+        await give_up(cluster, R0, monkeypatch)
+        await until(lambda: cluster.hosts[R0].is_closed)
+        assert not cluster.hosts[R1].is_closed
+        await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}))

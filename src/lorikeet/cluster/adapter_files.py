@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import msgspec
+
 from lorikeet.cluster.carrier import Carrier
 from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
 from lorikeet.cluster.pool import Fetch
@@ -13,6 +15,7 @@ from lorikeet.cluster.retiring import Retiring
 from lorikeet.cluster.transport import Transport
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.request import Request
 from lorikeet.engine.connection import EngineError
 
 
@@ -64,6 +67,14 @@ class AdapterFiles:
             self.carrier.copy(fetch)
         for provision in actions.provisions:
             self.carrier.copy(provision)
+
+    def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
+        """Return a request with its adapter's files as they lie at a replica."""
+        if request.adapter is None:
+            return request
+        placed = self.carrier.placed(request.adapter.digest, replica_id)
+        adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
+        return msgspec.structs.replace(request, adapter=adapter)
 
     def end_retired(self) -> None:
         """Forget adapters that were dropped and are gone by now."""

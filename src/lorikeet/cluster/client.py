@@ -334,6 +334,7 @@ class ClusterClient:
             return
         log.error("a replica is given up", replica=keeper.replica, reason=str(failure))
         self._leave(replica)
+        self._tasks.run(keeper.close())  # from a task of its own: the keeper waits for whoever tells this
         if self._replicas:
             self._tasks.run(self._place())
         else:
@@ -370,11 +371,7 @@ class ClusterClient:
         self._files.end_retired()
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
-        request = handle.next_attempt()
-        if request.adapter is not None:
-            placed = self._files.carrier.placed(request.adapter.digest, replica_id)
-            adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
-            request = msgspec.structs.replace(request, adapter=adapter)
+        request = self._files.with_folder(handle.next_attempt(), replica_id)
         handle.replica, handle.sent_s = replica_id, time.monotonic()
         for message in self._moves.messages(request):
             self._replicas[replica_id].keeper.send(message)
