@@ -54,6 +54,12 @@ class Copies:
     async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
         return self.held_at.get(replica, {})
 
+    async def discard(self, replica: ReplicaId) -> None:
+        pass
+
+    def release(self, replica: ReplicaId) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -71,3 +77,23 @@ async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Pro
     carrier.copy(copy)
     await until(lambda: not carrier.counts.under_way)
     assert told.failed == [(copy, "no room")]
+
+
+async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_comes_there() -> None:
+    told, transport = Told(), Copies()
+    carrier = Carrier(transport, {A.digest: A}, told)
+    for replica in (R0, R1):
+        carrier.copy(Provision(0, A.digest, replica))
+    await until(lambda: not carrier.counts.under_way)
+    carrier.forget(R1)
+    assert carrier.pairs() == {(A.digest, R0)}
+    assert carrier.placed_at(R1) == []
+    told.done.clear()
+    carrier.copy(Provision(1, A.digest, R1))
+    transport.before_end = lambda: carrier.forget(R0)
+    carrier.copy(Provision(2, A.digest, R0))
+    await until(lambda: not carrier.counts.under_way)
+    assert carrier.pairs() == set(), "neither one that began afterwards counts, nor one that was on its way"
+    assert (told.done, told.failed) == ([], [])
+    with pytest.raises(TransportError, match="r1 was taken out"):
+        await carrier.find(R1)

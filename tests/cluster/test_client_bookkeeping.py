@@ -138,10 +138,33 @@ async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.Monk
 
 
 async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
+        await cluster.transport.provide(adapter, R0)
+        cluster.client.know_adapters([adapter])
         await give_up(cluster, R0, monkeypatch)
         await until(lambda: cluster.hosts[R0].is_closed)
         assert not cluster.hosts[R1].is_closed
+        assert (cluster.pool_dir / R0 / adapter.digest).is_dir(), "a head that is started anew finds it"
+        other = LocalTransport(cluster.pool_dir)
+        assert list(await other.held(R0)) == [adapter.digest]
+        other.close()
         await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}))
+
+
+async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adapter: AdapterRef) -> None:
+    async with started(tmp_path / "pool") as cluster:
+        cluster.client.know_adapters([adapter])
+        handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
+        engines = [cluster.hosts[replica].engines[0] for replica in (R0, R1)]
+        await until(lambda: all(engine.heard_of(Submit) for engine in engines))
+        assert cluster.client.copies() == {(adapter.digest, R0), (adapter.digest, R1)}
+        await cluster.client.remove_replica(R0)
+        assert cluster.client.copies() == {(adapter.digest, R1)}
+        assert not (cluster.pool_dir / R0).exists()
+        assert cluster.hosts[R0].is_closed
+        assert cluster.service.asked[-1] == ("set_replicas", {R1})
+        await until(lambda: len(engines[1].heard_of(Submit)) == 2)
+        for handle in handles:
+            handle.abort()

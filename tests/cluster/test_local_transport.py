@@ -44,6 +44,24 @@ async def test_an_adapter_goes_from_its_files_to_one_replica_and_on_to_others(
     assert await transport.held(R1) == {adapter.digest: others[0].folder}
 
 
+async def test_what_a_replica_had_is_deleted_or_left_to_another_process(
+    transport: Transport, adapter: AdapterRef, tmp_path: Path
+) -> None:
+    for replica in (R0, R1, R2):
+        await transport.provide(adapter, replica)
+    await transport.discard(R0)
+    transport.release(R0)
+    transport.release(R1)
+    transport.release(R1)
+    assert not (tmp_path / "pool" / R0).exists()
+    other = LocalTransport(tmp_path / "pool")
+    assert list(await other.held(R1)) == [adapter.digest]
+    with pytest.raises(TransportError, match="in use by another process"):
+        await other.discard(R2)
+    other.close()
+    assert list(await transport.held(R2)) == [adapter.digest]
+
+
 async def test_copies_are_found_again_after_a_restart(adapter: AdapterRef, tmp_path: Path) -> None:
     before = LocalTransport(tmp_path / "pool")
     ref = await before.provide(adapter, R0)

@@ -353,6 +353,24 @@ async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
         await transport.provide(adapter, R0)
 
 
+async def test_what_a_replica_had_is_deleted_on_its_machine(
+    make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef, tmp_path: Path
+) -> None:
+    hosts = {R0: make_host(R0)}
+    await start_idle(hosts[R0])
+    transport = RayTransport(hosts)
+    await transport.provide(adapter, R0)
+    await transport.discard(R0)
+    assert not (tmp_path / "pool" / R0).exists()
+    with pytest.raises(TransportError, match="'a' to r0"):
+        await transport.provide(adapter, R0)
+    transport.release(R0)
+    transport.release(R0)
+    assert hosts == {}
+    with pytest.raises(TransportError, match="r0 is not there"):
+        await transport.discard(R0)
+
+
 async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
     ray_info: RayInfo, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import msgspec
+import structlog
 
 from lorikeet.cluster.carrier import Carrier
 from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.retiring import Retiring
-from lorikeet.cluster.transport import Transport
+from lorikeet.cluster.transport import Transport, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.request import Request
 from lorikeet.engine.connection import EngineError
+
+_DISCARDED_WITHIN_S = 10.0
+
+log = structlog.get_logger("lorikeet")
 
 
 class AdapterFiles:
@@ -39,6 +44,7 @@ class AdapterFiles:
         replicas: Mapping[ReplicaId, Replica],
         do: Callable[[Actions, str], None],
     ) -> None:
+        self._transport = transport
         self._dispatcher = dispatcher
         self._replicas = replicas
         self._do = do
@@ -80,6 +86,22 @@ class AdapterFiles:
         """Forget adapters that were dropped and are gone by now."""
         for digest in self._retiring.ended(self._dispatcher.uses):
             self._refs.pop(digest, None)
+
+    def lost(self, replica_id: ReplicaId) -> None:
+        """A replica was given up. Its folder stays as it is: a head that is started anew may find it."""
+        self.carrier.forget(replica_id)
+        self._transport.release(replica_id)
+
+    async def removed(self, replica_id: ReplicaId) -> None:
+        """A replica was taken out: delete what it has, if it can still be asked to."""
+        self.carrier.forget(replica_id)
+        try:
+            async with asyncio.timeout(_DISCARDED_WITHIN_S):
+                await self._transport.discard(replica_id)
+        except (TransportError, TimeoutError) as error:
+            log.warning("adapters of a replica that was taken out stay on its machine", reason=str(error))
+        finally:
+            self._transport.release(replica_id)
 
     def copy_done(self, copy: Fetch | Provision) -> None:
         """Tell the engine there, and send it those who waited."""

@@ -52,6 +52,7 @@ class Carrier:
         self._refs = refs
         self._receiver = receiver
         self._placed: dict[tuple[AdapterDigest, ReplicaId], AdapterRef] = {}
+        self._gone: set[ReplicaId] = set()
         self._locks = defaultdict[tuple[AdapterDigest, ReplicaId], asyncio.Lock](asyncio.Lock)
         self._provisions = asyncio.Semaphore(PROVISIONS_AT_ONCE)
         self._tasks = Tasks()
@@ -76,14 +77,25 @@ class Carrier:
         """Look anew at what a replica has that just came (back); what its folder has and nobody knows is left alone.
 
         Raises:
-            TransportError: it cannot be asked.
+            TransportError: it cannot be asked, or was taken out.
         """
+        self._check_is_there(replica)
         for key in [key for key in self._placed if key[1] == replica]:
             del self._placed[key]
-        for digest, folder in (await self._transport.held(replica)).items():
+        held = await self._transport.held(replica)
+        self._check_is_there(replica)
+        for digest, folder in held.items():
             if (ref := self._refs.get(digest)) is not None:
                 self._placed[digest, replica] = msgspec.structs.replace(ref, folder=folder)
         return [digest for digest, where in self._placed if where == replica]
+
+    def forget(self, replica: ReplicaId) -> None:
+        """A replica will not be back: what it had is no longer known, and nothing more is brought there."""
+        self._gone.add(replica)
+        for key in [key for key in self._placed if key[1] == replica]:
+            del self._placed[key]
+        for key in [key for key in self._locks if key[1] == replica]:
+            del self._locks[key]
 
     def copy(self, copy: Fetch | Provision) -> None:
         """Begin a copy; see ``Receiver`` for its end."""
@@ -121,15 +133,24 @@ class Carrier:
     async def _carry(self, copy: Fetch | Provision, ref: AdapterRef) -> None:
         if isinstance(copy, Fetch):
             async with self._locks[copy.adapter, copy.destination]:
-                placed = await self._transport.copy(ref, copy.source, copy.destination)
-                self._placed[copy.adapter, copy.destination] = placed
+                self._check_is_there(copy.destination)
+                self._place(await self._transport.copy(ref, copy.source, copy.destination), copy.destination)
             self.counts.fetches += 1
             self.counts.fetched_bytes += ref.weight_bytes
         else:
             async with self._locks[copy.adapter, copy.replica], self._provisions:
-                self._placed[copy.adapter, copy.replica] = await self._transport.provide(ref, copy.replica)
+                self._check_is_there(copy.replica)
+                self._place(await self._transport.provide(ref, copy.replica), copy.replica)
             self.counts.provisions += 1
             self.counts.provided_bytes += ref.weight_bytes
+
+    def _place(self, ref: AdapterRef, replica: ReplicaId) -> None:
+        self._check_is_there(replica)
+        self._placed[ref.digest, replica] = ref
+
+    def _check_is_there(self, replica: ReplicaId) -> None:
+        if replica in self._gone:
+            raise DestinationGone(f"{replica} was taken out")
 
     async def _delete(self, adapter: AdapterDigest, replica: ReplicaId, drop: Callable[[], Awaitable[object]]) -> None:
         async with self._locks[adapter, replica]:

@@ -238,9 +238,10 @@ class ClusterClient:
         self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
         self._leave(replica)
         try:
-            await self._place()
+            await self._files.removed(replica_id)
         finally:
             await replica.keeper.close()  # nobody else knows it any longer
+        await self._place()
 
     async def _place(self) -> None:
         """Place on the replicas that there are: also on those whose engine is being started again."""
@@ -334,6 +335,7 @@ class ClusterClient:
             return
         log.error("a replica is given up", replica=keeper.replica, reason=str(failure))
         self._leave(replica)
+        self._files.lost(keeper.replica)
         self._tasks.run(keeper.close())  # from a task of its own: the keeper waits for whoever tells this
         if self._replicas:
             self._tasks.run(self._place())

@@ -52,6 +52,18 @@ class LocalTransport:
         except PoolFolderError as error:
             raise TransportError(f"the adapters of {replica}: {error}") from error
 
+    async def discard(self, replica: ReplicaId) -> None:
+        """See ``Transport``."""
+        try:
+            await asyncio.to_thread(self._of(replica).discard)
+        except PoolFolderError as error:
+            raise TransportError(f"the adapters of {replica}: {error}") from error
+
+    def release(self, replica: ReplicaId) -> None:
+        """See ``Transport``."""
+        if (folder := self._folders.pop(replica, None)) is not None:
+            folder.close()
+
     def close(self) -> None:
         """Let another process use the folder."""
         for folder in self._folders.values():

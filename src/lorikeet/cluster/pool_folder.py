@@ -81,6 +81,18 @@ class PoolFolder:
         """Let another process own the folder."""
         self._lock.close()
 
+    def discard(self) -> None:
+        """Delete the folder with all that is in it; nothing can be stored there any more.
+
+        Raises:
+            PoolFolderError: it cannot be deleted.
+        """
+        try:
+            with self._publishing:
+                shutil.rmtree(self._root)
+        except OSError as error:
+            raise PoolFolderError(f"the pool folder {self._root} cannot be deleted: {error}") from error
+
     def folder(self, digest: AdapterDigest) -> Path:
         """Where a version lies, whether it is there or not."""
         return self._root / digest

@@ -50,6 +50,18 @@ class Transport(Protocol):
         """
         ...
 
+    async def discard(self, replica: ReplicaId) -> None:
+        """Delete all that lies at a replica. Nothing goes there any more; :meth:`release` follows.
+
+        Raises:
+            TransportError: the replica is gone, or cannot delete it.
+        """
+        ...
+
+    def release(self, replica: ReplicaId) -> None:
+        """Hold nothing for a replica that will not be back; what lies there stays."""
+        ...
+
     def close(self) -> None:
         """Release what it holds; the copies stay."""
         ...

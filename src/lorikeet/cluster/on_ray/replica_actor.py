@@ -137,6 +137,14 @@ class ReplicaActor:
         """
         await asyncio.to_thread(self._folder.delete, digest)
 
+    async def discard(self) -> None:
+        """Delete the whole folder; no adapter can be kept after that.
+
+        Raises:
+            PoolFolderError: it cannot be deleted.
+        """
+        await asyncio.to_thread(self._folder.discard)
+
     async def held(self) -> dict[AdapterDigest, str]:
         """Return the folders of the adapters that are there, those of earlier actors of the replica included."""
         return await asyncio.to_thread(self._folder.held)

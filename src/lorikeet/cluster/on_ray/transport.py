@@ -1,7 +1,7 @@
 """Adapters between replicas of a Ray cluster: through its object store, from machine to machine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +34,10 @@ class RayTransport:
     """A :class:`~lorikeet.cluster.transport.Transport` between the actors of replicas.
 
     Args:
-        hosts: of all replicas; read at every call.
+        hosts: of all replicas; read at every call, and taken out when they are released.
     """
 
-    def __init__(self, hosts: Mapping[ReplicaId, RayHost]) -> None:
+    def __init__(self, hosts: MutableMapping[ReplicaId, RayHost]) -> None:
         self._hosts = hosts
         self._shared: dict[AdapterDigest, _Shared] = {}
 
@@ -80,6 +80,19 @@ class RayTransport:
         except ray.exceptions.RayError as error:
             raise TransportError(f"{what}: {reason_of(error)}") from error
         return held
+
+    async def discard(self, replica: ReplicaId) -> None:
+        """See ``Transport``."""
+        what = f"the adapters of {replica}"
+        actor = self._actor(what, replica)
+        try:
+            await actor.discard.remote()
+        except ray.exceptions.RayError as error:
+            raise TransportError(f"{what}: {reason_of(error)}") from error
+
+    def release(self, replica: ReplicaId) -> None:
+        """See ``Transport``. Its owner closes the host."""
+        self._hosts.pop(replica, None)
 
     def close(self) -> None:
         """See ``Transport``. Actors are owned by their hosts."""
