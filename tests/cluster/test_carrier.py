@@ -97,3 +97,19 @@ async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_c
     assert (told.done, told.failed) == ([], [])
     with pytest.raises(TransportError, match="r1 was taken out"):
         await carrier.find(R1)
+
+
+async def test_what_lay_at_replicas_before_anybody_knew_it_counts_as_soon_as_somebody_does() -> None:
+    refs: dict[AdapterDigest, AdapterRef] = {}
+    transport = Copies()
+    carrier = Carrier(transport, refs, Told())
+    for replica in (R0, R1):
+        transport.held_at[replica] = {A.digest: f"/pool/{replica}/A"}
+        assert await carrier.find(replica) == []
+    transport.held_at[R1] = {}
+    assert await carrier.find(R1) == [], "it came back without"
+    assert carrier.pairs() == set()
+    refs[A.digest] = A
+    assert carrier.recognise(A) == [R0]
+    assert carrier.placed(A.digest, R0).folder == "/pool/r0/A"
+    assert carrier.recognise(A) == []

@@ -168,3 +168,24 @@ async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adap
         await until(lambda: len(engines[1].heard_of(Submit)) == 2)
         for handle in handles:
             handle.abort()
+
+
+async def test_copies_of_an_earlier_head_are_found_though_adapters_are_known_after_the_start(
+    tmp_path: Path, adapter: AdapterRef
+) -> None:
+    earlier = LocalTransport(tmp_path / "pool")
+    await earlier.provide(adapter, R0)
+    earlier.close()
+    async with started(tmp_path / "pool") as cluster:
+        cluster.client.know_adapters([adapter])
+        assert cluster.client.copies() == {(adapter.digest, R0)}
+        (first,), (second,) = (cluster.hosts[replica].engines for replica in (R0, R1))
+        await until(lambda: first.heard_of(KnowAdapters))
+        (known,) = first.heard_of(KnowAdapters)[0].adapters
+        assert known.folder == str(cluster.pool_dir / R0 / adapter.digest)
+        handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
+        await until(lambda: first.heard_of(Submit) and second.heard_of(Submit))
+        counts = cluster.client.describe().copies
+        assert (counts.provisions, counts.fetches) == (0, 1), "the other fetches it from there"
+        for handle in handles:
+            handle.abort()

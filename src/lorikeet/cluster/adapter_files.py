@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -53,11 +54,18 @@ class AdapterFiles:
         self.carrier = Carrier(transport, self._refs, self)
 
     def know(self, refs: Iterable[AdapterRef]) -> None:
-        """Requests may come for these, perhaps again after they were dropped."""
+        """Requests may come for these, perhaps again after they were dropped; replicas may have them from before."""
+        placed = defaultdict[ReplicaId, list[AdapterRef]](list)
         for ref in refs:
             self._refs[ref.digest] = ref
-            self._dispatcher.know(ref.digest)
+            found = self.carrier.recognise(ref)
+            holders = [each for each in found if each in self._replicas and self._replicas[each].is_joined]
+            self._dispatcher.know(ref.digest, holders)
             self._retiring.cancel(ref.digest)
+            for replica_id in holders:
+                placed[replica_id].append(self.carrier.placed(ref.digest, replica_id))
+        for replica_id, at_one in placed.items():
+            self._replicas[replica_id].keeper.know(at_one)
 
     def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return what will be the bytes freed on all replicas once the dispatcher has retired an adapter."""

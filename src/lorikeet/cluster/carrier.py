@@ -52,6 +52,7 @@ class Carrier:
         self._refs = refs
         self._receiver = receiver
         self._placed: dict[tuple[AdapterDigest, ReplicaId], AdapterRef] = {}
+        self._unknown: dict[AdapterDigest, dict[ReplicaId, str]] = {}  # folders of adapters that are not in the refs
         self._gone: set[ReplicaId] = set()
         self._locks = defaultdict[tuple[AdapterDigest, ReplicaId], asyncio.Lock](asyncio.Lock)
         self._provisions = asyncio.Semaphore(PROVISIONS_AT_ONCE)
@@ -74,26 +75,35 @@ class Carrier:
         return set(self._placed)
 
     async def find(self, replica: ReplicaId) -> list[AdapterDigest]:
-        """Look anew at what a replica has that just came (back); what its folder has and nobody knows is left alone.
+        """Look anew at what a replica has that just came (back).
+
+        What lies there and nobody knows is left alone, until somebody does: see :meth:`recognise`.
 
         Raises:
             TransportError: it cannot be asked, or was taken out.
         """
         self._check_is_there(replica)
-        for key in [key for key in self._placed if key[1] == replica]:
-            del self._placed[key]
+        self._clear(replica)
         held = await self._transport.held(replica)
         self._check_is_there(replica)
         for digest, folder in held.items():
             if (ref := self._refs.get(digest)) is not None:
                 self._placed[digest, replica] = msgspec.structs.replace(ref, folder=folder)
+            else:
+                self._unknown.setdefault(digest, {})[replica] = folder
         return [digest for digest, where in self._placed if where == replica]
+
+    def recognise(self, ref: AdapterRef) -> list[ReplicaId]:
+        """Take in an adapter that nobody knew; return the replicas that were found to have it."""
+        found = self._unknown.pop(ref.digest, {})
+        for replica, folder in found.items():
+            self._placed[ref.digest, replica] = msgspec.structs.replace(ref, folder=folder)
+        return list(found)
 
     def forget(self, replica: ReplicaId) -> None:
         """A replica will not be back: what it had is no longer known, and nothing more is brought there."""
         self._gone.add(replica)
-        for key in [key for key in self._placed if key[1] == replica]:
-            del self._placed[key]
+        self._clear(replica)
         for key in [key for key in self._locks if key[1] == replica]:
             del self._locks[key]
 
@@ -147,6 +157,12 @@ class Carrier:
     def _place(self, ref: AdapterRef, replica: ReplicaId) -> None:
         self._check_is_there(replica)
         self._placed[ref.digest, replica] = ref
+
+    def _clear(self, replica: ReplicaId) -> None:
+        for key in [key for key in self._placed if key[1] == replica]:
+            del self._placed[key]
+        for folders in self._unknown.values():
+            folders.pop(replica, None)
 
     def _check_is_there(self, replica: ReplicaId) -> None:
         if replica in self._gone:

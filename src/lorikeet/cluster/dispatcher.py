@@ -291,10 +291,12 @@ class Dispatcher:
             del self._requests[request_id]
         return Actions(failed=tuple(where))
 
-    def know(self, adapter: AdapterDigest) -> None:
-        """An adapter may be asked for, perhaps again after it was retired."""
+    def know(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = ()) -> None:
+        """An adapter may be asked for, perhaps again after it was retired; these replicas have it from before."""
         self._retired.discard(adapter)
         self.pool.keep(adapter)
+        for replica in holders:
+            self.pool.seed(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> Actions:
         """An adapter is not wanted any longer; its copies are deleted when no request uses them."""
