@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -21,6 +22,7 @@ import zmq.asyncio
 from lorikeet.adapters.database import sqlite_url
 from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
 from lorikeet.cluster.on_ray.host import RayHost, RayProcess, Resources
+from lorikeet.cluster.on_ray.open import resources_of
 from lorikeet.cluster.on_ray.orchestrator_actor import Placed, RayPlacement
 from lorikeet.cluster.on_ray.start import RayError, RayInfo, start_ray, stop_ray
 from lorikeet.cluster.on_ray.transport import RayTransport
@@ -29,6 +31,7 @@ from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
 from lorikeet.cluster.placement.static import Random
 from lorikeet.cluster.placing import OrchestratorGone
 from lorikeet.cluster.transport import DestinationGone, TransportError
+from lorikeet.config import ClusterSettings, EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -259,6 +262,26 @@ async def test_a_replica_for_which_there_is_no_room_is_told_of(
     with pytest.raises(RayError, match=r"64 CPUs .* it has 8 CPUs"):
         await start_idle(host)
     assert host.actor is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "replicas", "max_replicas", "cores", "expected"),
+    [
+        ({}, 2, 0, 8, Resources(4.0, 0, 4)),
+        ({}, 1, 4, 8, Resources(2.0, 0, 2)),
+        ({}, 4, 2, 8, Resources(2.0, 0, 2)),
+        ({}, 16, 0, 8, Resources(0.5, 0, 1)),
+        ({"tensor_parallel": 2}, 2, 0, 8, Resources(4.0, 0, 2)),
+        ({"threads": 3}, 2, 4, 8, Resources(3, 0, 3)),
+        ({}, 2, 4, None, Resources(1.0, 0, 1)),
+        ({"threads": 3, "tensor_parallel": 2}, 2, 0, None, Resources(6, 0, 3)),
+    ],
+)
+async def test_cores_are_shared_among_all_replicas_that_there_may_be(
+    engine: dict[str, Any], replicas: int, max_replicas: int, cores: int | None, expected: Resources
+) -> None:
+    cluster = ClusterSettings(replicas=replicas, max_replicas=max_replicas)
+    assert resources_of(Settings(engine=EngineSettings(**engine), cluster=cluster), cores) == expected
 
 
 # --- adapters ------------------------------------------------------------------------------------

@@ -50,10 +50,7 @@ def open_ray(
     cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
     info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _OVERBOOKED)
     stack.callback(stop_ray)
-    threads = settings.engine.threads * settings.engine.tensor_parallel
-    cpus = threads or (cores / cluster.replicas if info.is_embedded else 1.0)
-    gpus = settings.engine.tensor_parallel if settings.engine.device == "cuda" else 0
-    resources = Resources(cpus, gpus, max(1, int(cpus / settings.engine.tensor_parallel)))
+    resources = resources_of(settings, cores if info.is_embedded else None)
     hosts: dict[ReplicaId, RayHost] = {}
 
     def host(replica: ReplicaId) -> RayHost:
@@ -63,3 +60,17 @@ def open_ray(
     placement = RayPlacement(make, registry_url, identity)
     stack.callback(placement.close)
     return OnRay(host, RayTransport(hosts), placement)
+
+
+def resources_of(settings: Settings, cores: int | None) -> Resources:
+    """Return what each replica takes of its machine.
+
+    Args:
+        settings: all.
+        cores: to share among as many replicas as there may ever be; None where nobody knows which machine has them.
+    """
+    engine, cluster = settings.engine, settings.cluster
+    share = 1.0 if cores is None else cores / max(cluster.replicas, cluster.max_replicas)
+    cpus = engine.threads * engine.tensor_parallel or share
+    gpus = engine.tensor_parallel if engine.device == "cuda" else 0
+    return Resources(cpus, gpus, max(1, int(cpus / engine.tensor_parallel)))
