@@ -19,6 +19,7 @@ from lorikeet.config import ClusterSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import KnowAdapters, Submit
+from lorikeet.engine.connection import EngineError
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
 from tests.support.live import greedy, prompt, until
@@ -189,3 +190,17 @@ async def test_copies_of_an_earlier_head_are_found_though_adapters_are_known_aft
         assert (counts.provisions, counts.fetches) == (0, 1), "the other fetches it from there"
         for handle in handles:
             handle.abort()
+
+
+async def test_a_replica_cannot_be_taken_out_while_it_starts(tmp_path: Path) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        cluster.host(R1).may_start.clear()
+        starting = asyncio.create_task(cluster.client.add_replica())
+        await until(lambda: cluster.client.size == 2)
+        with pytest.raises(EngineError, match="replica-1 is still being started"):
+            await cluster.client.remove_replica(R1)
+        cluster.hosts[R1].may_start.set()
+        assert await starting == R1
+        assert list(cluster.client.views) == [R0, R1]
+        await cluster.client.remove_replica(R1)
+        assert cluster.hosts[R1].engines[0].returncode == 0

@@ -216,7 +216,7 @@ class ClusterClient:
         try:
             self._hello = await keeper.start(on_progress)
         except BaseException:
-            del self._replicas[replica_id]
+            self._replicas.pop(replica_id, None)
             keeper.host.close()
             raise
         await self._rejoin(replica)
@@ -228,6 +228,8 @@ class ClusterClient:
         others = [other for other in self._replicas.values() if other is not replica]
         if not any(other.epoch and not other.is_leaving for other in others):
             raise EngineError(f"replica {replica_id} is the only one")
+        if not replica.epoch:
+            raise EngineError(f"replica {replica_id} is still being started")
         replica.is_leaving = True
         until_s = time.monotonic() + drain_s
         if replica.is_joined:
