@@ -204,3 +204,15 @@ async def test_a_replica_cannot_be_taken_out_while_it_starts(tmp_path: Path) -> 
         assert list(cluster.client.views) == [R0, R1]
         await cluster.client.remove_replica(R1)
         assert cluster.hosts[R1].engines[0].returncode == 0
+
+
+async def test_a_replica_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        released: list[ReplicaId] = []
+        monkeypatch.setattr(cluster.transport, "release", released.append)
+        cluster.host(R1).error = OSError("no room")
+        with pytest.raises(EngineError, match="no room"):
+            await cluster.client.add_replica()
+        assert released == [R1]
+        assert cluster.hosts[R1].is_closed
+        assert cluster.client.size == 1

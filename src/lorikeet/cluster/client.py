@@ -217,6 +217,7 @@ class ClusterClient:
             self._hello = await keeper.start(on_progress)
         except BaseException:
             self._replicas.pop(replica_id, None)
+            self._files.lost(replica_id)
             keeper.host.close()
             raise
         await self._rejoin(replica)
