@@ -9,7 +9,7 @@ from lorikeet.adapters.database import sqlite_url
 from lorikeet.cluster.kept_orchestrator import KeptOrchestrator, StateSaver
 from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
 from lorikeet.cluster.placement.static import Random
-from lorikeet.cluster.registry import ClusterRegistry, EpochConflict
+from lorikeet.cluster.registry import ClusterRegistry, EpochConflict, RegistryGone
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -91,6 +91,39 @@ def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
     table = first.drop(KNOWN[0].adapter)
     assert len(table.shares) == 2, "it goes on for its own head"
     assert life.begin().state() == second.state()
+
+
+class DiesAfterCommit(ClusterRegistry):
+    """A registry that is lost between a commit and its answer as often as it is told to."""
+
+    deaths = 0
+
+    def save_state(self, content: str, after: int) -> int:
+        epoch = super().save_state(content, after)
+        if self.deaths:
+            self.deaths -= 1
+            raise RegistryGone("it died")
+        return epoch
+
+
+def test_a_write_that_came_through_though_nobody_heard_of_it_is_not_anothers(folder: Path) -> None:
+    folder.mkdir()
+    url = sqlite_url(folder / "registry.sqlite3")
+    registry = DiesAfterCommit(url, "one")
+    saver = StateSaver(registry, try_again_s=0.01)
+    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    registry.deaths = 3
+    kept.know(KNOWN[:3])
+    while not saver.wait(60.0):
+        pass
+    kept.know(KNOWN)
+    assert saver.wait(60.0), "it is not the end of saving"
+    other = StateSaver(ClusterRegistry(url, "one"))
+    stored = other.load()
+    assert stored is not None
+    assert stored.demand.adapters.keys() == {each.adapter for each in KNOWN}
+    other.close()
+    kept.close()
 
 
 def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """An orchestrator that can be ended at any time: the registry has its state, and its head tells it the rest."""
 
 import threading
+import uuid
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -25,7 +26,7 @@ class StateSaver:
     """Writes the newest state to the registry, on a thread of its own: a slow or lost registry delays no placement.
 
     A registry that is gone is told of once, and written to when it is back. Where another orchestrator has written,
-    this one writes no more.
+    this one writes no more. What is stored says who wrote it: a write of which nobody heard may have come through.
 
     Args:
         registry: where to; owned from now on.
@@ -35,6 +36,7 @@ class StateSaver:
     def __init__(self, registry: ClusterRegistry, try_again_s: float = _TRY_AGAIN_S) -> None:
         self._registry = registry
         self._try_again_s = try_again_s
+        self._writer = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._newest: OrchestratorState | None = None
         self._epoch: int | None = None  # of what is stored, if known
@@ -81,7 +83,7 @@ class StateSaver:
                 if state is None or self._is_over:
                     return
             try:
-                self._write(msgspec.json.encode(state).decode())
+                self._write(msgspec.json.encode(msgspec.structs.replace(state, writer=self._writer)).decode())
             except RegistryGone as error:
                 self._note_gone(error)
             except EpochConflict as error:
@@ -101,9 +103,14 @@ class StateSaver:
         try:
             self._epoch = self._registry.save_state(content, self._epoch)
         except EpochConflict:
-            if self._registry.load_state() is not None:
+            stored = self._registry.load_state()
+            if stored is None:
+                epoch = 0  # the registry came back empty
+            elif msgspec.json.decode(stored.content, type=OrchestratorState).writer == self._writer:
+                epoch = stored.epoch
+            else:
                 raise
-            self._epoch = self._registry.save_state(content, 0)  # the registry came back empty
+            self._epoch = self._registry.save_state(content, epoch)
 
     def _note_gone(self, error: RegistryGone) -> None:
         with self._changed:

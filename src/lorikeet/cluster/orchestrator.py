@@ -51,12 +51,14 @@ class OrchestratorState(msgspec.Struct, frozen=True):
         epoch, shares: of its table.
         demand: what it had counted.
         policy: name of the placement that made the table.
+        writer: who stored it; empty before that.
     """
 
     epoch: int
     shares: dict[AdapterDigest, tuple[tuple[ReplicaId, float], ...]]
     demand: DemandState
     policy: str = ""
+    writer: str = ""
 
 
 class Orchestrator:
