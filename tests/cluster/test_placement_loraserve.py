@@ -175,6 +175,26 @@ def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
     assert placement.place(surged, 2.0) is not first
 
 
+def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
+    demands = [demand_of(f"a{number:02}", 8, 100) for number in range(60)]
+    placement = LoRAServe(replicas_of(12), LEVEL)
+    first = placement.place(demands, 0.0)
+    placement.replicas = replicas_of(13)
+    silent = [demand._replace(tokens_per_s=0.0) for demand in demands]
+    assert placement.place(silent, 1.0) is first
+    second = placement.place(demands, 2.0)
+    assert {replica for _, replica in second.pairs()} == {*replicas_of(13)}
+    drifted = [demands[0]._replace(tokens_per_s=104.0), *demands[1:]]
+    assert placement.place(drifted, 3.0) is second, "it counts again"
+
+    later = LoRAServe(replicas_of(14), LEVEL)
+    later.resume(second)
+    assert {replica for _, replica in later.place(demands, 4.0).pairs()} == {*replicas_of(14)}, "while nobody looked"
+    again = LoRAServe(replicas_of(13), LEVEL)
+    again.resume(second)
+    assert again.place(drifted, 4.0) is second
+
+
 def test_without_hysteresis_every_drift_is_followed() -> None:
     placement = LoRAServe(replicas_of(4), POINTS_A, NO_HYSTERESIS)
     first = placement.place(DEMANDS_A, 0.0)

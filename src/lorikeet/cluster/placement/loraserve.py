@@ -1,7 +1,7 @@
 """LoRAServe's placement: like ranks together, equal load everywhere, few adapters moved."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from statistics import fmean
 
 import msgspec
@@ -20,8 +20,8 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
 
     Attributes:
         demand_floor: no adapter counts for less than this part of the mean demand, so that silent ones spread.
-        hysteresis: the old placement stays while its fullest replica is at most so much fuller than the new one's.
-            None: it never stays.
+        hysteresis: the old placement stays while its fullest replica is at most so much fuller than the new one's,
+            and the replicas are the same. None: it never stays.
         packing: see there.
     """
 
@@ -60,6 +60,7 @@ class LoRAServe(Placement):
         self._points = points
         self._params = params or LoRAServeParams()
         self._held = held
+        self._placed_on: Set[ReplicaId] = frozenset()
         self.packing: Packing | None = None
         """What the last call made of the demands, whether it came to be the table or not."""
 
@@ -75,11 +76,18 @@ class LoRAServe(Placement):
             return self._replaced({})
         demands = floored(demands, self._params.demand_floor)
         packing = self.packing = Packing(demands, len(self.replicas), self._points, self._params.packing)
-        if covered and margin is not None:
+        is_same = {*self.replicas} == self._placed_on
+        self._placed_on = {*self.replicas}
+        if covered and is_same and margin is not None:
             before = utilisations(self._table, demands, self._points)
             if max(before.values()) <= packing.utilisations.max() * (1 + margin):
                 return self._table
         return self._replaced(self._shares(packing, demands))
+
+    def resume(self, table: RoutingTable) -> None:
+        """See ``Placement``. What an earlier placement named is taken for what was there."""
+        super().resume(table)
+        self._placed_on = {replica for _, replica in table.pairs()}
 
     def _covers(self, demands: Sequence[AdapterDemand]) -> bool:
         """Whether the last table has exactly these adapters, all of them on replicas that there are."""
