@@ -476,6 +476,13 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     assert (await later.know(KNOWN[2:])).shares == {each.adapter: table.shares[each.adapter] for each in KNOWN[2:]}, (
         "another head's orchestrator goes on from there, without what is no longer"
     )
+    assert (await later.drop(KNOWN[2].adapter)).shares.keys() == {each.adapter for each in KNOWN[3:]}
+    last = make_placement(seed=2)
+    stored = await last.set_replicas(REPLICAS)
+    assert stored.shares.keys() == {each.adapter for each in KNOWN[3:]}, "it has not said which there are"
+    assert (await last.know(())).shares == {}, "it has, and there are none"
+    await restarted(last)
+    assert (await last.set_replicas(REPLICAS)).shares == {}
 
 
 async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(

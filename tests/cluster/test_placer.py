@@ -95,3 +95,15 @@ async def test_a_period_in_which_the_orchestrator_is_gone_is_told_of_in_the_next
     await placer.period()
     assert service.heard[:2] == [(A,), Seen(((A.adapter, 10),), ())]
     running.cancel()
+
+
+async def test_a_period_that_fails_is_not_the_last() -> None:
+    service = Service()
+    placer, _ = placer_of(service, period_s=0.001)
+    service.errors = [ValueError("a mistake")]
+    placer.arrived(None, 10)
+    running = asyncio.create_task(placer.run())
+    await placer.period()
+    assert service.heard[0] == Seen(), "what may have counted already does not count twice"
+    assert not running.done()
+    running.cancel()

@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import AsyncExitStack
+from math import isnan
 from pathlib import Path
 
 import msgspec
@@ -33,13 +34,15 @@ FIRST, SECOND, THIRD, FOURTH = (ReplicaId(f"replica-{number}") for number in ran
 
 
 class Loaded(InProcess):
-    """An orchestrator that says what it is told to of the load; infinity: it is gone."""
+    """An orchestrator that says what it is told to of the load; infinity: it is gone, not a number: it fails."""
 
     told: float | None = None
 
     async def load(self) -> float | None:
         if self.told == float("inf"):
             raise OrchestratorGone("it was killed")
+        if self.told is not None and isnan(self.told):
+            raise ValueError("a mistake")
         return self.told
 
 
@@ -79,10 +82,11 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
         await until(lambda: len(registry.replicas()) == 3)  # the registry was gone until now
 
         handles = [client.submit(greedy(str(number), prompt(8, seed=number), 60)) for number in range(3)]
-        service.told = float("inf")
-        for _ in range(6):
-            await client.period()
-        assert client.size == 3, "who does not know the load changes nothing"
+        for unknown in (float("inf"), float("nan")):
+            service.told = unknown
+            for _ in range(6):
+                await client.period()
+            assert client.size == 3, "who does not know the load changes nothing"
         service.told = 0.1
         await until(lambda: list(client.views) == [FIRST])
         for _ in range(6):

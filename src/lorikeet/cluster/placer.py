@@ -67,19 +67,24 @@ class Placer:
         await self._ended.wait()
 
     async def run(self) -> None:
-        """Tell of every period, for ever."""
+        """Tell of every period, for ever. One that fails is logged; what was seen in it may count or not."""
         while True:
             await asyncio.sleep(self._period_s)
-            async with self._lock:
-                await self._end_period()
+            try:
+                async with self._lock:
+                    await self._end_period()
+            except Exception:
+                log.exception("a period of placement has failed")
 
     async def _end_period(self) -> None:
-        arrivals, answers = len(self._arrivals), len(self._answers)
-        seen = Seen(tuple(self._arrivals), tuple(self._answers))
+        arrivals, self._arrivals = self._arrivals, []
+        answers, self._answers = self._answers, []
+        seen = Seen(tuple(arrivals), tuple(answers))
         if await self._catch_up() and await self._follow(partial(self._service.period, seen)):
-            del self._arrivals[:arrivals], self._answers[:answers]
             self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
             self._ended.clear()
+        else:
+            self._arrivals[:0], self._answers[:0] = arrivals, answers
 
     async def _ask(self, call: _Call) -> None:
         async with self._lock:

@@ -29,7 +29,7 @@ class Scaler:
         self._drain_s = drain_s
 
     async def run(self) -> None:
-        """Look after every period of placement, for ever."""
+        """Look after every period of placement, for ever. What fails is logged, and changes nothing."""
         change: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as changes:  # what is under way ends with this
             while True:
@@ -48,7 +48,9 @@ class Scaler:
             return await self._placement.load()
         except OrchestratorGone as error:
             log.warning("the number of replicas stays: the load is not known", reason=str(error))
-            return None
+        except Exception:
+            log.exception("the number of replicas stays: the load cannot be asked for")
+        return None
 
     async def _change(self, load: float, there: int, wanted: int) -> None:
         """Come one replica closer to what is wanted."""

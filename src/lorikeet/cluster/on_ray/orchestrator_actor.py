@@ -134,7 +134,7 @@ class RayPlacement:
         self._patience_s = patience_s
         self._lock = asyncio.Lock()
         self._told = ""  # incarnation that knows all that this head does
-        self._known: dict[AdapterDigest, Known] = {}
+        self._known: dict[AdapterDigest, Known] | None = None  # nobody has said yet
         self._replicas: tuple[ReplicaId, ...] | None = None
         self._table: RoutingTable | None = None
 
@@ -142,15 +142,16 @@ class RayPlacement:
         """See ``PlacementService``. What an earlier head knew is dropped, unless the first call names it."""
         new = tuple(adapters)
         async with self._lock:
-            if not self._known:
-                self._told = ""
+            if self._known is None:
+                self._known, self._told = {}, ""
             self._known |= {each.adapter: each for each in new}
             return await self._call("know", new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
         """See ``PlacementService``."""
         async with self._lock:
-            self._known.pop(adapter, None)
+            if self._known is not None:
+                self._known.pop(adapter, None)
             return await self._call("drop", adapter)
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
@@ -187,7 +188,7 @@ class RayPlacement:
         """Ask the incarnation that was told everything; tell another. Under the lock, with the change remembered."""
         placed: Placed = await self._ask(method, self._told, argument)
         if placed.incarnation != self._told:
-            adapters = tuple(self._known.values()) or None
+            adapters = None if self._known is None else tuple(self._known.values())
             placed = await self._ask("begin", adapters, self._replicas, self._table)
             self._told = placed.incarnation
         self._table = placed.table
