@@ -244,6 +244,14 @@ def test_with_prefetch_a_table_is_made_real_before_anybody_asks() -> None:
     assert dispatcher.pool.table.holders(A) == {S1, S2}
 
 
+def test_with_prefetch_nothing_is_fetched_to_a_replica_that_is_not_there() -> None:
+    dispatcher = Dispatcher(ByTable(seed=1), prefetch=True)
+    dispatcher.join(ReplicaInfo(S1), 0.0, [A])
+    assert dispatcher.swap(table(1, A=[S1, S2]), 0.0) == Actions(), "nobody would tell of its end"
+    dispatcher.join(ReplicaInfo(S2), 0.0)
+    assert only_fetch(dispatcher.swap(table(1, A=[S1, S2]), 0.0))[1:] == (A, S1, S2)
+
+
 def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
     dispatcher = dispatcher_of(S1)
     dispatcher.arrive(asked("r1", None), 0.0)

@@ -7,7 +7,7 @@ Source: LoRAServe, section IV-B; the rules that it leaves open are told in docs/
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -71,13 +71,20 @@ class AdapterPool:
     Args:
         routing: the desired state.
         prefetch: fetch what a new table asks for at once, instead of with the first request (not in the paper).
+        is_there: whether a replica is; a table may name one that has left. Nothing is fetched unasked to others.
     """
 
-    def __init__(self, routing: RoutingTable, prefetch: bool = False) -> None:
+    def __init__(
+        self,
+        routing: RoutingTable,
+        prefetch: bool = False,
+        is_there: Callable[[ReplicaId], bool] = lambda replica: True,
+    ) -> None:
         self.table = AdapterTable()
         """The actual state; only the pool writes in it."""
         self._routing = routing
         self._prefetch = prefetch
+        self._is_there = is_there
         self._uses = Counter[tuple[AdapterDigest, ReplicaId]]()  # by requests, and as a source
         self._requests: dict[RequestId, tuple[AdapterDigest, ReplicaId]] = {}
         self._inbound: dict[tuple[AdapterDigest, ReplicaId], _Inbound] = {}
@@ -150,7 +157,7 @@ class AdapterPool:
 
     def _missing(self, adapter: AdapterDigest) -> Iterator[Fetch]:
         """Begin to fetch an adapter to those to whom it is routed and who have it neither now nor soon."""
-        for replica in sorted(self._routing.replicas(adapter)):
+        for replica in filter(self._is_there, sorted(self._routing.replicas(adapter))):
             if not self.table.holds(replica, adapter) and (adapter, replica) not in self._inbound:
                 yield from self._start(adapter, replica)
 
