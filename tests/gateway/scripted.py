@@ -43,6 +43,7 @@ class ScriptedBackend:
         paused: answers that have come so far.
         waiting: requests of others, as it counts them.
         bad_paths: that it cannot load.
+        lists: whether it lists the adapters that it has.
         health: status of ``/health``.
         streaming: answers under way.
         hung_up: clients that left before the end.
@@ -65,6 +66,7 @@ class ScriptedBackend:
         self.paused = self.waiting = 0
         self.go_on = asyncio.Event()
         self.bad_paths: set[str] = set()
+        self.lists = True
         self.health = 200
         self.streaming = self.hung_up = 0
         self.port = 0
@@ -125,7 +127,8 @@ class ScriptedBackend:
 
     async def _models(self) -> dict[str, Any]:
         cards: list[dict[str, Any]] = [{"id": "base", "object": "model", "root": "/models/base", "parent": None}]
-        cards += [{"id": name, "root": path, "parent": "base"} for name, path in self.adapters.items()]
+        shown = self.adapters if self.lists else {}
+        cards += [{"id": name, "root": path, "parent": "base"} for name, path in shown.items()]
         return {"object": "list", "data": cards}
 
     async def _tokenize(self, http: Request) -> dict[str, Any]:

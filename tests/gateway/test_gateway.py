@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
@@ -144,6 +145,34 @@ async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start,
         assert again.status_code == 200
         assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 200
         assert routing.calls == [["+json", "-json", "+json"]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "is_replaced", "calls"),
+    [
+        (True, True, ["+json", "-json", "+json"]),
+        (True, False, ["+json"]),
+        (False, True, ["+json", "+json", "-json", "+json"]),
+        (False, False, ["+json", "+json"]),
+    ],
+)
+async def test_what_a_backend_kept_while_it_was_away_counts_unless_it_was_replaced_meanwhile(
+    start: Start, tmp_path: Any, lists: bool, is_replaced: bool, calls: list[str]
+) -> None:
+    asked = {"lora_name": "json", "lora_path": str(write_files(tmp_path / "json"))}
+    async with start(count=1) as routing:
+        (backend,) = routing.backends
+        await routing.http.post("/v1/load_lora_adapter", json=asked)
+        await routing.http.post(COMPLETIONS, json=body("json"))
+        backend.health = 500
+        await routing.up(0)
+        if is_replaced:
+            write_files(tmp_path / "json", content=b"better weights")
+        await routing.http.post("/v1/load_lora_adapter", json={**asked, "load_inplace": True})
+        backend.health, backend.lists = 200, lists
+        await routing.up(1)
+        assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 200
+        assert backend.calls == calls
 
 
 async def test_an_adapter_that_a_backend_has_from_elsewhere_is_replaced_and_its_own_is_kept(start: Start) -> None:

@@ -23,6 +23,7 @@ class KnownAdapter(msgspec.Struct, frozen=True):
             since backends keep an adapter under each of its names.
         rank: its largest; 0 for unknown.
         size_bytes: of its weights; 0 for unknown.
+        replaces: its name meant another version before, which a backend may have under the name still.
     """
 
     name: str
@@ -30,6 +31,7 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     digest: AdapterDigest
     rank: int
     size_bytes: int
+    replaces: bool = False
 
 
 class _Ranks(msgspec.Struct):

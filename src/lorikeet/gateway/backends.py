@@ -81,6 +81,8 @@ class Backend:
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str | None] = {}
         """Root by name of all adapters that it lists, whoever loaded them."""
+        self._last: dict[str, AdapterDigest] = {}
+        """By name, the version that it was last known to have. Kept while it is away: its process may have lived on."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
@@ -130,7 +132,7 @@ class Backend:
             TimeoutError: it does not answer.
             Refused: it tells no models.
         """
-        before = set(self.adapters)
+        before, last = set(self.adapters), set(self._last)
         async with asyncio.timeout(ANSWER_S):
             status, text = await self._ask("GET", "/v1/models")
         try:
@@ -143,9 +145,11 @@ class Backend:
         self._listed = {card.id: card.root for card in known if card.parent is not None}
         for name in before - self._listed.keys():
             self.adapters.pop(name, None)
+        for name in last - self._listed.keys() - self.adapters.keys():
+            self._last.pop(name, None)
 
     def joined(self) -> None:
-        """It answers again: nothing of what was known of its adapters counts any longer."""
+        """It answers again. What it has loaded is not known, but for what it lists."""
         self.epoch += 1
         self.is_up = self.is_open = True
         self.adapters.clear()
@@ -164,10 +168,19 @@ class Backend:
         return self.adapters.get(adapter.name) == adapter.digest
 
     def adopt(self, adapter: KnownAdapter) -> bool:
-        """Take an adapter for loaded that the backend lists, if it came from the same source."""
-        if self._listed.get(adapter.name) == adapter.source and adapter.name not in self.adapters:
-            self.adapters[adapter.name] = adapter.digest
+        """Take an adapter that the backend lists for loaded, if it is from the same source and of no other version."""
+        is_new = adapter.name not in self.adapters
+        if is_new and self._listed.get(adapter.name) == adapter.source and self._may_have(adapter):
+            self._has(adapter)
         return self.holds(adapter)
+
+    def _may_have(self, adapter: KnownAdapter) -> bool:
+        """Whether what it has under an adapter's name may be this version."""
+        last = self._last.get(adapter.name)
+        return not adapter.replaces if last is None else last == adapter.digest
+
+    def _has(self, adapter: KnownAdapter) -> None:
+        self.adapters[adapter.name] = self._last[adapter.name] = adapter.digest
 
     def forget(self, adapter: KnownAdapter) -> None:
         """It says that it does not know an adapter."""
@@ -177,6 +190,8 @@ class Backend:
     async def load(self, adapter: KnownAdapter) -> None:
         """Load an adapter unless it is there; calls for one name follow each other. Another version is unloaded first.
 
+        One of that name that the backend says it has, and does not list, counts unless it may be another version.
+
         Raises:
             Refused: the backend cannot load it.
         """
@@ -185,14 +200,20 @@ class Backend:
                 return
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
-            body = {"lora_name": adapter.name, "lora_path": adapter.source}
-            self.loads += 1
-            status, text = await self._ask("POST", "/v1/load_lora_adapter", body)
-            if status != 200 and b"already been loaded" not in text:
+            status, text = await self._load(adapter)
+            if _is_there(status, text) and not self._may_have(adapter):
+                await self._unload(adapter.name)
+                status, text = await self._load(adapter)
+            if status != 200 and not _is_there(status, text):
                 self.refusals += 1
                 raise Refused(status, f"{self.url} cannot load adapter {adapter.name!r}: {error_text(text)}")
-            self.adapters[adapter.name] = adapter.digest
+            self._has(adapter)
         log.info("adapter loaded", backend=self.url, adapter=adapter.name)
+
+    async def _load(self, adapter: KnownAdapter) -> tuple[int, bytes]:
+        self.loads += 1
+        body = {"lora_name": adapter.name, "lora_path": adapter.source}
+        return await self._ask("POST", "/v1/load_lora_adapter", body)
 
     async def unload(self, adapter: KnownAdapter) -> None:
         """Unload an adapter, unless another version has taken its place.
@@ -212,6 +233,7 @@ class Backend:
             raise Refused(status, f"{self.url} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
+        self._last.pop(name, None)
         log.info("adapter unloaded", backend=self.url, adapter=name)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
@@ -234,3 +256,8 @@ class Backend:
             return reply.status, await reply.read()
         finally:
             reply.close()
+
+
+def _is_there(status: int, text: bytes) -> bool:
+    """Whether a backend did not load an adapter because it has one of that name."""
+    return status != 200 and b"already been loaded" in text

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from lorikeet.cluster.orchestrator import Known
 from lorikeet.cluster.placer import Placer
 from lorikeet.cluster.placing import PlacementService
@@ -80,6 +82,8 @@ class Catalog:
     async def add(self, adapter: KnownAdapter) -> None:
         """Let clients ask for an adapter. One of the same name is replaced; its requests go on with what they have."""
         before = self.adapters.get(adapter.name)
+        if before is not None:
+            adapter = replace(adapter, replaces=before.replaces or before.digest != adapter.digest)
         self.adapters[adapter.name] = adapter
         self._head.know(adapter)
         await self._know([adapter])
