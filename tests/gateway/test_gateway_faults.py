@@ -245,6 +245,25 @@ async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: S
         assert len(draining.bodies) == 2
 
 
+async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start: Start) -> None:
+    async with start(count=1) as router:
+        (backend,) = router.backends
+        backend.pauses_at = 3
+        running = asyncio.create_task(events(router.http, COMPLETIONS, body(n=2)))
+        while not backend.paused:
+            await asyncio.sleep(0.001)
+        backend.health = 503
+        await router.up(0)
+        waiting = asyncio.create_task(router.http.post(COMPLETIONS, json=body()))
+        while not (await router.cluster())["unrouted"]:
+            await asyncio.sleep(0.001)
+        backend.health = 200
+        assert (await waiting).status_code == 200
+        backend.go_on.set()
+        assert text_of(await running) == words("base", "once", 12)
+        assert len(backend.bodies) == 2
+
+
 async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_another(start: Start) -> None:
     async with start() as router:
         for backend in router.backends:

@@ -155,6 +155,10 @@ class Backend:
         self.adapters.clear()
         self._has_metrics = True
 
+    def reopened(self) -> None:
+        """It takes requests again."""
+        self.is_open = self._has_metrics = True
+
     def left(self) -> None:
         """It does not answer."""
         self.is_up = self.is_open = False

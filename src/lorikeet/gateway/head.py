@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.dispatcher import Actions, Provision
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.pool import Fetch
@@ -22,6 +22,7 @@ from lorikeet.core.plan import Token
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend, Refused
 from lorikeet.gateway.connections import ServerLost
+from lorikeet.gateway.dispatching import BackendDispatcher
 from lorikeet.gateway.questions import asked
 from lorikeet.gateway.rides import Ride
 from lorikeet.server.errors import ApiError
@@ -44,10 +45,10 @@ class Head:
         backends: by replica.
         dispatcher: to read.
         versions: all adapters that requests have been able to ask for, replaced ones included; to read.
-        on_change: called when a backend has come, gone or been drained.
+        on_change: called when a backend has come or gone, takes no more requests, or takes them again.
     """
 
-    def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
+    def __init__(self, backends: Sequence[Backend], dispatcher: BackendDispatcher) -> None:
         self.backends = {backend.replica: backend for backend in backends}
         self.dispatcher = dispatcher
         self.on_change: Callable[[], object] = lambda: None
@@ -187,6 +188,13 @@ class Head:
         log.warning("backend drains", backend=backend.url)
         backend.is_open = False
         self.dispatcher.drain(backend.replica)
+        self.on_change()
+
+    def reopen(self, backend: Backend) -> None:
+        """A backend takes requests again, and still has those that it had."""
+        log.info("backend open again", backend=backend.url)
+        backend.reopened()
+        self._do(self.dispatcher.reopen(backend.replica, time.monotonic()))
         self.on_change()
 
     def gauge(self, backend: Backend, requests: int) -> None:

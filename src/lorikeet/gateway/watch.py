@@ -62,7 +62,7 @@ class Watch:
         head = self._head
         try:
             health = await backend.check()
-            if wants_models or not backend.is_up:
+            if wants_models or not backend.is_up or (health.is_open and not backend.is_open):
                 await backend.list_models()
         except (ServerLost, TimeoutError, Refused) as error:
             why = str(error) or type(error).__name__
@@ -71,10 +71,10 @@ class Watch:
             backend.was_missed = True
             head.down(backend, why)
             return
-        if health.is_open and backend.is_up and not backend.is_open:
-            head.down(backend, "it took no requests for a while")
         if health.is_open and not backend.is_up:
             head.up(backend, self._adapters.values())
+        elif health.is_open and not backend.is_open:
+            head.reopen(backend)
         elif backend.is_open and not health.is_open:
             head.drain(backend)
         if backend.is_up and health.requests is not None:
