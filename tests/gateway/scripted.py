@@ -37,6 +37,7 @@ class ScriptedBackend:
         open: while cleared, no word is said and no adapter loaded.
         dies_after: the connection of the next answer breaks after so many words.
         fails_with: status of all completions, with a message; None to answer.
+        busy: so many of the next completions are answered with 429.
         stream_error: the next stream ends with this event after one word.
         counts: whether it counts tokens along.
         pauses_at: no answer says more words than that until ``go_on`` is set.
@@ -60,6 +61,7 @@ class ScriptedBackend:
         self.open.set()
         self.dies_after: int | None = None
         self.fails_with: int | None = None
+        self.busy = 0
         self.stream_error: dict[str, Any] | None = None
         self.counts = True
         self.pauses_at: int | None = None
@@ -162,6 +164,9 @@ class ScriptedBackend:
         self.keys.append(http.headers.get("authorization"))
         if self.fails_with is not None:
             return _error(self.fails_with, "it is as it is")
+        if self.busy:
+            self.busy -= 1
+            return _error(429, "busy", {"Retry-After": "0"})
         if body["model"] != "base" and body["model"] not in self.adapters:
             return _error(404, f"The model `{body['model']}` does not exist.")
         is_chat = http.url.path.endswith("chat/completions")
@@ -223,5 +228,5 @@ class ScriptedBackend:
             self.streaming -= 1
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "X", "param": None, "code": status}}, status)
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "X", "param": None, "code": status}}, status, headers)

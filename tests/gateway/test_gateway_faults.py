@@ -122,6 +122,27 @@ async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: S
         await router.metric("lorikeet:route_continued_total 4.0")
 
 
+@pytest.mark.parametrize("times", [1, MOST_FAILURES + 1])
+async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: Start, times: int) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.pauses_at = 5
+        heard: list[str] = []
+        asking = asyncio.create_task(events(router.http, COMPLETIONS, body(), heard))
+        while not (any(backend.paused for backend in router.backends) and heard):
+            await asyncio.sleep(0.001)
+        other, killed = sorted(router.backends, key=lambda backend: backend.paused)
+        other.pauses_at, other.busy = None, times
+        await killed.kill()
+        chunks = await asking
+        if times == 1:
+            assert text_of(chunks) == words("base", "once", 12)
+            assert len(other.bodies) == 2
+        else:
+            assert chunks[-1]["error"]["message"] == "busy"
+            assert len(other.bodies) <= MOST_FAILURES + 1
+
+
 async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(start: Start) -> None:
     async with start() as router:
         frozen, other = router.backends

@@ -29,6 +29,9 @@ MOST_FAILURES = 3
 """A request is given up after so many failures in a row that are not the end of a backend."""
 _PAUSE_S = 0.1
 """Before a request is tried for the third time; longer before the next."""
+_BUSY = 429
+_BUSY_PAUSE_S, _MOST_BUSY_PAUSE_S = 1.0, 10.0
+"""Before a stream asks again where a backend was busy: if that does not say how long, and at most."""
 
 _OF_THE_CONNECTION = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
@@ -276,13 +279,20 @@ class Passage:
             ApiError: the answer cannot go on.
         """
         self._ride.output_tokens = self._stream.tokens
-        await self._leave(error)
-        if self._stream.stuck is not None:
-            why = self._stream.stuck
-            raise ApiError(503, f"The backend of this answer was lost, and it cannot go on at another: {why}.")
-        reply = await self.open()
-        if reply.status != 200:
-            raise ApiError(reply.status, error_text(await reply.read()))
+        pause_s = 0.0
+        while True:
+            await self._leave(error)
+            if self._stream.stuck is not None:
+                why = self._stream.stuck
+                raise ApiError(503, f"The backend of this answer was lost, and it cannot go on at another: {why}.")
+            await asyncio.sleep(pause_s)
+            reply = await self.open()
+            if reply.status == 200:
+                break
+            said = error_text(await reply.read())
+            if reply.status != _BUSY or self._failures == MOST_FAILURES:
+                raise ApiError(reply.status, said)
+            error, pause_s = Cut(said), _busy_pause_s(reply.headers)
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
@@ -293,6 +303,12 @@ def _read_usage(content: bytes) -> Counts | None:
         return msgspec.json.decode(content, type=_Whole).usage
     except msgspec.DecodeError:
         return None  # a server that does not count
+
+
+def _busy_pause_s(headers: Headers) -> float:
+    """Return how long a busy backend asks to be left alone."""
+    said = next((value for name, value in headers if name == b"retry-after"), b"")
+    return min(float(said), _MOST_BUSY_PAUSE_S) if said.isdigit() else _BUSY_PAUSE_S
 
 
 def _error_event(error: ApiError) -> bytes:
