@@ -213,6 +213,39 @@ async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(star
         assert (await routing.http.post(COMPLETIONS, json=body("pirate"))).status_code == 200
 
 
+@pytest.mark.parametrize("asked_first", [True, False])
+async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(start: Start, asked_first: bool) -> None:
+    async with start() as routing:
+        first = routing.parts.head.dispatcher.fleet.info(0).replica
+        good, bad = routing.backends if (first == "backend-1") == asked_first else reversed(routing.backends)
+        bad.bad_paths.add("/elsewhere/french")
+        replies = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("french")) for _ in range(8)))
+        replies += [await routing.http.post(COMPLETIONS, json=body("french")) for _ in range(4)]
+        assert {reply.status_code for reply in replies} == {200}
+        assert (len(good.bodies), len(bad.bodies)) == (12, 0)
+        assert bad.calls == ["+french"]
+        await bad.kill()
+        bad.bad_paths.clear()
+        await bad.start()
+        await routing.up(2)
+        for _ in range(2):
+            assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert len(bad.bodies) == 1
+
+
+async def test_a_backend_that_has_lost_an_adapter_and_cannot_load_it_again_is_avoided(start: Start) -> None:
+    async with start(health_s=60.0) as routing:
+        for _ in range(2):
+            await routing.http.post(COMPLETIONS, json=body("french"))
+        bad, good = routing.backends
+        bad.adapters.clear()
+        bad.bad_paths.add("/elsewhere/french")
+        for _ in range(4):
+            assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert len(good.bodies) == 5
+        assert bad.calls == ["+french", "+french"]
+
+
 async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) -> None:
     async with start() as routing:
         assert (await routing.http.post(COMPLETIONS, content=b"{")).status_code == 400

@@ -24,6 +24,7 @@ from lorikeet.gateway.backends import Backend, Refused
 from lorikeet.gateway.connections import ServerLost
 from lorikeet.gateway.dispatching import BackendDispatcher
 from lorikeet.gateway.questions import asked
+from lorikeet.gateway.refusals import AroundRefusals
 from lorikeet.gateway.rides import Ride
 from lorikeet.server.errors import ApiError
 from lorikeet.server.logs import log
@@ -39,7 +40,7 @@ class Head:
 
     Args:
         backends: none of them up.
-        dispatcher: fresh.
+        dispatcher: fresh; its router is the policy.
 
     Attributes:
         backends: by replica.
@@ -54,7 +55,7 @@ class Head:
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, KnownAdapter] = {}
         self._rides: dict[RequestId, Ride] = {}
-        self._refusals: dict[AdapterDigest, Refused] = {}
+        self._router = dispatcher.router = AroundRefusals(dispatcher.router)
         self._tasks = Tasks()
         self._copying: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
         self._gauge = 0
@@ -121,6 +122,17 @@ class Head:
             self._do(self.dispatcher.ended(ride.request_id, time.monotonic(), is_complete=False))
         self._forget(ride)
 
+    def refused(self, ride: Ride, error: Refused) -> bool:
+        """A request's backend has lost its adapter and would not load it again; return whether another may."""
+        assert ride.adapter is not None
+        assert ride.backend is not None
+        self._router.refused(ride.adapter.digest, ride.backend.replica, error, time.monotonic())
+        return self._may_be_had(ride.adapter)
+
+    def _may_be_had(self, adapter: KnownAdapter) -> bool:
+        """Whether an open backend may load an adapter."""
+        return len(self._router.willing(adapter.digest, self.dispatcher.fleet, time.monotonic())) > 0
+
     def _forget(self, ride: Ride) -> None:
         ride.is_known = False
         self._rides.pop(ride.request_id, None)
@@ -176,6 +188,7 @@ class Head:
             adapters: those that it need not load again if it lists them.
         """
         backend.joined()
+        self._router.came(backend.replica)
         held = [adapter.digest for adapter in adapters if backend.adopt(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))
         now = time.monotonic()
@@ -225,11 +238,16 @@ class Head:
             self._fail(request_id)
 
     def _fail(self, request_id: RequestId) -> None:
-        ride = self._rides.pop(request_id, None)
+        """A backend would not load a request's adapter: the next is asked, until none is left."""
+        ride = self._rides.get(request_id)
         if ride is None or ride.adapter is None:
             return
         ride.is_known = False
-        refusal = self._refusals.get(ride.adapter.digest)
+        if self._may_be_had(ride.adapter):
+            self._arrive(ride)
+            return
+        del self._rides[request_id]
+        refusal = self._router.why(ride.adapter.digest)
         status = 400 if refusal is not None and refusal.status < 500 else 502
         if not ride.placed.done():
             ride.placed.set_exception(ApiError(status, str(refusal or "No backend could load the adapter.")))
@@ -246,16 +264,19 @@ class Head:
 
     async def _load(self, digest: AdapterDigest, replica: ReplicaId) -> bool:
         backend, began_s = self.backends[replica], time.monotonic()
+        if self._router.avoids(digest, replica, self.dispatcher.fleet, began_s):
+            return False  # who waits goes elsewhere
         try:
             await backend.load(self.versions[digest])
         except Refused as error:
             log.warning("adapter not loaded", backend=backend.url, reason=str(error))
-            self._refusals[digest] = error
+            self._router.refused(digest, replica, error, time.monotonic())
             return False
         except ServerLost as error:
             self.down(backend, f"while it loaded an adapter: {error}")
             return False
         now = time.monotonic()
+        self._router.accepted(digest, replica)
         self._tell_adapters(backend, AdapterLoaded(digest, now, now - began_s))
         return True
 

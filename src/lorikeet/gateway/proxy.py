@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
+from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.answers import DONE, Answer, BackendFailed, Counts, PassedOn
 from lorikeet.gateway.backends import Backend, Refused
 from lorikeet.gateway.catalog import Catalog
@@ -155,16 +156,30 @@ class Passage:
         adapter = self._ride.adapter
         try:
             if adapter is not None and not backend.holds(adapter):
-                await backend.load(adapter)
+                await self._load(backend, adapter)
             reply = await self._send(backend)
             if reply.status != 404 or adapter is None:
                 return reply
             reply.close()
             backend.forget(adapter)
-            await backend.load(adapter)
+            await self._load(backend, adapter)
             return await self._send(backend)
         except Refused as error:
             raise ApiError(400 if error.status < 500 else 502, str(error)) from error
+
+    async def _load(self, backend: Backend, adapter: KnownAdapter) -> None:
+        """Have a backend load the adapter that it was to have.
+
+        Raises:
+            Lost: it does not, and another may.
+            Refused: no backend does.
+        """
+        try:
+            await backend.load(adapter)
+        except Refused as error:
+            if self._head.refused(self._ride, error):
+                raise Lost from error
+            raise
 
     async def _send(self, backend: Backend) -> Reply:
         question, stream = self._ride.question, self._stream

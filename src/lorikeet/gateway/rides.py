@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class Lost(Exception):
-    """The backend of a request is gone; the request must be placed again."""
+    """The backend of a request is gone, or does not take it; the request must be placed again."""
 
 
 class Ride:
