@@ -7,7 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
-from lorikeet.gateway.questions import CHAT, COMPLETIONS
+from lorikeet.core.ids import RequestId
+from lorikeet.gateway.questions import CHAT, COMPLETIONS, Question
+from lorikeet.gateway.rides import Ride
 from tests.gateway.conftest import Start, adapters, events, requests_at, text_of, write_files
 from tests.gateway.scripted import chat_text, words
 
@@ -117,6 +119,36 @@ async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -
         while "-json" not in routing.all_calls:
             await asyncio.sleep(0.001)
         assert (await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})).status_code == 404
+
+
+async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
+    async with start(count=1) as routing:
+        head = routing.parts.head
+        (backend,) = head.backends.values()
+        for name in ("a", "b", "c", "d"):
+            asked = {"lora_name": name, "lora_path": f"/elsewhere/{name}", "rank": 4}
+            assert (await routing.http.post("/v1/load_lora_adapter", json=asked)).status_code == 200
+            assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
+            assert (await routing.http.post("/v1/unload_lora_adapter", json=asked)).status_code == 200
+            while backend.adapters:
+                await asyncio.sleep(0.001)
+        assert {adapter.name for adapter in head.versions.values()} - {"d"} == {"french", "pirate"}
+        assert not backend._locks
+        assert (await routing.cluster())["replicas"][0]["resident"] == []
+
+
+async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(start: Start) -> None:
+    async with start(count=1) as routing:
+        head, asked = routing.parts.head, {"lora_name": "late", "lora_path": "/elsewhere/late", "rank": 4}
+        await routing.http.post("/v1/load_lora_adapter", json=asked)
+        adapter = routing.parts.catalog.adapters["late"]
+        await routing.http.post("/v1/unload_lora_adapter", json=asked)
+        assert adapter.digest not in head.versions
+        ride = Ride(RequestId("ride"), Question(COMPLETIONS, b'{"model": "late"}'), adapter, prompt_tokens=1)
+        assert (await head.place(ride)).holds(adapter)
+        head.release(ride)
+        while routing.all_calls != ["+late", "-late"]:
+            await asyncio.sleep(0.001)
 
 
 async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(start: Start) -> None:

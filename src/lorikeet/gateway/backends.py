@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections import defaultdict
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -83,7 +83,8 @@ class Backend:
         """Root by name of all adapters that it lists, whoever loaded them."""
         self._last: dict[str, AdapterDigest] = {}
         """By name, the version that it was last known to have. Kept while it is away: its process may have lived on."""
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+        """By name, as long as somebody loads or unloads under it."""
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._connections = Connections(self.url)
@@ -191,6 +192,9 @@ class Backend:
         self.adapters.pop(adapter.name, None)
         self._listed.pop(adapter.name, None)
 
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
     async def load(self, adapter: KnownAdapter) -> None:
         """Load an adapter unless it is there; calls for one name follow each other. Another version is unloaded first.
 
@@ -199,7 +203,7 @@ class Backend:
         Raises:
             Refused: the backend cannot load it.
         """
-        async with self._locks[adapter.name]:
+        async with self._lock(adapter.name):
             if self.holds(adapter) or self.adopt(adapter):
                 return
             if adapter.name in self.adapters or adapter.name in self._listed:
@@ -225,7 +229,7 @@ class Backend:
         Raises:
             Refused: the backend does not unload it.
         """
-        async with self._locks[adapter.name]:
+        async with self._lock(adapter.name):
             if self.holds(adapter):
                 await self._unload(adapter.name)
 

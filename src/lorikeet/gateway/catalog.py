@@ -114,6 +114,9 @@ class Catalog:
     async def _retire(self, adapter: KnownAdapter) -> None:
         self._head.retire(adapter)
         await self._placer.drop(adapter.digest)
+        current = self.adapters.get(adapter.name)
+        if current is None or current.digest != adapter.digest:
+            self._head.drop(adapter)
 
     async def _place_anew(self) -> None:
         if is_open := [each.replica for each in self._head.backends.values() if each.is_open]:

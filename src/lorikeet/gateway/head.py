@@ -45,7 +45,7 @@ class Head:
     Attributes:
         backends: by replica.
         dispatcher: to read.
-        versions: all adapters that requests have been able to ask for, replaced ones included; to read.
+        versions: adapters that requests may ask for, and those that a request or a backend has still; to read.
         on_change: called when a backend has come or gone, takes no more requests, or takes them again.
     """
 
@@ -54,6 +54,8 @@ class Head:
         self.dispatcher = dispatcher
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, KnownAdapter] = {}
+        self._dropped: set[AdapterDigest] = set()
+        """Of the versions those that are forgotten as soon as nobody has them."""
         self._rides: dict[RequestId, Ride] = {}
         self._router = dispatcher.router = AroundRefusals(dispatcher.router)
         self._tasks = Tasks()
@@ -71,11 +73,22 @@ class Head:
     def know(self, adapter: KnownAdapter) -> None:
         """Requests may come for an adapter."""
         self.versions[adapter.digest] = adapter
+        self._dropped.discard(adapter.digest)
         self.dispatcher.know(adapter.digest)
 
     def retire(self, adapter: KnownAdapter) -> None:
         """No more requests come for an adapter: backends unload it when those that there are have ended."""
         self._do(self.dispatcher.retire(adapter.digest))
+
+    def drop(self, adapter: KnownAdapter) -> None:
+        """A retired adapter is in no placement any longer. It is forgotten here, or later if somebody has it still."""
+        self._dropped.add(adapter.digest)
+        held = {digest for backend in self.backends.values() for digest in backend.adapters.values()}
+        for digest in self._dropped - held:
+            if not self.dispatcher.uses(digest):
+                self._dropped.discard(digest)
+                del self.versions[digest]
+                self._router.forget(digest)
 
     def swap(self, table: RoutingTable) -> None:
         """Take a placement, unless it is the one that counts."""
@@ -140,6 +153,10 @@ class Head:
     def _arrive(self, ride: Ride) -> None:
         now, router = time.monotonic(), self.dispatcher.router
         ride.is_known = True
+        if ride.adapter is not None and ride.adapter.digest not in self.versions:
+            # It was dropped while this request was on its way from one backend to another.
+            self.versions[ride.adapter.digest] = ride.adapter
+            self._dropped.add(ride.adapter.digest)
         question = asked(
             ride.request_id,
             ride.question,
@@ -229,11 +246,11 @@ class Head:
             if ride is not None and not ride.placed.done():
                 ride.placed.set_result(self.backends[replica])
         for fetch in actions.fetches:
-            self._copy(self._fetch(fetch), fetch.destination)
+            self._copy(self._fetch(fetch, self.versions[fetch.adapter]), fetch.destination)
         for provision in actions.provisions:
-            self._copy(self._provide(provision), provision.replica)
+            self._copy(self._provide(provision, self.versions[provision.adapter]), provision.replica)
         for digest, replica in actions.deletes:
-            self._copy(self._delete(digest, replica), replica)
+            self._copy(self._delete(self.versions[digest], replica), replica)
         for request_id in actions.failed:
             self._fail(request_id)
 
@@ -252,42 +269,42 @@ class Head:
         if not ride.placed.done():
             ride.placed.set_exception(ApiError(status, str(refusal or "No backend could load the adapter.")))
 
-    async def _fetch(self, fetch: Fetch) -> None:
-        done = await self._load(fetch.adapter, fetch.destination)
+    async def _fetch(self, fetch: Fetch, adapter: KnownAdapter) -> None:
+        done = await self._load(adapter, fetch.destination)
         self._do(self.dispatcher.fetched(fetch) if done else self.dispatcher.fetch_failed(fetch))
 
-    async def _provide(self, provision: Provision) -> None:
-        if await self._load(provision.adapter, provision.replica):
+    async def _provide(self, provision: Provision, adapter: KnownAdapter) -> None:
+        if await self._load(adapter, provision.replica):
             self._do(self.dispatcher.provided(provision))
         else:
             self._do(self.dispatcher.provision_failed(provision, time.monotonic()))
 
-    async def _load(self, digest: AdapterDigest, replica: ReplicaId) -> bool:
+    async def _load(self, adapter: KnownAdapter, replica: ReplicaId) -> bool:
         backend, began_s = self.backends[replica], time.monotonic()
-        if self._router.avoids(digest, replica, self.dispatcher.fleet, began_s):
+        if self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, began_s):
             return False  # who waits goes elsewhere
         try:
-            await backend.load(self.versions[digest])
+            await backend.load(adapter)
         except Refused as error:
             log.warning("adapter not loaded", backend=backend.url, reason=str(error))
-            self._router.refused(digest, replica, error, time.monotonic())
+            self._router.refused(adapter.digest, replica, error, time.monotonic())
             return False
         except ServerLost as error:
             self.down(backend, f"while it loaded an adapter: {error}")
             return False
         now = time.monotonic()
-        self._router.accepted(digest, replica)
-        self._tell_adapters(backend, AdapterLoaded(digest, now, now - began_s))
+        self._router.accepted(adapter.digest, replica)
+        self._tell_adapters(backend, AdapterLoaded(adapter.digest, now, now - began_s))
         return True
 
-    async def _delete(self, digest: AdapterDigest, replica: ReplicaId) -> None:
+    async def _delete(self, adapter: KnownAdapter, replica: ReplicaId) -> None:
         backend = self.backends[replica]
         try:
-            await backend.unload(self.versions[digest])
+            await backend.unload(adapter)
         except (Refused, ServerLost) as error:
             log.warning("adapter not unloaded", backend=backend.url, reason=str(error))
             return
-        self._tell_adapters(backend, AdapterEvicted(digest, time.monotonic(), 0))
+        self._tell_adapters(backend, AdapterEvicted(adapter.digest, time.monotonic(), 0))
 
     def _copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
         """Begin what a backend is to do with an adapter; it is given up when the backend is gone."""

@@ -58,6 +58,10 @@ class AroundRefusals(Router):
         for refusals in self._refusals.values():
             refusals.pop(replica, None)
 
+    def forget(self, adapter: AdapterDigest) -> None:
+        """No request asks for an adapter any longer."""
+        self._refusals.pop(adapter, None)
+
     def why(self, adapter: AdapterDigest) -> Refused | None:
         """Return what was said last by one that would not load an adapter; None if nobody said so."""
         refusals = self._refusals.get(adapter)
