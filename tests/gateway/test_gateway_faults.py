@@ -9,7 +9,7 @@ from lorikeet.config import ConfigError
 from lorikeet.gateway.proxy import MOST_FAILURES
 from lorikeet.gateway.questions import CHAT, COMPLETIONS
 from lorikeet.gateway.run import RouteOptions, gateway
-from tests.gateway.conftest import Start, events, routing, text_of
+from tests.gateway.conftest import Start, adapters, events, routing, text_of
 from tests.gateway.scripted import ScriptedBackend, chat_text, words
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -283,6 +283,48 @@ async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start
         backend.go_on.set()
         assert text_of(await running) == words("base", "once", 12)
         assert len(backend.bodies) == 2
+
+
+async def test_adapters_have_their_homes_again_when_their_backend_is_back(start: Start) -> None:
+    names = ("a", "b", "c", "d")
+    async with start(row="loraserve:random", adapters=adapters(*names)) as router:
+        homes = (await router.cluster())["shares"]
+        killed, other = router.backends
+        await killed.kill()
+        await router.up(1)
+        for name in names:
+            assert (await router.http.post(COMPLETIONS, json=body(name))).status_code == 200
+        assert len(other.bodies) == 4
+        await killed.start()
+        await router.up(2)
+        for name in names:
+            assert (await router.http.post(COMPLETIONS, json=body(name))).status_code == 200
+        assert (await router.cluster())["shares"] == homes
+        assert len(killed.bodies) == 2
+
+
+async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.gateway.catalog.AWAY_S", 0.0)
+    async with start(row="loraserve:random", adapters=adapters("a", "b", "c", "d")) as router:
+        killed, other = router.backends
+        await killed.kill()
+        (home,) = [each["id"] for each in (await router.cluster())["replicas"] if each["address"] == other.url]
+        while any(shares != {home: 1.0} for shares in (await router.cluster())["shares"].values()):
+            await asyncio.sleep(0.001)
+
+
+async def test_what_a_backend_should_have_is_loaded_unasked_when_it_is_back(start: Start) -> None:
+    async with start(row="lorikeet:round-robin,pool_prefetch=true") as router:
+        killed, other = router.backends
+        while len(killed.adapters) < 2 or len(other.adapters) < 2:
+            await asyncio.sleep(0.001)
+        await killed.kill()
+        await router.up(1)
+        await killed.start()
+        while len(killed.adapters) < 2:
+            await asyncio.sleep(0.001)
 
 
 async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_another(start: Start) -> None:

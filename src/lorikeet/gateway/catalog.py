@@ -1,5 +1,6 @@
 """Which models clients may ask a gateway for, and where its adapters are to be."""
 
+import asyncio
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -10,9 +11,13 @@ from lorikeet.cluster.orchestrator import Known
 from lorikeet.cluster.placer import Placer
 from lorikeet.cluster.placing import PlacementService
 from lorikeet.cluster.tasks import Tasks
+from lorikeet.core.ids import ReplicaId
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.head import Head
 from lorikeet.server.errors import ApiError, model_not_found
+
+AWAY_S = 60.0
+"""Adapters keep their places on a backend that is away for less: it may have them still, and comes back as it was."""
 
 
 class Catalog:
@@ -36,18 +41,25 @@ class Catalog:
         self._placer = Placer(placements, period_s, head.swap)
         self._created = int(time.time())
         self._tasks = Tasks()
+        self._there = set(head.backends)
+        """Backends to place on."""
+        self._leaving: dict[ReplicaId, asyncio.TimerHandle] = {}
+        """Those of them that do not take requests, until they have been away for too long."""
         for adapter in self.adapters.values():
             head.know(adapter)
 
     async def start(self) -> None:
-        """Place on the backends that are there, if any; and anew after every period, and when backends change."""
-        self._head.on_change = lambda: self._tasks.run(self._place_anew())
-        await self._place_anew()
+        """Place on all backends, also those that may come soon; and anew after every period, and when they change."""
+        self._head.on_change = self._note_change
+        self._note_change()
         await self._know(self.adapters.values())
         self._tasks.run(self._placer.run())
 
     async def close(self) -> None:
         """Place no longer."""
+        self._head.on_change = lambda: None
+        for timer in self._leaving.values():
+            timer.cancel()
         await self._tasks.close()
 
     # --- names ---------------------------------------------------------------------------------------
@@ -118,6 +130,28 @@ class Catalog:
         if current is None or current.digest != adapter.digest:
             self._head.drop(adapter)
 
-    async def _place_anew(self) -> None:
-        if is_open := [each.replica for each in self._head.backends.values() if each.is_open]:
-            await self._placer.set_replicas(is_open)
+    def _note_change(self) -> None:
+        """A backend has come or gone, takes no more requests, or takes them again."""
+        came = False
+        for replica, backend in self._head.backends.items():
+            if not backend.is_open:
+                if replica in self._there and replica not in self._leaving:
+                    loop = asyncio.get_running_loop()
+                    self._leaving[replica] = loop.call_later(AWAY_S, self._is_gone, replica)
+            elif (timer := self._leaving.pop(replica, None)) is not None:
+                timer.cancel()
+            elif replica not in self._there:
+                self._there.add(replica)
+                came = True
+        if came:
+            self._place_anew()
+
+    def _is_gone(self, replica: ReplicaId) -> None:
+        """A backend has been away for too long."""
+        del self._leaving[replica]
+        self._there.discard(replica)
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        if there := [replica for replica in self._head.backends if replica in self._there]:
+            self._tasks.run(self._placer.set_replicas(there))

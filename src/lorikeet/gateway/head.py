@@ -211,6 +211,8 @@ class Head:
         now = time.monotonic()
         self._do(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
         self._tell_adapters(backend, *(AdapterLoaded(digest, now, 0.0) for digest in held))
+        if (table := self.dispatcher.router.table) is not None:
+            self._do(self.dispatcher.swap(table, now))  # where copies are made unasked, what it has lost is made anew
         self.on_change()
 
     def drain(self, backend: Backend) -> None:
@@ -281,8 +283,8 @@ class Head:
 
     async def _load(self, adapter: KnownAdapter, replica: ReplicaId) -> bool:
         backend, began_s = self.backends[replica], time.monotonic()
-        if self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, began_s):
-            return False  # who waits goes elsewhere
+        if not backend.is_up or self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, began_s):
+            return False  # a placement counts on it nevertheless; who waits goes elsewhere
         try:
             await backend.load(adapter)
         except Refused as error:
