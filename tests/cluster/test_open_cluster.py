@@ -79,9 +79,12 @@ async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, t
     ]
 
 
-async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_on_at_another(tmp_path: Path) -> None:
+async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_on_at_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.engine.connection.LAST_WORDS_S", 3.0)  # the copy's end is heard before the engine's
     model = make_model(tmp_path / "model")
-    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("ab")]
+    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
     settings = settings_of(model, tmp_path, ROW, ReplicaStart.RAY)
     pool_dir = tmp_path / "pool"
     cluster = msgspec.structs.replace(settings.cluster, pool_dir=str(pool_dir))
@@ -100,6 +103,9 @@ async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_o
         writer = await written_to(fifo)
         fifo.unlink()  # the next actor is not to wait for it, too
         parent.kill()
+        await asyncio.to_thread(parent.wait)
+        other = next(each for each in adapters if each is not adapter and homes[each.digest] == home)
+        handles += [client.submit(greedy(f"late {n}", prompt(9, seed=n), 20, other)) for n in range(4)]
         await check_all(handles)
         os.close(writer)
         assert not any(handle.deaths for handle in handles), "no engine had them yet"

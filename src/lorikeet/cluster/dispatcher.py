@@ -113,7 +113,7 @@ class Dispatcher:
     def __init__(self, router: Router, *, prefetch: bool = False, averages: Averages | None = None) -> None:
         self.router = router
         self.fleet = Fleet(averages)
-        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self.fleet.__contains__)
+        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, lambda replica: replica in self.fleet)
         self._prefetch = prefetch
         self._requests: dict[RequestId, _Known] = {}
         self._waiting: dict[RequestId, None] = {}
