@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from lorikeet.cluster.actions import Provision
 from lorikeet.cluster.carrier import Carrier
-from lorikeet.cluster.dispatcher import Provision
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.transport import DestinationGone, TransportError
 from lorikeet.core.adapter import AdapterRef

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lorikeet.cluster.actions import Actions, Provision, Send
 from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision, Send
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.routing.by_table import ByTable

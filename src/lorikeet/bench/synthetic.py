@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 PAPER_RANKS = (8, 16, 32, 64, 128)
@@ -34,6 +34,18 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     if not ranks or min(ranks) < 1:
         raise ValueError(f"{text!r} is no rank, list of ranks such as 8,16,64 or range such as 8-128")
     return ranks
+
+
+def parse_modules(text: str) -> tuple[str, ...]:
+    """Read the modules that adapters change, such as ``q,k,v``.
+
+    Raises:
+        ValueError: there is no such module, or one is named twice.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    if len(set(names)) < len(names) or not set(names) <= set(LORA_MODULES):
+        raise ValueError(f"modules {text!r}: name some of {', '.join(LORA_MODULES)}, each once")
+    return names
 
 
 def spread(ranks: Sequence[int], count: int) -> list[int]:

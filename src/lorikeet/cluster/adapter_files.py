@@ -9,8 +9,9 @@ from functools import partial
 import msgspec
 import structlog
 
+from lorikeet.cluster.actions import Actions, Provision
 from lorikeet.cluster.carrier import Carrier
-from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.retiring import Retiring

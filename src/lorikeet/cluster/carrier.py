@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from lorikeet.cluster.dispatcher import Provision
+from lorikeet.cluster.actions import Provision
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.tasks import Tasks
 from lorikeet.cluster.transport import DestinationGone, Transport, TransportError

@@ -14,10 +14,11 @@ import msgspec
 import structlog
 import zmq.asyncio
 
+from lorikeet.cluster.actions import Actions
 from lorikeet.cluster.adapter_files import AdapterFiles
 from lorikeet.cluster.asked import Asked, asked
 from lorikeet.cluster.describe import cluster_state
-from lorikeet.cluster.dispatcher import Actions, Dispatcher
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.hearing import gauges
 from lorikeet.cluster.moves import KvSpeed, Moves

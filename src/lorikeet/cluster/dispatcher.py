@@ -8,8 +8,8 @@ cluster, on a virtual clock for a simulated one. Every call returns what is to b
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
 
+from lorikeet.cluster.actions import Actions, Collected, Provision, Send
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.averages import Averages
 from lorikeet.cluster.entries import ReplicaInfo
@@ -22,61 +22,6 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs
-
-
-class Send(NamedTuple):
-    """A request to hand to a replica; its adapter's files are there."""
-
-    request_id: RequestId
-    replica: ReplicaId
-
-
-class Provision(NamedTuple):
-    """A copy to make from an adapter's own files, since no replica holds it.
-
-    Attributes:
-        number: names it; its end is reported with it.
-        adapter: what.
-        replica: where to.
-    """
-
-    number: int
-    adapter: AdapterDigest
-    replica: ReplicaId
-
-
-class Actions(NamedTuple):
-    """What follows from a call.
-
-    Attributes:
-        sends: requests to hand over, in order.
-        fetches: copies to make from one replica to another.
-        provisions: copies to make from an adapter's own files.
-        deletes: copies to delete.
-        failed: requests whose adapter can be had from nowhere; they are forgotten here.
-    """
-
-    sends: tuple[Send, ...] = ()
-    fetches: tuple[Fetch, ...] = ()
-    provisions: tuple[Provision, ...] = ()
-    deletes: tuple[tuple[AdapterDigest, ReplicaId], ...] = ()
-    failed: tuple[RequestId, ...] = ()
-
-
-@dataclass
-class _Collected:
-    """Actions while a call is under way."""
-
-    sends: list[Send] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
-    provisions: list[Provision] = field(default_factory=list)
-    deletes: list[tuple[AdapterDigest, ReplicaId]] = field(default_factory=list)
-    failed: list[RequestId] = field(default_factory=list)
-
-    def actions(self) -> Actions:
-        return Actions(
-            tuple(self.sends), tuple(self.fetches), tuple(self.provisions), tuple(self.deletes), tuple(self.failed)
-        )
 
 
 @dataclass
@@ -145,7 +90,7 @@ class Dispatcher:
         held = set(adapters)
         for adapter in held:
             self.pool.seed(adapter, info.replica)
-        collected = _Collected()
+        collected = Collected()
         self._try_waiting(collected, now)
         for adapter in sorted(held & self._retired):  # one that comes back with a copy does not make it wanted again
             self._take(self.pool.retire(adapter), collected)
@@ -157,7 +102,7 @@ class Dispatcher:
         Raises:
             KeyError: it is not there.
         """
-        collected = _Collected()
+        collected = Collected()
         homeless = self.fleet.leave(replica)
         for each in homeless:
             del self._requests[each]
@@ -175,12 +120,24 @@ class Dispatcher:
         """Send a replica no more requests; those that are there go on."""
         self.fleet.drain(replica)
 
+    def reopen(self, replica: ReplicaId, now: float) -> Actions:
+        """Send a replica requests again after a :meth:`drain`: those that wait, and copies that it should have.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        self.fleet.reopen(replica)
+        return self.swap(self.router.table or RoutingTable(0, {}), now)
+
     def hear(self, replica: ReplicaId, outputs: StepOutputs, now: float) -> Actions:
         """Take in what an engine told, except its gauges; a request that it has finished is forgotten here."""
-        ends = (event for event in outputs.events if isinstance(event, Finished))
-        finished = [event for event in ends if self.fleet.where(event.request_id) == replica]
+        finished = [
+            event
+            for event in outputs.events
+            if isinstance(event, Finished) and self.fleet.where(event.request_id) == replica
+        ]
         hear(self.fleet, replica, outputs)
-        collected = _Collected()
+        collected = Collected()
         for event in finished:
             self._forget(event.request_id, collected)
         if finished:
@@ -189,7 +146,7 @@ class Dispatcher:
 
     def gauges(self, gauges: Gauges, now: float) -> Actions:
         """Take in what a replica counts."""
-        collected = _Collected()
+        collected = Collected()
         if self.fleet.gauges(gauges):
             self._try_waiting(collected, now)
         return collected.actions()
@@ -205,7 +162,7 @@ class Dispatcher:
         if asked.request_id in self._requests:
             raise ValueError(f"Request {asked.request_id} is here")
         self._requests[asked.request_id] = _Known(asked)
-        collected = _Collected()
+        collected = Collected()
         self._waiting[asked.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
@@ -214,8 +171,9 @@ class Dispatcher:
         """Send a request elsewhere. Its owner has taken it back from where it was.
 
         Args:
-            asked, now: the request with what it has generated, and the present time.
+            asked: the request with what it has generated.
             target: where to; if it has left, the request is routed anew.
+            now: the present time.
 
         Raises:
             KeyError: the request is not here.
@@ -223,7 +181,7 @@ class Dispatcher:
         known = self._requests[asked.request_id]
         if asked.adapter in self._provisioning:
             self._provisioning[asked.adapter].waiting.pop(asked.request_id, None)
-        collected = _Collected()
+        collected = Collected()
         self._leave_pool(known, collected)
         known.asked = asked
         if target in self.fleet:
@@ -239,10 +197,11 @@ class Dispatcher:
         """A request has ended otherwise than by what its engine told: its client left, say. Unknown ones are ignored.
 
         Args:
-            request_id, now: which, and the present time.
+            request_id: which.
+            now: the present time.
             is_complete: it has got its whole answer.
         """
-        collected = _Collected()
+        collected = Collected()
         if request_id in self._requests:
             replica = self.fleet.where(request_id)
             if replica is not None:
@@ -263,7 +222,7 @@ class Dispatcher:
 
     def provided(self, provision: Provision) -> Actions:
         """A provision has ended well; one of a replica that has left is ignored."""
-        collected = _Collected()
+        collected = Collected()
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is not None and provisioning.provision == provision:
             del self._provisioning[provision.adapter]
@@ -306,7 +265,7 @@ class Dispatcher:
     def swap(self, table: RoutingTable, now: float) -> Actions:
         """Take a new placement. Requests stay where they were sent; those that wait are tried by it."""
         self.router.table = table
-        collected = _Collected()
+        collected = Collected()
         self._take(self.pool.swap(table), collected)
         if self._prefetch:
             self._provide_missing(table, collected)
@@ -315,7 +274,7 @@ class Dispatcher:
 
     # --- within --------------------------------------------------------------------------------------
 
-    def _route(self, asked: Asked, collected: _Collected, now: float) -> bool:
+    def _route(self, asked: Asked, collected: Collected, now: float) -> bool:
         """Send a request, or have its adapter brought first; False if it must wait."""
         replica = self.router.route(asked, self.fleet, now) if len(self.fleet.open) else None
         if replica is None:
@@ -324,7 +283,7 @@ class Dispatcher:
         self._begin(self._requests[asked.request_id], replica, collected)
         return True
 
-    def _try_waiting(self, collected: _Collected, now: float) -> None:
+    def _try_waiting(self, collected: Collected, now: float) -> None:
         """Route those that wait, first come first served: the first that must go on waiting ends it."""
         while self._waiting:
             request_id = next(iter(self._waiting))
@@ -332,7 +291,7 @@ class Dispatcher:
                 return
             del self._waiting[request_id]
 
-    def _begin(self, known: _Known, replica: ReplicaId, collected: _Collected) -> None:
+    def _begin(self, known: _Known, replica: ReplicaId, collected: Collected) -> None:
         """See to the adapter of a request that has been given a replica."""
         asked = known.asked
         if asked.adapter is None:
@@ -343,7 +302,7 @@ class Dispatcher:
             known.in_pool = True
             self._take(self.pool.begin(asked.request_id, asked.adapter, replica), collected)
 
-    def _begin_all(self, waiting: Iterable[RequestId], collected: _Collected) -> None:
+    def _begin_all(self, waiting: Iterable[RequestId], collected: Collected) -> None:
         for request_id in waiting:
             self._begin(self._requests[request_id], self._where(request_id), collected)
 
@@ -353,7 +312,7 @@ class Dispatcher:
         assert replica is not None  # it was dispatched before its adapter was asked for
         return replica
 
-    def _take(self, todo: Todo, collected: _Collected) -> None:
+    def _take(self, todo: Todo, collected: Collected) -> None:
         """Collect what the pool asks for. Whoever it has failed is provided for from the adapter's own files."""
         collected.sends += [Send(request_id, self._where(request_id)) for request_id in todo.ready]
         collected.fetches += todo.fetches
@@ -369,7 +328,7 @@ class Dispatcher:
                 collected.provisions.append(provisioning.provision)
             provisioning.waiting[request_id] = None
 
-    def _provide_missing(self, table: RoutingTable, collected: _Collected) -> None:
+    def _provide_missing(self, table: RoutingTable, collected: Collected) -> None:
         """Have a first copy made of every adapter that nobody holds; the others are fetched from there."""
         for adapter, shares in table.shares.items():
             replica = next((share.replica for share in shares if share.replica in self.fleet), None)
@@ -382,12 +341,12 @@ class Dispatcher:
         self._provisioning[adapter] = provisioning
         return provisioning
 
-    def _leave_pool(self, known: _Known, collected: _Collected) -> None:
+    def _leave_pool(self, known: _Known, collected: Collected) -> None:
         if known.in_pool:
             known.in_pool = False
             self._take(self.pool.end(known.asked.request_id), collected)
 
-    def _forget(self, request_id: RequestId, collected: _Collected) -> None:
+    def _forget(self, request_id: RequestId, collected: Collected) -> None:
         known = self._requests.pop(request_id)
         self._waiting.pop(request_id, None)
         if known.asked.adapter in self._provisioning:
@@ -395,6 +354,6 @@ class Dispatcher:
         self._leave_pool(known, collected)
 
     def _done(self, todo: Todo) -> Actions:
-        collected = _Collected()
+        collected = Collected()
         self._take(todo, collected)
         return collected.actions()

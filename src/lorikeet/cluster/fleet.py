@@ -107,6 +107,15 @@ class Fleet:
         self._by_id[replica_id].is_open = False
         self._note_open()
 
+    def reopen(self, replica_id: ReplicaId) -> None:
+        """Send a replica requests again; those that are there stay.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        self._by_id[replica_id].is_open = True
+        self._note_open()
+
     def _note_open(self) -> None:
         self.open_index = {replica.info.replica: replica.index for replica in self._replicas if replica.is_open}
         self.open = np.array(list(self.open_index.values()), np.intp)

@@ -82,8 +82,7 @@ def bench_memory(
     from lorikeet.bench.memory_bench import MemorySetting, live_rig, modelled_rig, row_figures, run_row
     from lorikeet.bench.memory_work import WorkOptions, least_memory_bytes, make_work, working_set
     from lorikeet.bench.pool_plot import pool_areas
-    from lorikeet.bench.synthetic import parse_ranks
-    from lorikeet.core.geometry import LORA_MODULES
+    from lorikeet.bench.synthetic import parse_modules, parse_ranks
     from lorikeet.costs.catalog import load_profile
     from lorikeet.engine.executor import ExecutorError
     from lorikeet.server.announce import Announcer
@@ -98,10 +97,10 @@ def bench_memory(
     for flag, number in (("--rate", rate), ("--length-scale", length_scale)):
         if number is not None and not number > 0:
             fail(f"{flag} {number:g} is not positive", code=2)
-    changed = tuple(name.strip() for name in modules.split(","))
-    unknown = [name for name in changed if name not in LORA_MODULES]
-    if unknown or len(set(changed)) < len(changed):
-        fail(f"--modules {modules!r}: name some of {', '.join(LORA_MODULES)}, each once", code=2)
+    try:
+        changed = parse_modules(modules)
+    except ValueError as error:
+        fail(f"--{error}", code=2)
     try:
         names = split_presets(presets)
         for name in names:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from lorikeet.cluster.dispatcher import Actions, Provision
+from lorikeet.cluster.actions import Actions, Provision
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.pool import Fetch
@@ -22,7 +23,6 @@ from lorikeet.core.plan import Token
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend, Refused
 from lorikeet.gateway.connections import ServerLost
-from lorikeet.gateway.dispatching import BackendDispatcher
 from lorikeet.gateway.questions import asked
 from lorikeet.gateway.refusals import AroundRefusals
 from lorikeet.gateway.rides import Ride
@@ -49,7 +49,7 @@ class Head:
         on_change: called when a backend has come or gone, takes no more requests, or takes them again.
     """
 
-    def __init__(self, backends: Sequence[Backend], dispatcher: BackendDispatcher) -> None:
+    def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
         self.backends = {backend.replica: backend for backend in backends}
         self.dispatcher = dispatcher
         self.on_change: Callable[[], object] = lambda: None

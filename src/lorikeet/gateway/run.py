@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placing import InProcess
 from lorikeet.config import ConfigError
@@ -25,7 +26,6 @@ from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.app import create_app
 from lorikeet.gateway.backends import Backend
 from lorikeet.gateway.catalog import Catalog
-from lorikeet.gateway.dispatching import BackendDispatcher
 from lorikeet.gateway.head import Head
 from lorikeet.gateway.metrics import GatewayMetrics
 from lorikeet.gateway.proxy import Parts
@@ -135,7 +135,7 @@ async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
     if row.comigration:
         log.info("requests stay where they are while their backend lives: only engines of one's own can hand them over")
     backends = [Backend(replica, url, options.backend_key) for replica, url in zip(replicas, urls, strict=True)]
-    head = Head(backends, BackendDispatcher(router, prefetch=row.pool_prefetch))
+    head = Head(backends, Dispatcher(router, prefetch=row.pool_prefetch))
     placements = InProcess(Orchestrator(placement, time.monotonic()))
     catalog = Catalog(head, options.adapters, placements, row.placement_period_s)
     watch = Watch(head, catalog.adapters, options.health_s)

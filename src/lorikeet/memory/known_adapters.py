@@ -1,6 +1,6 @@
 """The adapters that the memory knows: what they take, and how they are given up with all that depends on them."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 from lorikeet.core.adapter import AdapterRef
@@ -113,9 +113,7 @@ class KnownAdapters:
         tree = self._tree
         if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == Moving.IN:
             return
-        for kv in reversed(list(tree.below(node))):
-            if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
-                self._room.evict(kv, now)
+        self._evict_all(reversed(list(tree.below(node))), now)
 
     def clear_stranded_kv(self, node: int, now: float) -> None:
         """The same for KV that landed on the device when what it depends on had left: it leaves with all below it."""
@@ -125,11 +123,16 @@ class KnownAdapters:
         parent = int(tree.parent[node])
         if tree.on_device[parent] or tree.moving[parent] == Moving.IN:
             return
-        branch = {node}
-        for kv in tree.below(int(tree.top[node])):
+        branch = {node: None}
+        for kv in tree.below(int(tree.top[node])):  # parents come before children
             if int(tree.parent[kv]) in branch:
-                branch.add(kv)
-        for kv in sorted(branch, key=lambda kv: -int(tree.depth[kv])):
+                branch[kv] = None
+        self._evict_all(reversed(branch), now)
+
+    def _evict_all(self, nodes: Iterable[int], now: float) -> None:
+        """Evict KV that may leave, later KV first."""
+        tree = self._tree
+        for kv in nodes:
             if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
                 self._room.evict(kv, now)
 

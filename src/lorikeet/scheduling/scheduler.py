@@ -204,7 +204,6 @@ class Scheduler:
             self._admit_waiting(draft, now)
             self._admit_instead(draft, now)
         self._memory.note_batch(len(self._running), now)
-        self._memory.note_waiting(self.queue.wanted, now)
         self._memory.swapper.after_admission(now)
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits

@@ -30,7 +30,10 @@ class TextStream:
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the class of all errors of tokenizers: "Invalid prefix encountered", see flush
+        except Exception as error:  # tokenizers knows no other class
+            if "Invalid prefix" not in str(error):
+                raise
+            # See flush: with this byte those before it, which have been shown, make no characters any more.
             text = self._decode(self._pending)
             self._stream = DecodeStream(list(self._pending), self._skip)
         if text is None:

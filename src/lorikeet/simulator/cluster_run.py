@@ -19,12 +19,13 @@ from functools import partial
 import msgspec
 
 from lorikeet.bench.in_process import Collector, WorkloadArrivals
+from lorikeet.cluster.actions import Actions, Provision
 from lorikeet.cluster.asked import Asked, asked
 from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.review import CoMigration
 from lorikeet.cluster.comigration.state import CoMigrationSettings
-from lorikeet.cluster.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes
 from lorikeet.cluster.hearing import gauges
 from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen

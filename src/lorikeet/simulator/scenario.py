@@ -11,12 +11,19 @@ from lorikeet.bench.choices import Range, parse_slo
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.shapes import SHAPES
-from lorikeet.bench.synthetic import ATTENTION, adapter_names, parse_ranks, spread, synthetic_adapters
+from lorikeet.bench.synthetic import (
+    ATTENTION,
+    adapter_names,
+    parse_modules,
+    parse_ranks,
+    spread,
+    synthetic_adapters,
+)
 from lorikeet.bench.workload import WorkloadError, read_any
 from lorikeet.cluster.fetch_times import FetchForm
 from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.slo import Slo
 
 _WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
@@ -154,10 +161,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             ScenarioError: there is no such module, or one is named twice.
         """
-        names = tuple(name.strip() for name in self.modules.split(","))
-        if len(set(names)) < len(names) or not set(names) <= set(LORA_MODULES):
-            raise ScenarioError(f"modules {self.modules!r}: name some of {', '.join(LORA_MODULES)}, each once")
-        return names
+        try:
+            return parse_modules(self.modules)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from error
 
     def limits(self) -> Slo:
         """Return the SLO.

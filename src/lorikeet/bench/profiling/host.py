@@ -9,17 +9,14 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, Figure, HostLora
-from lorikeet.engine.cores import asked_threads, usable_cores
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
-from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
-from lorikeet.engine.host_lora.start import worker_cores
+from lorikeet.engine.host_lora.start import open_pool, start_worker_processes
 from lorikeet.engine.torch_executor import TorchExecutor
+from lorikeet.rows import resolve_row
 
-
-def has_host_workers(engine: EngineSettings) -> bool:
-    """Whether replicas with these settings can have host workers."""
-    return engine.host_lora_workers > 0 and engine.tensor_parallel == 1 and engine.device == "cpu"
+_ASSISTING_ROW = "toppings"
+"""One whose replicas have host workers, where settings and device allow any."""
 
 
 def measure_host_lora(
@@ -31,29 +28,24 @@ def measure_host_lora(
         executor: at rest.
         sizes: of it.
         engine: its settings.
-        rounds: how often, at least once.
+        rounds: how often.
         tick: called after each round.
+
+    Returns:
+        The times of each round; none where replicas with these settings have no host workers.
 
     Raises:
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start, or was lost.
     """
-    processes = [start_worker_process() for _ in range(engine.host_lora_workers)]
-    cores = worker_cores(len(processes), asked_threads(engine.threads), usable_cores())
-    host, found = executor.transfers.host, []
-    pool = HostPool(
-        processes,
-        cores,
-        executor.transfers.host_arena,
-        host,
-        sizes.local_geometry,
-        rows=engine.max_step_tokens,
-        parts=engine.max_running,
-    )
+    processes = start_worker_processes(engine, resolve_row(_ASSISTING_ROW)[1])
+    if not processes:
+        return []
+    found = []
+    pool, _ = open_pool(processes, engine, sizes.local_geometry, executor.transfers)
     with closing(pool):
-        pool.wait_until_ready()
         for _ in range(rounds):
-            found.append(measure_host(pool, sizes.local_geometry, host))
+            found.append(measure_host(pool, sizes.local_geometry, executor.transfers.host))
             tick()
     return found
 

@@ -15,7 +15,7 @@ from lorikeet.bench.limits import LimitMeter, MachineLimits, median_limits
 from lorikeet.bench.machine import cpu_model
 from lorikeet.bench.profiling.adapters import MODULES, RANKS, random_adapters
 from lorikeet.bench.profiling.efficiency import kernel_efficiency
-from lorikeet.bench.profiling.host import has_host_workers, host_lora, measure_host_lora
+from lorikeet.bench.profiling.host import host_lora, measure_host_lora
 from lorikeet.bench.profiling.loop import BATCHES as LOOP_BATCHES
 from lorikeet.bench.profiling.loop import measure_loop
 from lorikeet.bench.profiling.measure import StepSweep, measure_lora
@@ -119,10 +119,8 @@ def run_profile(
         rig.clear()
         tick = _ticker(progress, "loop", LOOP_BATCHES)
         loop, loop_sequence = measure_loop(executor, sizes, settings, how.loop_tokens, tick)
-        host_times = []
-        if has_host_workers(engine):
-            tick = _ticker(progress, "host workers", how.host_rounds)
-            host_times = measure_host_lora(executor, sizes, engine, how.host_rounds, tick)
+        tick = _ticker(progress, "host workers", how.host_rounds)
+        host_times = measure_host_lora(executor, sizes, engine, how.host_rounds, tick)
     progress("fitting", 0, 0)
     profile = CostProfile(
         name=name,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorikeet.config import EngineSettings
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.cores import asked_threads, usable_cores
 from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.host_lora.assist import HostLora
@@ -57,6 +58,38 @@ def start_worker_processes(settings: EngineSettings, row: Row) -> list[HelperPro
     return started
 
 
+def open_pool(
+    processes: Sequence[HelperProcess], settings: EngineSettings, geometry: ModelGeometry, transfers: Transfers
+) -> tuple[HostPool, bool]:
+    """Return a pool of workers that are ready, and whether they share cores with the rank.
+
+    Args:
+        processes: at least one; owned by the pool.
+        settings: of the engine.
+        geometry: of the rank's share of the model.
+        transfers: have the host tier.
+
+    Raises:
+        ExecutorError: a worker did not start.
+    """
+    cores = worker_cores(len(processes), asked_threads(settings.threads), usable_cores())
+    pool = HostPool(
+        processes,
+        cores,
+        transfers.host_arena,
+        transfers.host,
+        geometry,
+        rows=settings.max_step_tokens,
+        parts=settings.max_running,
+    )
+    try:
+        pool.wait_until_ready()
+    except BaseException:
+        pool.close()
+        raise
+    return pool, None in cores
+
+
 def build_host_lora(
     processes: Sequence[HelperProcess],
     settings: EngineSettings,
@@ -81,19 +114,8 @@ def build_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start.
     """
-    threads = asked_threads(settings.threads)
-    cores = worker_cores(len(processes), threads, usable_cores())
-    pool = HostPool(
-        processes,
-        cores,
-        transfers.host_arena,
-        transfers.host,
-        model.geometry,
-        rows=settings.max_step_tokens,
-        parts=settings.max_running,
-    )
+    pool, cores_shared = open_pool(processes, settings, model.geometry, transfers)
     try:
-        pool.wait_until_ready()
         costs = measure(
             pool,
             model,
@@ -103,7 +125,7 @@ def build_host_lora(
             min(settings.max_step_tokens, longest_tokens),
             row,
             settings.link_bytes_per_s,
-            cores_shared=None in cores,
+            cores_shared=cores_shared,
         )
     except BaseException:
         pool.close()

@@ -15,6 +15,8 @@ INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 """Of a token, as in the paper's evaluation; a token of the answer takes longer to make."""
 SPARE = 0.15
 """Most of the pool that an owner beyond its share leaves free."""
+_MOST_PAID = 1024
+"""So many interrupted requests are remembered at least."""
 _MOST_IDLE = 1024
 """So many owners are remembered at least before those whose counter no longer matters are forgotten."""
 
@@ -143,6 +145,8 @@ class FairShares(AdmissionQueue):
         """Charge what was generated since the last step; whoever goes on has paid for its prompt."""
         self._charge_answers()
         if goes_on:
+            if len(self._paid) >= _MOST_PAID:  # some go on elsewhere, and do not come back
+                self._paid &= {waiting.request_id for queue in self._queues.values() for waiting in queue}
             self._paid.add(request.request_id)
         del self._charged_tokens[request.request_id], self._turn[request.request_id]
 
@@ -187,5 +191,4 @@ class FairShares(AdmissionQueue):
         level = self._level()
         needed = {*self._queues, self._last_owner, *(self._owner(each.request) for each in self.view.running())}
         self._served = {owner: n for owner, n in self._served.items() if n > level or owner in needed}
-        self._paid &= {request.request_id for queue in self._queues.values() for request in queue}
         self._forget_at = max(_MOST_IDLE, 2 * len(self._served))
