@@ -16,6 +16,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.plan import TransferDone
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.memory_build import memory_rules
+from lorikeet.memory.insertion import Computed
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.leases import SequenceLease
 from lorikeet.memory.memory import Memory
@@ -110,7 +111,7 @@ class _Filled:
     def leave_kv(self, ref: AdapterRef, token_ids: list[int]) -> None:
         """Run a sequence that leaves its KV behind."""
         lease = self.admit(ref, token_ids)
-        self.memory.commit(lease, token_ids, len(token_ids), self.now)
+        self.memory.commit([Computed(lease, token_ids, len(token_ids))], self.now)
         self.memory.release(lease, self.now)
         self.settle()
 
@@ -198,9 +199,9 @@ def _decisions(filled: _Filled) -> list[float]:
     for number in range(WARM_UP + DECISIONS):
         filled.now += 0.01
         tokens = (len(lease.blocks) + 1) * BLOCK_TOKENS
-        took_s = _seconds(lambda tokens=tokens: memory.try_grow(lease, tokens, filled.now))  # type: ignore[misc]
+        took_s = _seconds(lambda tokens=tokens: memory.try_grow([(lease, tokens)], filled.now))  # type: ignore[misc]
         filled.settle()
-        if memory.try_grow(lease, tokens, filled.now) is None:
+        if not memory.try_grow([(lease, tokens)], filled.now):
             raise RuntimeError("nothing could leave a full device")
         if number >= WARM_UP:
             seconds.append(took_s)

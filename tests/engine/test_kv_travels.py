@@ -184,7 +184,7 @@ def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
     target.engine.bring_kv(brought)
     lost = target.memory.tree.find(departed.keys[1])
     assert lost is not None
-    target.memory.tiers.drop_from_host(lost)
+    target.memory.tiers.drop_kv_from_host([lost])
     target.engine.bring_kv(brought)
     target.memory.check_integrity()
     assert target.memory.host_counts().kv == len(departed.keys)

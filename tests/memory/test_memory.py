@@ -155,10 +155,11 @@ def test_kv_leaves_before_the_adapter_it_depends_on_and_later_kv_before_earlier(
     assert node is not None
     left = []
     while bench.memory.counts().cached:
+        depths = tree.depth.copy()
         before = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
         assert bench.memory.room.make(bench.memory.counts().free + 1, 0, 10.0)
         after = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
-        left += [(int(tree.depth[n]) if n != node else 0) for n in before - after]
+        left += [int(depths[n]) for n in before - after]
     assert left == [4, 3, 2, 1, 0]
 
 
@@ -205,10 +206,10 @@ def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_ha
     memory, tree, now = bench.memory, bench.memory.tree, bench.clock.now()
     first, second = tree.below(BASE)
     memory.tiers.adopt_on_host(first, memory.tiers.host.lease(1)[0])
-    memory.room.evict(second, now)
-    third = tree.add_kv(second, b"key", now)
-    memory.tiers.adopt(third, memory.tiers.lease_private(1)[0])
-    memory.room.evict(first, now)
+    memory.room.evict_kv([second], now)
+    ((third,),) = tree.add_kv([second], [[b"key"]], now)
+    memory.tiers.adopt([third], memory.tiers.lease_private(1))
+    memory.room.evict_kv([first], now)
     bench.run()
     assert not tree.on_device[[first, second, third]].any()
     assert memory.host_counts().kv == 3

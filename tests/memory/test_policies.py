@@ -19,7 +19,7 @@ def test_every_policy_has_a_finite_score_for_every_node(name: str) -> None:
         policy.batch(4, 0.0)
         for node in nodes:
             if tree.on_device[node]:
-                policy.inserted(node, 0.0)
+                policy.inserted([node], 0.0)
         for node in nodes:
             policy.arrived(int(tree.top[node]), [node] if tree.top[node] != node else [], 1.0)
             policy.admitted(int(tree.top[node]), [], 1.0)

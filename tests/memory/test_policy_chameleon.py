@@ -127,8 +127,8 @@ def test_an_adapter_that_takes_the_place_of_a_forgotten_one_has_its_own_rank_and
     policy.admitted(gone, [], 0.0)
     policy.protect(gone, 1000.0)
     policy.scores(np.array([gone]), 1.0)
-    policy.forgotten(gone)
-    tree.remove(gone)
+    policy.forgotten([gone])
+    tree.remove_adapter(gone)
     new = add_adapter(tree, rank=8)
     assert new == gone
     assert policy.scores(np.array([new, other]), 2.0) == pytest.approx([0.225, 0.45])

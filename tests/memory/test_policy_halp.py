@@ -59,7 +59,7 @@ def test_a_decision_is_judged_by_whichever_of_the_two_is_used_first() -> None:
     right.arrived(nodes[1], [], 4.0)
     right.arrived(nodes[0], [], 5.0)
     wrong.arrived(nodes[0], [], 4.0)
-    unknown.forgotten(nodes[0])
+    unknown.forgotten([nodes[0]])
     unknown.arrived(nodes[1], [], 4.0)
     assert [policy.choose(nodes, 3.0) for policy in (right, wrong, unknown)] == [nodes[0], nodes[1], nodes[0]]
 

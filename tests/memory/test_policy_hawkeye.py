@@ -83,7 +83,7 @@ def test_computed_kv_counts_as_accessed() -> None:
         policy = Hawkeye(view_of(tree, device_blocks=1))
         policy.arrived(adapter, [], 0.0)
         for _ in range(computed):
-            policy.inserted(add_kv(tree, adapter), 0.0)
+            policy.inserted([add_kv(tree, adapter)], 0.0)
         policy.arrived(other, [], 1.0)
         policy.arrived(adapter, [], 2.0)
         friendly.append(policy.scores(np.array([adapter]), 2.0)[0] > 2.0**39)
@@ -114,11 +114,11 @@ def test_of_friendly_nodes_the_least_recently_accessed_leaves_first_and_makes_it
         policy.arrived(adapter, [], 0.0)
     first, second = policy.scores(np.array(adapters), 0.0)
     assert first < second
-    policy.removed(adapters[1], 1.0)
+    policy.removed([adapters[1]], 1.0)
     policy.arrived(adapters[1], [], 1.0)  # learns that it would have been kept: as friendly as before
     assert policy.scores(np.array(adapters), 1.0)[1] > second
-    policy.removed(adapters[1], 2.0)
-    policy.removed(adapters[1], 2.0)
+    policy.removed([adapters[1]], 2.0)
+    policy.removed([adapters[1]], 2.0)
     policy.arrived(adapters[1], [], 2.0)
     assert policy.scores(np.array(adapters), 2.0)[1] < first
 
@@ -128,12 +128,12 @@ def test_a_node_that_takes_the_place_of_a_forgotten_one_was_never_accessed() -> 
     adapter = add_adapter(tree)
     gone = add_kv(tree, adapter)
     policy = Hawkeye(view_of(tree))
-    policy.inserted(gone, 0.0)
+    policy.inserted([gone], 0.0)
     before = policy.scores(np.array([gone]), 0.0)[0]
-    policy.forgotten(gone)
-    tree.remove(gone)
+    policy.forgotten([gone])
+    tree.remove_kv([gone])
     new = add_kv(tree, adapter)
     assert new == gone
     assert policy.scores(np.array([new]), 0.0)[0] == 0.0
-    policy.inserted(new, 1.0)
+    policy.inserted([new], 1.0)
     assert policy.scores(np.array([new]), 0.0)[0] > before

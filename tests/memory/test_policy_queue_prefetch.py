@@ -173,8 +173,8 @@ def test_what_the_queue_wanted_is_no_prediction() -> None:
 
 def test_a_forgotten_adapter_is_not_expected_any_more_nor_is_who_takes_its_place() -> None:
     regular = Regular()
-    regular.prefetch.forgotten(regular.adapter)
-    regular.tree.remove(regular.adapter)
+    regular.prefetch.forgotten([regular.adapter])
+    regular.tree.remove_adapter(regular.adapter)
     assert regular.named(110.0) == []
     assert add_adapter(regular.tree, there=False) == regular.adapter
     assert regular.named(110.0) == []

@@ -39,11 +39,11 @@ def test_who_leaves_is_who_leaves_by_the_textbook(trace: list[int], capacity: in
         there = [node for node in nodes if tree.on_device[node]]
         if len(there) == capacity:
             victim = there[int(np.argmin(policy.scores(np.array(there), now)))]
-            policy.removed(victim, now)
+            policy.removed([victim], now)
             leave(tree, victim)
             victims.append(nodes.index(victim))
         arrive(tree, nodes[item])
-        policy.inserted(nodes[item], now)
+        policy.inserted([nodes[item]], now)
     assert victims == textbook(trace, capacity)
 
 
@@ -53,7 +53,7 @@ def test_a_hit_of_what_lies_on_the_host_is_none() -> None:
     here, away = add_kv(tree, adapter), add_kv(tree, adapter, there=False)
     policy = Srrip(view_of(tree))
     for node in (here, away):
-        policy.inserted(node, 0.0)
+        policy.inserted([node], 0.0)
     policy.arrived(adapter, [here, away], 1.0)
     assert np.diff(policy.scores(np.array([away, here]), 1.0)) == 2
 
@@ -62,10 +62,10 @@ def test_nodes_beyond_the_first_size_of_the_tree_are_known() -> None:
     tree = Tree()
     policy = Srrip(view_of(tree))
     adapter = add_adapter(tree)
-    policy.inserted(adapter, 0.0)
+    policy.inserted([adapter], 0.0)
     nodes = [add_kv(tree, adapter) for _ in range(3000)]
     for node in nodes:
-        policy.inserted(node, 0.0)
+        policy.inserted([node], 0.0)
     policy.arrived(adapter, nodes[-1:], 1.0)
     scores = policy.scores(np.array([adapter, *nodes]), 1.0)
     assert scores.tolist() == [0.0] + [-2.0] * 2999 + [0.0]

@@ -42,7 +42,7 @@ def add_adapter(
 
 def add_kv(tree: Tree, parent: int, *, there: bool = True, visits: float = 1, last_use_s: float = 0.0) -> int:
     """A block of KV on the device, or else on the host."""
-    node = tree.add_kv(parent, str(next(_KEYS)).encode(), last_use_s)
+    ((node,),) = tree.add_kv([parent], [[str(next(_KEYS)).encode()]], last_use_s)
     tree.visits[node], tree.on_host[node] = visits, not there
     if there:
         arrive(tree, node)

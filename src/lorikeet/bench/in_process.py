@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -230,11 +232,8 @@ class Collector:
                 answer = self._answers.setdefault(event.request_id, _Answer())
                 answer.cached_tokens = answer.cached_tokens or event.cached_tokens
         if outputs.tokens:
-            fresh: dict[RequestId, list[int]] = {}
-            for output in outputs.tokens:
-                fresh.setdefault(output.request_id, []).append(output.token.token_id)
-            for request_id, token_ids in fresh.items():
-                self._answers[request_id].add(token_ids, now, self._gaps_s)
+            for request_id, fresh in groupby(outputs.tokens, key=attrgetter("request_id")):
+                self._answers[request_id].add([output.token.token_id for output in fresh], now, self._gaps_s)
         for event in outputs.events:
             if isinstance(event, Finished):
                 self._finish(event)

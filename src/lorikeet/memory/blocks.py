@@ -1,6 +1,6 @@
 """One allocator for all device blocks, whatever they hold."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lorikeet.core.ids import BlockId
 
@@ -57,11 +57,13 @@ class BlockPool:
         """Return how often the block was freed so far."""
         return self._generation[block]
 
-    def check(self, block: BlockId, generation: int) -> None:
-        """Make sure that ``block`` is leased and still of ``generation``.
+    def checked(self, blocks: Sequence[int], generations: Sequence[int]) -> list[BlockId]:
+        """Return blocks, having made sure that each is leased and still of its generation.
 
         Raises:
-            BlockError: it is not.
+            BlockError: one is not.
         """
-        if not self._leased[block] or self._generation[block] != generation:
-            raise BlockError(f"block {block} is of generation {self._generation[block]}, expected {generation}")
+        for block, generation in zip(blocks, generations, strict=True):
+            if not self._leased[block] or self._generation[block] != generation:
+                raise BlockError(f"block {block} is of generation {self._generation[block]}, expected {generation}")
+        return [BlockId(block) for block in blocks]

@@ -97,15 +97,15 @@ class KnownAdapters:
             return False
         if tree.pins[[node, *below]].any():
             raise BlockError(f"adapter {digest[:12]} is in use")
-        freed = sum(self._room.free(kv, now) for kv in reversed(below))
+        freed = self._room.free_kv(below[::-1], now)
         if tree.on_host[node]:
             freed += len(entry.host_blocks)
-            self._tiers.drop_from_host(node)
+            self._tiers.drop_adapter_from_host(node)
         if tree.on_device[node]:
             self._room.evict_adapter(node, now, other_blocks=freed, dropped=True)
         else:
             self._room.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
-        self._room.forget(node)
+        self._room.forget_adapter(node)
         return True
 
     def clear_stranded(self, node: int, now: float) -> None:
@@ -132,9 +132,8 @@ class KnownAdapters:
     def _evict_all(self, nodes: Iterable[int], now: float) -> None:
         """Evict KV that may leave, later KV first."""
         tree = self._tree
-        for kv in nodes:
-            if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]:
-                self._room.evict(kv, now)
+        rests = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
+        self._room.evict_kv(rests, now)
 
     def free_if_unkept(self, node: int, wanted: Container[int], now: float) -> None:
         """Where adapters are not kept: free one on the device that nobody needs or wants and nothing depends on."""

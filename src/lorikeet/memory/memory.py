@@ -5,17 +5,18 @@ adapter and the KV found for them are then kept on the device or on their way to
 last transfer they wait for has ended. What they leave behind stays until its room is needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
-from lorikeet.core.ids import AdapterDigest, BlockId
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
 from lorikeet.core.plan import Groups, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
+from lorikeet.memory.insertion import Computed, Insertion
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
 from lorikeet.memory.leases import SequenceLease, TransferOutcome, Wait, arrived
@@ -74,6 +75,7 @@ class Memory:
         self.room = Room(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
         self.swapper = Swapper(self.tiers, self.room, self._eviction, self._prefetch, rules, self.counters)
         self.adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
+        self._insertion = Insertion(self.tiers, self._eviction, block_tokens)
         self._view.load_s = self.adapters.predicted_load_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
@@ -161,14 +163,13 @@ class Memory:
         leases = tuple(self._waiting.pop(done.transfer_id, ()))
         self.travel.landed(done.transfer_id)
         self.swapper.note_landing(flight, done.error, now)
-        for node in landing.came:
-            self._eviction.inserted(node, now)
+        self._eviction.inserted(landing.came, now)
         self.room.rescore(np.asarray(flight.nodes), now)
         for node in flight.nodes:
             if tree.kind[node] == Kind.KV:
                 self.room.offer(int(tree.parent[node]))
                 self.adapters.clear_stranded_kv(node, now)
-                self.room.forget_if_empty(node)
+        self.room.forget_if_empty(list(reversed(flight.nodes)))
         if flight.transfer.adapter is not None:
             self.adapters.clear_stranded(flight.nodes[0], now)
             self._report_load(flight, done, now)
@@ -272,25 +273,29 @@ class Memory:
         lease.private.update(added)
         return lease
 
-    def try_grow(self, lease: SequenceLease, tokens: int, now: float) -> tuple[BlockId, ...] | None:
-        """Let a lease hold ``tokens`` tokens; return the new blocks, or None while there is no room."""
-        missing = self.blocks_for(tokens) - len(lease.blocks)
-        if missing <= 0:
-            return ()
-        if not self.room.make(missing, 0, now):
-            return None
-        blocks = self.tiers.lease_private(missing)
-        lease.blocks += blocks
-        lease.private.update(blocks)
-        return tuple(blocks)
+    def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
+        """Let each lease hold so many tokens; False, and nothing is leased, if there is no room for all."""
+        lacking = []
+        for lease, tokens in wanted:
+            missing = -(-tokens // self.block_tokens) - len(lease.blocks)
+            if missing > 0:
+                lacking.append((lease, missing))
+        if lacking and not self.room.make(sum(missing for _, missing in lacking), 0, now):
+            return False
+        for lease, missing in lacking:
+            blocks = self.tiers.lease_private(missing)
+            lease.blocks += blocks
+            lease.private.update(blocks)
+        return True
 
-    def commit(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
-        """Make the blocks that are full now findable by others.
+    def is_behind(self, lease: SequenceLease, computed_tokens: int) -> bool:
+        """Whether blocks of a lease are full that :meth:`commit` was not told of."""
+        return computed_tokens >= (len(lease.path) + 1) * self.block_tokens
 
-        ``token_ids`` are the sequence's tokens, the KV of the first ``computed_tokens`` of them is in its blocks.
-        """
-        if self._rules.keep_kv and computed_tokens // self.block_tokens > len(lease.path):
-            self._insert(lease, token_ids, computed_tokens, now)
+    def commit(self, computed: Iterable[Computed], now: float) -> None:
+        """Make the blocks of sequences that are full now findable by others."""
+        if self._rules.keep_kv:
+            self._insertion.insert(computed, now)
 
     def suspend(
         self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float, *, keep_kv: bool = True
@@ -300,8 +305,8 @@ class Memory:
         ``try_admit`` with the sequence's keys resumes it: what is still there is fetched, the rest computed again.
         Without ``keep_kv`` nothing stays but what was found for it.
         """
-        if keep_kv and computed_tokens // self.block_tokens > len(lease.path):
-            self._insert(lease, token_ids, computed_tokens, now)
+        if keep_kv:
+            self._insertion.insert([Computed(lease, token_ids, computed_tokens)], now)
         self._give_back(lease, now)
         for node in () if keep_kv else reversed(lease.path[lease.cached_blocks :]):
             self.room.discard(node, now)
@@ -338,29 +343,6 @@ class Memory:
 
     # --- the inside ----------------------------------------------------------------------------------
 
-    def _insert(self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float) -> None:
-        tree, tiers = self.tree, self.tiers
-        whole = computed_tokens // self.block_tokens
-        if len(lease.keys) < whole:
-            lease.keys = self.keys_of(tree.digest(lease.adapter), token_ids, lease.keys)
-        added = []
-        for index in range(len(lease.path), whole):
-            parent = lease.path[-1] if lease.path else lease.adapter
-            node = tree.find(lease.keys[index])
-            if node is None:
-                node = tree.add_kv(parent, lease.keys[index], now)
-            if tree.moving[node] == Moving.IN:
-                break  # what depends on it must not be found if its copy fails
-            if not tree.on_device[node]:
-                block = lease.blocks[index]
-                tiers.adopt(node, block)
-                lease.private.remove(block)
-                self._eviction.inserted(node, now)
-            lease.path.append(node)
-            added.append(node)
-        tiers.pin(added)
-        tree.last_use_s[added] = now
-
     def _give_back(self, lease: SequenceLease, now: float) -> None:
         if lease not in self._leases:
             raise BlockError("a sequence's blocks are released twice")
@@ -374,8 +356,7 @@ class Memory:
         self.tiers.unpin(pinned)
         self.tree.last_use_s[pinned] = now
         self.room.rescore(np.asarray(pinned), now)
-        for node in reversed(lease.path):
-            self.room.forget_if_empty(node)
+        self.room.forget_if_empty(lease.path[::-1])
         self.adapters.clear_stranded(lease.adapter, now)
         self.swapper.stir()
 

@@ -1,7 +1,7 @@
 """Makes room on both tiers: asks the eviction policy who leaves first, and lets them leave."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.leases import Wait
+from lorikeet.memory.leaving import leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import Kind, Moving, Nodes
-from lorikeet.memory.victims import Victims
 
 
 class _Area(NamedTuple):
@@ -69,14 +69,8 @@ class Room:
         else:
             adapters = int(rules.adapter_share * total)
             self._areas = (_Area((Kind.ADAPTER,), adapters), _Area((Kind.KV,), total - adapters))
-        self._leaving = {
-            kind: Victims(self._tree, partial(self._candidates, kind), self._may_leave)
-            for kind in (Kind.KV, Kind.ADAPTER)
-        }
-        self._host_leaving = {
-            kind: Victims(self._tree, partial(self._host_candidates, kind), self._may_leave_host)
-            for kind in (Kind.KV, Kind.ADAPTER)
-        }
+        self._leaving = leaving_device(self._tree, dependent=rules.dependent)
+        self._host_leaving = leaving_host(self._tree)
         self.demand_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
@@ -139,7 +133,7 @@ class Room:
         """Ask for the scores of nodes that were used, or came."""
         tree = self._tree
         tree.score[nodes] = self._eviction.scores(nodes, now)
-        for node in nodes[self._may_leave(nodes) | self._may_leave_host(nodes)].tolist():
+        for node in nodes[self._leaving.allows(nodes) | self._host_leaving.allows(nodes)].tolist():
             self.offer(node)
 
     def rescore_all(self, now: float) -> None:
@@ -147,34 +141,38 @@ class Room:
         tree = self._tree
         nodes = np.flatnonzero(tree.kind[: tree.end] >= Kind.ADAPTER)
         tree.score[nodes] = self._eviction.scores(nodes, now)
-        for victims in (*self._leaving.values(), *self._host_leaving.values()):
-            victims.forget()
+        for kind in (Kind.KV, Kind.ADAPTER):
+            self._leaving.forget(kind)
+            self._host_leaving.forget(kind)
 
     def offer(self, node: int) -> None:
         """A node may have become one that can leave."""
-        kind = int(self._tree.kind[node])
-        if kind in self._leaving:
-            self._leaving[kind].offer(node)
-            self._host_leaving[kind].offer(node)
+        self._leaving.offer(node)
+        self._host_leaving.offer(node)
 
-    def evict(self, node: int, now: float) -> None:
-        """Let a node leave the device that may."""
+    def evict_kv(self, nodes: Sequence[int], now: float) -> None:
+        """Let KV leave the device that may; it goes to the host as far as that has room, for earlier KV first.
+
+        Args:
+            nodes: later KV first.
+            now: the time.
+        """
         tree, tiers = self._tree, self._tiers
-        if tree.kind[node] == Kind.ADAPTER:
-            self.evict_adapter(node, now)
-            return
-        parent = int(tree.parent[node])
-        self._eviction.removed(node, now)
-        self._counters.left(node)
-        if tree.on_host[node]:
-            tiers.drop_from_device(node)
-        elif self._rules.host_kv and self._make_host_room(1, adapters=False, before=node):
-            tiers.store_kv(node, tiers.host.lease(1)[0], now)
-        else:
-            tiers.drop_from_device(node)
-            self.forget_if_empty(node)
-        self.offer(node)  # it may leave the host, too
-        self.offer(parent)
+        parents = set(tree.parent[nodes].tolist())
+        self._eviction.removed(nodes, now)
+        self._counters.left(nodes)
+        away = [node for node in nodes if not tree.on_host[node]] if self._rules.host_kv and tiers.host.total else []
+        stored = dict.fromkeys(
+            away[len(away) - self.make_host_room_for_kv(len(away), before=nodes[0]) :] if away else ()
+        )
+        dropped = [node for node in nodes if node not in stored]
+        tiers.drop_kv(dropped)
+        for node, block in zip(stored, tiers.host.lease(len(stored)), strict=True):
+            tiers.store_kv(node, block, now)
+        self.forget_if_empty(dropped)
+        at = np.array([*nodes, *(parents - set(nodes))], np.int64)  # may leave now, or the host, too
+        for node in at[tree.kind[at] != Kind.UNUSED].tolist():
+            self.offer(node)
 
     def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
         """Free an adapter's device blocks.
@@ -187,95 +185,130 @@ class Room:
         """
         entry = self._tree.adapters[node]
         blocks = len(entry.device_blocks) + other_blocks
-        self._eviction.removed(node, now)
-        self._counters.left(node)
-        self._tiers.drop_from_device(node)
+        self._eviction.removed([node], now)
+        self._counters.left([node])
+        self._tiers.drop_adapter(node)
         self.evicted.append(entry.ref.digest)
         self.events.append(AdapterEvicted(entry.ref.digest, now, blocks * self._block_bytes, dropped))
         self.offer(node)
 
-    def forget_if_empty(self, node: int) -> None:
-        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
-        tree = self._tree
-        while (
-            tree.kind[node] == Kind.KV
-            and not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.children[node])
-            and not tree.pins[node]
-        ):
-            parent = int(tree.parent[node])
-            self.forget(node)
-            self.offer(parent)
-            node = parent
+    def forget_if_empty(self, nodes: Sequence[int]) -> None:
+        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise.
 
-    def free(self, node: int, now: float) -> int:
-        """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were."""
-        tree, freed = self._tree, 0
-        if tree.on_device[node]:
-            self._eviction.removed(node, now)
-            self._counters.left(node)
-            self._tiers.drop_from_device(node)
-            freed += 1
-        if tree.on_host[node]:
-            self._tiers.drop_from_host(node)
-            freed += 1
-        self.forget(node)
-        return freed
+        Args:
+            nodes: later KV first.
+        """
+        tree = self._tree
+        while any(empty := self._is_empty(nodes)):
+            below = dict(zip(nodes, tree.children[nodes].tolist(), strict=True))
+            gone: dict[int, None] = {}
+            parents: dict[int, None] = {}
+            for node, parent, is_empty in zip(nodes, tree.parent[nodes].tolist(), empty, strict=True):
+                if is_empty and not below[node]:
+                    gone[node] = parents[parent] = None
+                    below[parent] = below.get(parent, 0) - 1
+            self._forget_kv(list(gone))
+            nodes = [parent for parent in parents if parent not in gone]
+            for node in nodes:
+                self.offer(node)
+
+    def _is_empty(self, nodes: Sequence[int]) -> list[bool]:
+        tree, at = self._tree, np.asarray(nodes, np.int64)
+        somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != Moving.NO)
+        empty: list[bool] = ((tree.kind[at] == Kind.KV) & ~somewhere & (tree.pins[at] == 0)).tolist()
+        return empty
+
+    def free_kv(self, nodes: Sequence[int], now: float) -> int:
+        """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were.
+
+        Args:
+            nodes: later KV first, with all that is below.
+            now: the time.
+        """
+        tree = self._tree
+        on_device = [node for node in nodes if tree.on_device[node]]
+        self._eviction.removed(on_device, now)
+        self._counters.left(on_device)
+        self._tiers.drop_kv(on_device)
+        on_host = [node for node in nodes if tree.on_host[node]]
+        self._tiers.drop_kv_from_host(on_host)
+        self._forget_kv(nodes)
+        return len(on_device) + len(on_host)
 
     def discard(self, node: int, now: float) -> None:
         """Free KV that nobody needs and nothing is below, and earlier KV that is empty then."""
         tree, parent = self._tree, int(self._tree.parent[node])
         if tree.kind[node] == Kind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
-            self.free(node, now)
+            self.free_kv([node], now)
             self.offer(parent)
-            self.forget_if_empty(parent)
+            self.forget_if_empty([parent])
 
-    def forget(self, node: int) -> None:
-        """Take a node out of the tree."""
-        self._tree.remove(node)
-        self._eviction.forgotten(node)
-        self._prefetch.forgotten(node)
+    def forget_adapter(self, node: int) -> None:
+        """Take an adapter out of the tree."""
+        self._tree.remove_adapter(node)
+        self._eviction.forgotten([node])
+        self._prefetch.forgotten([node])
+
+    def _forget_kv(self, nodes: Sequence[int]) -> None:
+        self._tree.remove_kv(nodes)
+        self._eviction.forgotten(nodes)
+        self._prefetch.forgotten(nodes)
 
     # --- the host ------------------------------------------------------------------------------------
 
     def make_host_room(self, blocks: int) -> bool:
-        """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters."""
-        return self._make_host_room(blocks, adapters=True)
+        """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters.
 
-    def make_host_room_for_kv(self) -> bool:
-        """See to it that a host block can be leased for KV: other KV leaves."""
-        return self._make_host_room(1, adapters=False)
+        Nobody leaves if that would not suffice.
+        """
+        tiers = self._tiers
+        if not self._could_clear_host(blocks):
+            return False
+        while tiers.host.free < blocks:
+            if self._clear_host_of_kv(blocks):
+                continue
+            others = self._host_leaving.first(Kind.ADAPTER, 1)
+            if not others:
+                return False
+            tiers.drop_adapter_from_host(others[0])
+        return True
+
+    def make_host_room_for_kv(self, blocks: int = 1, before: int | None = None) -> int:
+        """Let other KV leave the host; return how many of ``blocks`` blocks can be leased for KV then.
+
+        Args:
+            blocks: wanted.
+            before: only KV leaves that scores less than this node, or lies deeper.
+        """
+        while self._tiers.host.free < blocks and self._clear_host_of_kv(blocks, before):
+            pass
+        return min(blocks, self._tiers.host.free)
 
     def copy_to_host(self, node: int, now: float) -> Flight | None:
         """Begin to copy KV that is needed on the device to the host, too; None if there can be no room for it."""
         if not (self._rules.host_kv and self.make_host_room_for_kv()):
             return None
-        self._eviction.removed(node, now)  # as far as it knows; it is told when the copy has ended that it is there
+        self._eviction.removed([node], now)  # as far as it knows; it is told when the copy has ended that it is there
         return self._tiers.store_kv(node, self._tiers.host.lease(1)[0], now)
 
-    def _make_host_room(self, blocks: int, *, adapters: bool, before: int | None = None) -> bool:
-        """Let KV leave the host, and adapters if need be; nobody leaves if that would not suffice.
-
-        Args:
-            blocks: to be free.
-            adapters: whether they may leave.
-            before: only KV that leaves before this node.
-        """
-        tiers = self._tiers
-        if blocks > 1 and not self._could_clear_host(blocks, adapters=adapters):
+    def _clear_host_of_kv(self, blocks: int, before: int | None = None) -> bool:
+        """Let KV of one branch leave the host towards so many free blocks; whether there was any that may leave."""
+        tree, most = self._tree, blocks - self._tiers.host.free
+        first = self._host_leaving.first(Kind.KV, 1)
+        if not first:
             return False
-        while tiers.host.free < blocks:
-            kv = self._host_leaving[Kind.KV].first()
-            if kv and (before is None or self._leaves_before(kv[0], before)):
-                tiers.drop_from_host(kv[0])
-                self.forget_if_empty(kv[0])
-                continue
-            others = self._host_leaving[Kind.ADAPTER].first() if adapters else []
-            if not others:
+        if before is not None:
+            score, limit = tree.score[[first[0], before]]
+            if score == limit:  # then only what lies deeper
+                most = min(most, int(tree.depth[first[0]] - tree.depth[before]))
+            if score > limit or most <= 0:
                 return False
-            tiers.drop_from_host(others[0])
+        run = self._host_leaving.run(first[0], most)
+        self._tiers.drop_kv_from_host(run)
+        self.forget_if_empty(run)
         return True
 
-    def _could_clear_host(self, blocks: int, *, adapters: bool) -> bool:
+    def _could_clear_host(self, blocks: int) -> bool:
         tree, tiers = self._tree, self._tiers
         have = tiers.host.free
         if blocks <= have:
@@ -283,15 +316,10 @@ class Room:
         every = slice(tree.end)
         rests = tree.on_host[every] & (tree.moving[every] == Moving.NO) & (tree.pins[every] == 0)
         have += int((rests & (tree.kind[every] == Kind.KV)).sum())
-        if adapters and blocks > have:
+        if blocks > have:
             resting = np.flatnonzero(rests & (tree.kind[every] == Kind.ADAPTER)).tolist()
             have += sum(len(tree.adapters[node].host_blocks) for node in resting)
         return blocks <= have
-
-    def _leaves_before(self, node: int, other: int) -> bool:
-        """Whether a node scores less than another, or lies deeper."""
-        tree = self._tree
-        return (tree.score[node], -tree.depth[node]) < (tree.score[other], -tree.depth[other])
 
     # --- the inside ----------------------------------------------------------------------------------
 
@@ -301,9 +329,8 @@ class Room:
         Raises:
             BlockError: somebody is.
         """
-        for victims in (*self._leaving.values(), *self._host_leaving.values()):
-            if missing := victims.missing():
-                raise BlockError(f"nodes {missing} may leave, and nobody would ask them to")
+        if overlooked := self._leaving.overlooked() + self._host_leaving.overlooked():
+            raise BlockError(f"nodes {overlooked} may leave, and nobody would ask them to")
 
     def _free(self, area: _Area) -> int:
         return area.limit - sum(self._tiers.used_blocks[kind] for kind in area.kinds)
@@ -318,62 +345,53 @@ class Room:
             return True
         if below == np.inf or blocks > self.available(area.kinds[0]):
             return blocks <= self.available(area.kinds[0])
-        nodes = np.concatenate([self._candidates(kind) for kind in area.kinds])
+        nodes = np.concatenate([self._leaving.candidates(kind) for kind in area.kinds])
         scores = self._eviction.scores(nodes, now)
         return blocks <= have + int(self._tree.size[nodes[scores < below]].sum())
 
     def _clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
-        while self._unused(area) < blocks:
-            node = self._first(area.kinds, now)
-            if node is None or self._tree.score[node] >= below:
+        tree = self._tree
+        while (missing := blocks - self._unused(area)) > 0:
+            nodes = self._first(area.kinds, missing if below == np.inf else 1, now)
+            if not nodes or tree.score[nodes[0]] >= below:
                 return False
-            top = int(self._tree.top[node])
-            self.evict(node, now)
+            top = int(tree.top[nodes[0]])
+            self._evict(nodes, now)
             if self._eviction.whole_branches:
                 self._evict_branch(top, area, now)
         return self._free(area) >= blocks
 
-    def _first(self, kinds: tuple[int, ...], now: float) -> int | None:
-        """Return who leaves first. Adapters are compared with KV by what the policy adds to their scores."""
+    def _first(self, kinds: tuple[int, ...], most: int, now: float) -> list[int]:
+        """Return who leaves first: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
+
+        Adapters are compared with KV by what the policy adds to their scores.
+        """
         tree, eviction = self._tree, self._eviction
         if Kind.ADAPTER in kinds and eviction.rescored_at_eviction:
-            adapters = self._candidates(Kind.ADAPTER)
+            adapters = self._leaving.candidates(Kind.ADAPTER)
             tree.score[adapters] = eviction.scores(adapters, now)
-            self._leaving[Kind.ADAPTER].forget()
-            self._host_leaving[Kind.ADAPTER].forget()
-        firsts = {kind: nodes for kind in kinds if (nodes := self._leaving[kind].first(eviction.proposals))}
+            self._leaving.forget(Kind.ADAPTER)
+            self._host_leaving.forget(Kind.ADAPTER)
+        firsts = {kind: nodes for kind in kinds if (nodes := self._leaving.first(kind, eviction.proposals))}
         offsets = {Kind.KV: 0.0, Kind.ADAPTER: eviction.adapter_offset(now) if len(firsts) > 1 else 0.0}
         ranked = [(float(tree.score[node]) + offsets[kind], node) for kind, nodes in firsts.items() for node in nodes]
         if not ranked:
-            return None
+            return []
         ranked.sort(key=lambda item: item[0])
-        proposed = [node for _, node in ranked[: eviction.proposals]]
-        return eviction.choose(proposed, now)
+        node = eviction.choose([node for _, node in ranked[: eviction.proposals]], now)
+        is_alone = eviction.proposals > 1 or eviction.whole_branches or tree.kind[node] == Kind.ADAPTER
+        return [node] if is_alone else self._leaving.run(node, most)
+
+    def _evict(self, nodes: list[int], now: float) -> None:
+        if self._tree.kind[nodes[0]] == Kind.ADAPTER:
+            self.evict_adapter(nodes[0], now)
+        else:
+            self.evict_kv(nodes, now)
 
     def _evict_branch(self, top: int, area: _Area, now: float) -> None:
         """Let everything leave that may below an adapter, and the adapter."""
         tree = self._tree
         branch = np.flatnonzero((tree.top[: tree.end] == top) & tree.on_device[: tree.end])
         for node in branch[np.argsort(-tree.depth[branch], kind="stable")].tolist():
-            if tree.kind[node] in area.kinds and self._may_leave(node):
-                self.evict(node, now)
-
-    def _candidates(self, kind: int) -> Nodes:
-        every = slice(self._tree.end)
-        return np.flatnonzero((self._tree.kind[every] == kind) & self._may_leave(every))
-
-    def _host_candidates(self, kind: int) -> Nodes:
-        every = slice(self._tree.end)
-        return np.flatnonzero((self._tree.kind[every] == kind) & self._may_leave_host(every))
-
-    def _may_leave(self, at: int | slice | Nodes) -> Any:
-        """Whether nodes may leave the device: bool, one or an array as ``at`` is one node or several."""
-        tree = self._tree
-        may = tree.on_device[at] & (tree.moving[at] == Moving.NO) & (tree.pins[at] == 0) & (tree.kind[at] != Kind.BASE)
-        return may & (tree.children_on_device[at] == 0) if self._rules.dependent else may
-
-    def _may_leave_host(self, at: int | slice | Nodes) -> Any:
-        """Whether nodes may leave the host: KV only if nothing is below it. See :meth:`_may_leave`."""
-        tree = self._tree
-        may = tree.on_host[at] & (tree.moving[at] == Moving.NO) & (tree.pins[at] == 0)
-        return may & ((tree.kind[at] == Kind.ADAPTER) | (tree.children[at] == 0))
+            if tree.kind[node] in area.kinds and self._leaving.allows(node):
+                self._evict([node], now)

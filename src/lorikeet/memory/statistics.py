@@ -67,9 +67,10 @@ class MemoryCounters:
         self._prefetched += 1
         self._unused[node] = self._tiers.tree.key_of(node)
 
-    def left(self, node: int) -> None:
-        """A node left the device."""
-        self._unused.pop(node, None)
+    def left(self, nodes: Sequence[int]) -> None:
+        """Nodes left the device."""
+        for node in nodes if self._unused else ():
+            self._unused.pop(node, None)
 
     def decided(self, seconds: float) -> None:
         """A tick that did something took so long on this machine."""

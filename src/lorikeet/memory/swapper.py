@@ -130,8 +130,7 @@ class Swapper:
         """A transfer has ended."""
         self.stir()
         if error is not None:
-            for node in flight.nodes:
-                self._counters.left(node)
+            self._counters.left(flight.nodes)
         if flight.transfer.adapter is None:
             return
         self._reads -= flight.transfer.target is Tier.HOST

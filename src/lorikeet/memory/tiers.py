@@ -83,15 +83,14 @@ class Tiers:
         self._kv -= len(blocks)
         self.used_blocks[Kind.KV] -= len(blocks)
 
-    def adopt(self, node: int, block: BlockId) -> None:
-        """Let a node of KV stand for a leased block."""
-        tree = self.tree
-        tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
-        tree.on_device[node] = True
-        tree.children_on_device[tree.parent[node]] += 1
-        self._kv -= 1
-        self.used_blocks[Kind.KV] -= 1  # counted again as the node's
-        self._count(node, 1)
+    def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
+        """Let nodes of KV, which nobody needs yet, stand for leased blocks."""
+        tree, at = self.tree, np.asarray(nodes, np.int64)
+        tree.device[at], tree.device_generation[at] = blocks, [self.device.generation(block) for block in blocks]
+        tree.on_device[at] = True
+        np.add.at(tree.children_on_device, tree.parent[at], 1)
+        self._kv -= len(nodes)
+        self.cached_blocks[Kind.KV] += len(nodes)
 
     def device_blocks(self, path: Sequence[int]) -> list[BlockId]:
         """Return the device blocks of KV that is there or on its way.
@@ -99,10 +98,11 @@ class Tiers:
         Raises:
             BlockError: one of them was freed since it became the node's.
         """
-        blocks = [BlockId(block) for block in self.tree.device[path].tolist()] if path else []
-        for block, node in zip(blocks, path, strict=True):
-            self.device.check(block, int(self.tree.device_generation[node]))
-        return blocks
+        return self.device.checked(self.tree.device[path].tolist(), self.tree.device_generation[path].tolist())
+
+    def host_blocks(self, path: Sequence[int]) -> list[BlockId]:
+        """The same on the host."""
+        return self.host.checked(self.tree.host[path].tolist(), self.tree.host_generation[path].tolist())
 
     def pin(self, nodes: Sequence[int]) -> None:
         """Keep nodes where they are. Each counts; see :meth:`unpin`."""
@@ -188,14 +188,13 @@ class Tiers:
             demand: whether somebody waits.
         """
         tree = self.tree
+        host_blocks = tuple(self.host_blocks(nodes))
         for node, block in zip(nodes, device_blocks, strict=True):
-            self.host.check(BlockId(int(tree.host[node])), int(tree.host_generation[node]))
             tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
             tree.moving[node] = Moving.IN
             tree.children_on_device[tree.parent[node]] += 1
         self._inflight += len(nodes)
         self.used_blocks[Kind.KV] += len(nodes)
-        host_blocks = tuple(BlockId(int(tree.host[node])) for node in nodes)
         transfer = Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, host_blocks, tuple(device_blocks), None, demand)
         return self._begin(transfer, tuple(nodes), now)
 
@@ -229,30 +228,37 @@ class Tiers:
         self.tree.on_host[node] = True
         self._host_kv += 1
 
-    def drop_from_device(self, node: int) -> None:
-        """Free an unpinned node's device blocks. Its bytes are lost, unless the host or its source has them."""
-        tree = self.tree
+    def drop_adapter(self, node: int) -> None:
+        """Free the device blocks of an adapter that nobody needs there."""
         self._count(node, -1)
-        if tree.kind[node] == Kind.KV:
-            tree.children_on_device[tree.parent[node]] -= 1
-        else:
-            self.resident_adapters -= 1
+        self.resident_adapters -= 1
         self._free_device(node)
-        tree.on_device[node] = False
-        tree.touched[node] += 1
+        self.tree.on_device[node] = False
+        self.tree.touched[node] += 1
 
-    def drop_from_host(self, node: int) -> None:
-        """Free a resting node's host blocks."""
-        tree = self.tree
-        if tree.kind[node] == Kind.KV:
-            self._free_host_kv(node)
-            self._host_kv -= 1
-        else:
-            entry = tree.adapters[node]
-            self.host.release(entry.host_blocks)
-            self._host_adapter -= len(entry.host_blocks)
-            entry.host_blocks = ()
-        tree.on_host[node] = False
+    def drop_kv(self, nodes: Sequence[int]) -> None:
+        """Free the device blocks of KV that nobody needs. Its bytes are lost, unless the host has them."""
+        tree, at = self.tree, np.asarray(nodes, np.int64)
+        self.device.release(self.device_blocks(nodes))
+        np.subtract.at(tree.children_on_device, tree.parent[at], 1)
+        tree.device[at], tree.on_device[at] = NO_BLOCK, False
+        tree.touched[at] += 1
+        self.used_blocks[Kind.KV] -= len(nodes)
+        self.cached_blocks[Kind.KV] -= len(nodes)
+
+    def drop_adapter_from_host(self, node: int) -> None:
+        """Free a resting adapter's host blocks."""
+        entry = self.tree.adapters[node]
+        self.host.release(entry.host_blocks)
+        self._host_adapter -= len(entry.host_blocks)
+        entry.host_blocks = ()
+        self.tree.on_host[node] = False
+
+    def drop_kv_from_host(self, nodes: Sequence[int]) -> None:
+        """Free the host blocks of resting KV."""
+        self._free_host_kv(nodes)
+        self._host_kv -= len(nodes)
+        self.tree.on_host[nodes] = False
 
     def want(self, nodes: Iterable[int]) -> list[Flight]:
         """Return the transfers to the device that ``nodes`` are part of; somebody waits for them from now on."""
@@ -285,8 +291,8 @@ class Tiers:
         if flight is None:
             raise BlockError(f"transfer {done.transfer_id} was not under way")
         transfer = flight.transfer
-        totals = self.totals.setdefault((transfer.source, transfer.target), RouteTotals())
-        totals.note(len(transfer.device_blocks or transfer.host_blocks), done)
+        blocks = len(transfer.device_blocks or transfer.host_blocks)
+        self.totals.setdefault((transfer.source, transfer.target), RouteTotals()).note(blocks, done)
         landing = Landing(flight, done.error)
         for node in flight.nodes:
             del self.flight_of[node]
@@ -321,7 +327,8 @@ class Tiers:
             self._land_host_adapter(node, landing.error)
         parent = int(tree.parent[node])
         # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
-        orphan = self._dependent and parent != NO_NODE and not self._is_coming_or_there(parent)
+        orphan = self._dependent and parent != NO_NODE
+        orphan = orphan and not (tree.on_device[parent] or tree.moving[parent] == Moving.IN)
         self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
         if landing.error is None and not orphan:
             tree.on_device[node] = True
@@ -334,10 +341,7 @@ class Tiers:
             tree.children_on_device[tree.parent[node]] -= 1
         self._free_device(node)
         if tree.kind[node] == Kind.KV and landing.error is not None:
-            self.drop_from_host(node)  # what could not be copied is not trusted again
-
-    def _is_coming_or_there(self, node: int) -> bool:
-        return bool(self.tree.on_device[node]) or int(self.tree.moving[node]) == Moving.IN
+            self.drop_kv_from_host([node])  # what could not be copied is not trusted again
 
     def _land_out(self, node: int, landing: Landing) -> None:
         tree = self.tree
@@ -349,7 +353,7 @@ class Tiers:
             tree.on_host[node] = True
             self._host_kv += 1
         else:
-            self._free_host_kv(node)
+            self._free_host_kv([node])
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
             self._count(node, 1)  # it was needed again meanwhile, or what depends on it was
             landing.came.append(node)
@@ -383,18 +387,14 @@ class Tiers:
             self._adapter += blocks
 
     def _free_device(self, node: int) -> None:
-        tree = self.tree
-        if tree.kind[node] == Kind.KV:
+        entry = self.tree.adapters.get(node)
+        if entry is None:
             self.device.release(self.device_blocks([node]))
-            tree.device[node] = NO_BLOCK
+            self.tree.device[node] = NO_BLOCK
         else:
-            entry = tree.adapters[node]
             self.device.release(entry.device_blocks)
             entry.device_blocks = ()
 
-    def _free_host_kv(self, node: int) -> None:
-        tree = self.tree
-        block = BlockId(int(tree.host[node]))
-        self.host.check(block, int(tree.host_generation[node]))
-        self.host.release([block])
-        tree.host[node] = NO_BLOCK
+    def _free_host_kv(self, nodes: Sequence[int]) -> None:
+        self.host.release(self.host_blocks(nodes))
+        self.tree.host[nodes] = NO_BLOCK

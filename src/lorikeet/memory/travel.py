@@ -6,6 +6,7 @@ there, so that the sequence finds it by its keys like any other.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -63,14 +64,8 @@ class KvTravel:
 
     def gathered(self, lease: SequenceLease) -> list[BlockId]:
         """Return the host blocks of what has been gathered: of a sequence's first blocks, up to one that has failed."""
-        blocks: list[BlockId] = []
-        for node in lease.path:
-            if not self._tree.on_host[node]:
-                break
-            block = BlockId(int(self._tree.host[node]))
-            self._tiers.host.check(block, int(self._tree.host_generation[node]))
-            blocks.append(block)
-        return blocks
+        there = takewhile(lambda node: self._tree.on_host[node], lease.path)
+        return self._tiers.host_blocks(list(there))
 
     def put(self, adapter: int, keys: Sequence[bytes], now: float) -> list[tuple[int, BlockId]]:
         """Find room on the host for KV that comes from elsewhere; whoever calls writes it before anything else happens.
@@ -91,11 +86,11 @@ class KvTravel:
         for index in range(len(path) - 1, len(keys)):
             node = tree.find(keys[index])
             if node is None:
-                node = tree.add_kv(path[-1], keys[index], now)
+                ((node,),) = tree.add_kv([path[-1]], [[keys[index]]], now)
             is_known = tree.on_host[node] or tree.on_device[node] or tree.moving[node] != Moving.NO
             if not is_known:  # what is, lies behind a block that was lost
                 if not room.make_host_room_for_kv():
-                    room.forget_if_empty(node)
+                    room.forget_if_empty([node])
                     break
                 block = self._tiers.host.lease(1)[0]
                 self._tiers.adopt_on_host(node, block)

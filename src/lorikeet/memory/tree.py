@@ -206,45 +206,71 @@ class Tree:
 
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
         """Add a version that is on no tier yet."""
-        node = self._new(Kind.ADAPTER, NO_NODE)
-        self.top[node], self.size[node] = node, device_size
+        (node,) = self._new(1)
+        self.kind[node], self.top[node], self.size[node] = Kind.ADAPTER, node, device_size
         self.adapters[node] = AdapterEntry(ref, host_size)
         self._by_digest[ref.digest] = node
         return node
 
-    def add_kv(self, parent: int, key: bytes, now: float) -> int:
-        """Add a block of KV that is on no tier yet."""
-        node = self._new(Kind.KV, parent)
-        self.top[node], self.depth[node], self.size[node] = self.top[parent], self.depth[parent] + 1, 1
-        self.visits[node], self.last_use_s[node] = 1.0, now
-        self.children[parent] += 1
-        self._keys[node] = key
-        self._by_key[key] = node
-        return node
+    def add_kv(self, above: Sequence[int], keys: Sequence[Sequence[bytes]], now: float) -> list[list[int]]:
+        """Add blocks of KV that are on no tier yet, in branches that do not fork.
 
-    def remove(self, node: int) -> None:
-        """Take a node out that nothing is below and whose bytes are nowhere."""
-        parent = int(self.parent[node])
-        if parent != NO_NODE:
-            self.children[parent] -= 1
+        Args:
+            above: what each branch begins below.
+            keys: of each branch, one or more, each below the one before it.
+            now: the time.
+
+        Returns:
+            The nodes of each branch.
+        """
+        branches: list[list[int]] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        tops: list[int] = []
+        for parent, depth, top, mine in zip(
+            above, self.depth[above].tolist(), self.top[above].tolist(), keys, strict=True
+        ):
+            branch = self._new(len(mine))
+            branches.append(branch)
+            parents += [parent, *branch[:-1]]
+            depths += range(depth + 1, depth + 1 + len(branch))
+            tops += [top] * len(branch)
+            for node, key in zip(branch, mine, strict=True):
+                self._keys[node] = key
+                self._by_key[key] = node
+        nodes = np.concatenate(branches)
+        self.kind[nodes], self.size[nodes], self.visits[nodes], self.last_use_s[nodes] = Kind.KV, 1, 1.0, now
+        self.parent[nodes], self.depth[nodes], self.top[nodes] = parents, depths, tops
+        np.add.at(self.children, parents, 1)
+        return branches
+
+    def remove_adapter(self, node: int) -> None:
+        """Take an adapter out that nothing is below and whose bytes are nowhere."""
+        del self._by_digest[self.adapters.pop(node).ref.digest]
+        self._unused([node])
+
+    def remove_kv(self, nodes: Sequence[int]) -> None:
+        """Take blocks of KV out whose bytes are nowhere; nothing is below them but what is taken out with them."""
+        np.subtract.at(self.children, self.parent[np.asarray(nodes, np.int64)], 1)
+        for node in nodes:
             del self._by_key[self._keys[node]]
             self._keys[node] = b""
-        else:
-            del self._by_digest[self.adapters.pop(node).ref.digest]
-        self.touched[node] += 1
-        self.kind[node] = Kind.UNUSED
-        self._free.append(node)
+        self._unused(nodes)
 
-    def _new(self, kind: int, parent: int) -> int:
-        if not self._free:
+    def _new(self, count: int) -> list[int]:
+        while len(self._free) < count:
             self._grow()
-        node = self._free.pop()
-        touched = self.touched[node]
+        nodes = [self._free.pop() for _ in range(count)]
+        self._end = max(self._end, max(nodes) + 1)
+        return nodes
+
+    def _unused(self, nodes: Sequence[int]) -> None:
+        at = np.asarray(nodes, np.int64)
+        touched = self.touched[at] + 1
         for name, _, empty in self._FIELDS:
-            getattr(self, name)[node] = empty
-        self.kind[node], self.parent[node], self.touched[node] = kind, parent, touched + 1
-        self._end = max(self._end, node + 1)
-        return node
+            getattr(self, name)[at] = empty
+        self.touched[at] = touched  # so that notes about what was there are told from those about what will be
+        self._free.extend(nodes)
 
     def _grow(self) -> None:
         old = len(self.kind)
@@ -253,7 +279,7 @@ class Tree:
             grown[:old] = getattr(self, name)
             setattr(self, name, grown)
         self._keys += [b""] * old
-        self._free = array("i", range(2 * old - 1, old - 1, -1))
+        self._free = array("i", range(2 * old - 1, old - 1, -1)) + self._free
 
     def metadata_bytes(self) -> int:
         """Return what the tree takes itself: arrays, keys and their table (estimated per entry)."""

@@ -50,18 +50,18 @@ class Victims:
     def first(self, count: int = 1) -> list[int]:
         """Return up to ``count`` nodes that leave first, the very first first; they stay in the queue."""
         tree = self._tree
-        found: list[tuple[float, int, int, int]] = []
+        found: dict[int, tuple[float, int, int, int]] = {}
         while len(found) < count:
             if not self._heap:
                 if self._highest == np.inf or not self._refill():
                     break
-                found = []
+                found = {}
             score, _, node, touched = entry = heapq.heappop(self._heap)
             if (touched, score) == (tree.touched[node], tree.score[node]) and self._is_candidate(node):
-                found.append(entry)
-        for entry in found:
+                found[node] = entry
+        for entry in found.values():
             heapq.heappush(self._heap, entry)
-        return list(dict.fromkeys(node for _, _, node, _ in found))
+        return list(found)
 
     def _refill(self) -> bool:
         tree, nodes = self._tree, self._candidates()
@@ -79,6 +79,10 @@ class Victims:
         heapq.heapify(self._heap)
         self._most = max(_MOST, 2 * len(self._heap))
         return True
+
+    def __len__(self) -> int:
+        """Return the number of notes, some of which may no longer be true."""
+        return len(self._heap)
 
     def missing(self) -> list[int]:
         """Return the nodes that should be in the queue and are not; for checks."""

@@ -27,7 +27,8 @@ class Draft:
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence what it can use of the budget."""
-        tokens = min(sequence.remaining_tokens, self.budget_tokens)
+        remaining, budget = sequence.remaining_tokens, self.budget_tokens
+        tokens = remaining if remaining < budget else budget
         if tokens:
             (self.cold if sequence.is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens
@@ -95,8 +96,9 @@ def _sequence_parts(given: list[tuple[Sequence, int]]) -> tuple[tuple[SequenceSt
         if not sequence.started:
             starts.append(sequence.start())
             sequence.started = True
-        new_blocks = tuple(sequence.lease.blocks[sequence.known_blocks :])
-        sequence.known_blocks += len(new_blocks)
+        known, blocks = sequence.known_blocks, sequence.lease.blocks
+        new_blocks = tuple(blocks[known:]) if known < len(blocks) else ()
+        sequence.known_blocks = len(blocks)
         samples = tokens == sequence.remaining_tokens
         steps.append(SequenceStep(sequence.request_id, sequence.computed_tokens, tokens, new_blocks, samples))
     return tuple(starts), tuple(steps)

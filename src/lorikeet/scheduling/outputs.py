@@ -24,25 +24,25 @@ class Outputs:
         return taken
 
     def accept(
-        self, sequence: Sequence, tokens: tuple[Token, ...], left: int, now: float
+        self, sequence: Sequence, tokens: tuple[Token, ...], now: float
     ) -> tuple[FinishReason, int | None] | None:
         """Append sampled tokens until one ends the request; return how it ended, and by which token, if it did.
 
         Args:
             sequence: which gets them.
             tokens: in their order.
-            left: tokens that it may still generate.
             now: the time.
         """
         request, sampling = sequence.request, sequence.request.sampling
-        made = sequence.output_tokens
+        made, left = sequence.output_tokens, sequence.tokens_left
         if tokens and made == len(request.output_token_ids):
             self.events.append(FirstToken(request.request_id, now))
+        stops = sampling.stop_token_ids
         for token in tokens:
             self._tokens.append(TokenOutput(request.request_id, request.attempt, made, token))
             sequence.token_ids.append(token.token_id)
             made, left = made + 1, left - 1
-            if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
+            if stops and token.token_id in stops and made > sampling.min_tokens:
                 return FinishReason.STOP, token.token_id
             if left <= 0:
                 return FinishReason.LENGTH, None

@@ -26,6 +26,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
+from lorikeet.memory.insertion import Computed
 from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.rows import ColdStart, Row
@@ -37,7 +38,6 @@ from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.outputs import Outputs
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.preemption import KEEPS_KV
-from lorikeet.scheduling.repeats import lease_ahead
 from lorikeet.scheduling.selection import Selection
 from lorikeet.scheduling.sequence import Sequence
 from lorikeet.scheduling.view import SchedulerView
@@ -219,16 +219,17 @@ class Scheduler:
         return plan
 
     def _continue_running(self, draft: Draft, now: float) -> None:
-        for sequence in sorted(self._running, key=lambda s: s.remaining_tokens > 1):
-            if not sequence.can_run:  # waits for a transfer, or was preempted for one before it
-                continue
-            if self.selection.allows(sequence) and draft.budget_tokens and self._make_room(sequence, draft, now):
+        able = [s for s in self.selection.allowed(self._running) if s.can_run]
+        have_room = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
+        for sequence in sorted(able, key=lambda s: s.remaining_tokens > 1):
+            can_go_on = sequence.lease is not None and draft.budget_tokens  # some are preempted for those before them
+            if can_go_on and (have_room or self._make_room(sequence, draft, now)):
                 draft.give(sequence)
 
     def _make_room(self, sequence: Sequence, draft: Draft, now: float) -> bool:
         """Lease the block that the next token needs, at the expense of whoever has the least precedence if need be."""
         assert sequence.lease is not None
-        while self._memory.try_grow(sequence.lease, len(sequence.token_ids), now) is None:
+        while not self._memory.try_grow([(sequence.lease, len(sequence.token_ids))], now):
             if self._memory.room_is_coming or (len(self._running) == 1 and self._memory.transfers_under_way):
                 return False  # left out until a transfer has ended
             # Those who may not run now go first. The last may be the sequence itself: alone, it can only lack room
@@ -251,7 +252,8 @@ class Scheduler:
         self._enqueue(self.export_request(sequence.request_id, now), now, keys)
 
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
-        sequence = Sequence(request, now)
+        longest = len(request.prompt_token_ids) + request.sampling.max_tokens
+        sequence = Sequence(request, now, min(longest, self._limits.max_model_tokens))
         sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys))
         self._sequences[request.request_id] = sequence
         self.queue.add(request, now)
@@ -313,8 +315,7 @@ class Scheduler:
         """Return for how many identical decode steps the plan can hold, with their blocks leased.
 
         If nothing can arrive meanwhile, whoever waits may go on waiting: room comes only from a sequence that ends,
-        which ends the repeat. Blocks are then leased up to ``COALESCED_STEPS`` tokens ahead, where single steps would
-        lease them one by one.
+        which ends the repeat. Blocks are then leased up to ``COALESCED_STEPS`` tokens ahead, not one by one.
         """
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in sequences):
@@ -322,15 +323,16 @@ class Scheduler:
         if (len(self.queue) or self._memory.awaited_transfers) and not coalesced:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
-        reviewed = min(self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
-        reviewed = min(reviewed, self.selection.steps_until_review)
-        repeat = int(max(1, min(most, reviewed, *(self._tokens_left(s) for s in sequences))))
-        return repeat if lease_ahead(sequences, repeat, self._memory, now) else 1
+        reviews = (self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
+        steps = min(most, self.selection.steps_until_review, *reviews, *(s.tokens_left for s in sequences))
+        repeat = int(max(1, steps))
+        ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease]
+        return repeat if self._memory.try_grow(ahead, now) else 1
 
     # --- commit --------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take the tokens of a step in."""
+        """Take the tokens of a step in. KV is not found by others before its adapter is there."""
         if plan.sequences:
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
@@ -338,25 +340,24 @@ class Scheduler:
             if not plan.assisted:
                 self._pace.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
             self.selection.note(plan, result, step_s)
+        computed, ended = [], []
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
             if step.request_id in result.failed:  # nor is its KV worth keeping
                 self._finish(sequence, now, FinishReason.ERROR, error="the model's output is not finite")
                 continue
-            finish = self._outputs.accept(sequence, tokens, self._tokens_left(sequence), now)
-            computed = step.start + step.tokens + result.steps_run - 1
+            finish = self._outputs.accept(sequence, tokens, now)
             # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
-            sequence.computed_tokens = min(computed, len(sequence.token_ids))
-            if sequence.is_ready:  # KV is not found by others before its adapter is
-                self._memory.commit(sequence.lease, sequence.token_ids, sequence.computed_tokens, now)
+            run_tokens = step.start + step.tokens + result.steps_run - 1
+            sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
+            if sequence.lease.is_ready and self._memory.is_behind(sequence.lease, sequence.computed_tokens):
+                computed.append(Computed(sequence.lease, sequence.token_ids, sequence.computed_tokens))
             if finish is not None:
-                reason, stop_token_id = finish
-                self._finish(sequence, now, reason, stop_token_id)
-
-    def _tokens_left(self, sequence: Sequence) -> int:
-        by_request = sequence.request.sampling.max_tokens - sequence.output_tokens
-        return min(by_request, self._limits.max_model_tokens - len(sequence.token_ids))
+                ended.append((sequence, *finish))
+        self._memory.commit(computed, now)
+        for sequence, reason, stop_token_id in ended:
+            self._finish(sequence, now, reason, stop_token_id)
 
     # --- the inside ----------------------------------------------------------------------------------
 

@@ -114,6 +114,10 @@ class Selection:
         """Whether the batching mode lets it run now."""
         return self._choice.requests is None or sequence.request_id in self._choice.requests
 
+    def allowed(self, running: Many[Sequence]) -> Many[Sequence]:
+        """Return those of the running sequences that it lets run."""
+        return running if self._choice.requests is None else [s for s in running if self.allows(s)]
+
     def last_displaced(self, running: Many[Sequence]) -> Sequence | None:
         """Return who of those that may not run now would be the first to give its blocks back."""
         if self._choice.requests is None:

@@ -10,7 +10,7 @@ from lorikeet.core.request import Request
 from lorikeet.memory.leases import SequenceLease
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """What the engine knows of a request.
 
@@ -20,7 +20,9 @@ class Sequence:
     Attributes:
         request: as submitted or resumed.
         queued_s: when the scheduler took it in.
+        most_tokens: that it may have, prompt and output.
         token_ids: prompt and output so far.
+        prompt_tokens: tokens of the prompt.
         computed_tokens: tokens whose KV is in its blocks.
         lease: its blocks, None while it waits.
         known_blocks: blocks of the lease that the executor has been told of.
@@ -30,7 +32,9 @@ class Sequence:
 
     request: Request
     queued_s: float
+    most_tokens: int
     token_ids: list[int] = field(init=False)
+    prompt_tokens: int = field(init=False)
     computed_tokens: int = 0
     lease: SequenceLease | None = None
     known_blocks: int = 0
@@ -40,16 +44,12 @@ class Sequence:
     def __post_init__(self) -> None:
         """Begin where it ended before."""
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+        self.prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def request_id(self) -> RequestId:
         """Id of the request."""
         return self.request.request_id
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def output_tokens(self) -> int:
@@ -60,6 +60,11 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens to compute until the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still generate."""
+        return self.most_tokens - len(self.token_ids)
 
     @property
     def is_ready(self) -> bool:

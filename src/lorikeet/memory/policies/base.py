@@ -94,14 +94,14 @@ class Eviction:
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
         """A request received its blocks."""
 
-    def inserted(self, node: int, now: float) -> None:
-        """An adapter or KV came to the device that was not there before."""
+    def inserted(self, nodes: Sequence[int], now: float) -> None:
+        """Adapters or KV came to the device that were not there before; earlier KV first."""
 
-    def removed(self, node: int, now: float) -> None:
-        """A node left the device."""
+    def removed(self, nodes: Sequence[int], now: float) -> None:
+        """Nodes left the device, in this order."""
 
-    def forgotten(self, node: int) -> None:
-        """A node was taken out of the tree; its index may stand for another one later."""
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """Nodes were taken out of the tree; their indices may stand for others later."""
 
     def batch(self, running: int, now: float) -> None:
         """From now on so many sequences hold blocks."""
@@ -151,8 +151,8 @@ class Prefetch:
     def fetched(self, node: int, now: float) -> None:
         """A node that it named is being brought."""
 
-    def forgotten(self, node: int) -> None:
-        """A node was taken out of the tree; its index may stand for another one later."""
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """Nodes were taken out of the tree; their indices may stand for others later."""
 
 
 def is_prefetchable(tree: Tree, node: int) -> bool:

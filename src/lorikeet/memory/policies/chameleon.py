@@ -69,14 +69,15 @@ class Chameleon(Eviction):
         self._frequency[adapter] += 1
         self._uses.append((now, adapter))
 
-    def forgotten(self, node: int) -> None:
-        """Another adapter may get its place."""
-        self._protected.pop(node, None)
-        if node < len(self._rank):
-            self._rank[node] = _UNKNOWN
-        if node < len(self._frequency) and self._frequency[node]:
-            self._frequency[node] = 0
-            self._uses = deque(use for use in self._uses if use[1] != node)
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """Others may get their places."""
+        for node in nodes:
+            self._protected.pop(node, None)
+            if node < len(self._rank):
+                self._rank[node] = _UNKNOWN
+            if node < len(self._frequency) and self._frequency[node]:
+                self._frequency[node] = 0
+                self._uses = deque(use for use in self._uses if use[1] != node)
 
     def _scores(self, adapters: Nodes, resident: Nodes, known: Nodes, now: float) -> Scores:
         self._forget_uses(now)

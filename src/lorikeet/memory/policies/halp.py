@@ -64,9 +64,10 @@ class Halp(Lru):
             for pair in self._take(node):
                 self._learn(pair.difference, was_right=pair.stayed == node)
 
-    def forgotten(self, node: int) -> None:
-        """How the decisions about it would have turned out will not be known."""
-        self._take(node)
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """How the decisions about them would have turned out will not be known."""
+        for node in nodes:
+            self._take(node)
 
     def _features(self, nodes: Sequence[int], now: float) -> npt.NDArray[np.float64]:
         tree, index = self.view.tree, np.array(nodes)

@@ -103,23 +103,25 @@ class Hawkeye(Eviction):
         self._optimal.next_request(int(tree.size[nodes].sum()) + self._computed)
         self._computed = 0
 
-    def inserted(self, node: int, now: float) -> None:
+    def inserted(self, nodes: Sequence[int], now: float) -> None:
         """Access KV that was just computed; all else was accessed by the request that it came for, if any."""
         self._lengthen()
-        if self._last[node] == NO_NODE and self.view.tree.kind[node] == Kind.KV:
-            self._access([node])
-            self._computed += 1
+        for node in nodes:
+            if self._last[node] == NO_NODE and self.view.tree.kind[node] == Kind.KV:
+                self._access([node])
+                self._computed += 1
 
-    def removed(self, node: int, now: float) -> None:
+    def removed(self, nodes: Sequence[int], now: float) -> None:
         """A friendly node had to leave: its adapter is less so."""
         self._lengthen()
-        if self._score[node] >= _FRIENDLY_SCORE:
-            self._learn(int(self.view.tree.top[node]), False)
+        for node in nodes:
+            if self._score[node] >= _FRIENDLY_SCORE:
+                self._learn(int(self.view.tree.top[node]), False)
 
-    def forgotten(self, node: int) -> None:
-        """Another node may get its place."""
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """Others may get their places."""
         self._lengthen()
-        self._last[node], self._score[node], self._counter[node] = NO_NODE, 0.0, _FRIENDLY
+        self._last[nodes], self._score[nodes], self._counter[nodes] = NO_NODE, 0.0, _FRIENDLY
 
     def _access(self, nodes: list[int]) -> None:
         self._accesses += 1

@@ -4,7 +4,7 @@ Each adapter's times between arrivals are kept in a histogram. Before the earlie
 to be expected it is loaded, and until the latest it is kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -146,8 +146,9 @@ class HistogramPrefetch(QueuePrefetch):
             self._unused.add(node)
             self.eviction.protect(node, self._expected[node][1])
 
-    def forgotten(self, node: int) -> None:
-        """The adapter is gone."""
-        self._gaps.pop(node, None)
-        self._expected.pop(node, None)
-        self._unused.discard(node)
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """The adapters are gone."""
+        for node in nodes:
+            self._gaps.pop(node, None)
+            self._expected.pop(node, None)
+            self._unused.discard(node)

@@ -35,14 +35,14 @@ class Srrip(Eviction):
         nodes = np.array([adapter, *path])
         self._set(nodes[self.view.tree.on_device[nodes]], _NEAR)
 
-    def inserted(self, node: int, now: float) -> None:
+    def inserted(self, nodes: Sequence[int], now: float) -> None:
         """Begin with a long interval."""
-        self._set(np.array([node]), _LONG)
+        self._set(np.array(nodes, np.int64), _LONG)
 
-    def removed(self, node: int, now: float) -> None:
-        """Age all, as far as was needed for this one to be the first to leave."""
+    def removed(self, nodes: Sequence[int], now: float) -> None:
+        """Age all, as far as was needed for these to be the first to leave."""
         self._interval = by_node(self._interval, self.view.tree, 0)
-        self._aged = max(self._aged, _DISTANT - int(self._interval[node]))
+        self._aged = max(self._aged, _DISTANT - int(self._interval[nodes].min(initial=_DISTANT)))
 
     def _set(self, nodes: Nodes, interval: int) -> None:
         self._interval = by_node(self._interval, self.view.tree, 0)

@@ -1,0 +1,81 @@
+"""Who leaves in one go: what was used together, in the order in which it would have left one by one."""
+
+import random
+
+import pytest
+
+from lorikeet.scheduling.limits import Limits
+from tests.memory.test_memory import ask, cached_tokens, words
+from tests.support.scripted import BLOCK_TOKENS, Bench, request
+
+
+def keys_on_device(bench: Bench) -> set[bytes]:
+    """What is on the device."""
+    tree = bench.memory.tree
+    return {tree.key_of(node) for node in range(1, tree.end) if tree.kind[node] and tree.on_device[node]}
+
+
+def filled(seed: int) -> Bench:
+    """A device full of conversations that fork, of several adapters, no two used at the same time."""
+    chance, bench = random.Random(seed), Bench(blocks=60)
+    for number in range(12):
+        first = chance.choice([0, 0, 500])
+        prompt = [*words(first, chance.randint(1, 4)), *words(1000 * number, chance.randint(1, 3))]
+        ask(bench, f"r{number}", prompt, chance.choice([None, "a", "b"]))
+    return bench
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_leaves_in_one_go_is_who_would_have_left_one_by_one(seed: int) -> None:
+    at_once, one_by_one = filled(seed), filled(seed)
+    for blocks in range(9, 60, 9):
+        now = at_once.clock.now()
+        assert at_once.memory.room.make(blocks, 0, now)
+        for wanted in range(1, blocks + 1):
+            assert one_by_one.memory.room.make(wanted, 0, now)
+        assert keys_on_device(at_once) == keys_on_device(one_by_one)
+        at_once.memory.check_integrity()
+
+
+def test_of_two_texts_last_used_at_the_same_time_one_leaves_before_the_other() -> None:
+    bench = Bench(blocks=20)
+    for first in (0, 1000):
+        bench.engine.submit(request(f"r{first}", words(first, 6), bench.clock.now(), max_tokens=2))
+    bench.run()
+    assert bench.memory.room.make(bench.memory.counts().free + 6, 0, bench.clock.now())
+    bench.memory.check_integrity()
+    left = [len(bench.memory.tree.match(bench.memory.keys_of(None, words(first, 6)))) for first in (0, 1000)]
+    assert sorted(left) == [0, 6]
+
+
+def test_what_another_text_has_used_since_stays() -> None:
+    bench = Bench(blocks=20)
+    texts = {"old": [*words(0, 3)[:-1], *words(1000, 3)], "other": words(2000, 3), "new": words(0, 3)}
+    for name, text in texts.items():
+        ask(bench, name, text)
+    assert bench.memory.room.make(bench.memory.counts().free + 4, 0, bench.clock.now())
+    match, keys_of = bench.memory.tree.match, bench.memory.keys_of
+    assert [len(match(keys_of(None, text))) for text in texts.values()] == [3, 2, 3]
+
+
+def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
+    bench = Bench(blocks=12, host_blocks=5)
+    ask(bench, "long", words(0, 10))
+    bench.memory.room.make(12, 0, bench.clock.now())
+    bench.run()
+    bench.memory.check_integrity()
+    assert bench.memory.host_counts().kv == 5
+    ask(bench, "again", words(0, 10))
+    assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
+
+
+def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:
+    bench = Bench(blocks=40, limits=Limits(max_running=8, max_step_tokens=256, max_model_tokens=64))
+    for name, tail in (("x", 1000), ("y", 1000), ("z", 2000)):
+        bench.engine.submit(request(name, [*words(0, 2)[:-1], *words(tail, 2)], bench.clock.now(), max_tokens=6))
+    bench.step()
+    bench.memory.check_integrity()
+    assert len(bench.memory.tree) == 6, "two that all share, two of x and y, two of z"
+    bench.run()
+    bench.memory.check_integrity()
+    assert bench.memory.counts().kv == 0
