@@ -162,10 +162,10 @@ class Room:
         self._eviction.removed(nodes, now)
         self._counters.left(nodes)
         away = [node for node in nodes if not tree.on_host[node]] if self._rules.host_kv and tiers.host.total else []
-        stored = dict.fromkeys(
-            away[len(away) - self.make_host_room_for_kv(len(away), before=nodes[0]) :] if away else ()
-        )
-        dropped = [node for node in nodes if node not in stored]
+        places = self.make_host_room_for_kv(len(away), before=nodes[0]) if away else 0
+        stored = away[len(away) - places :]
+        goes = set(stored)
+        dropped = [node for node in nodes if node not in goes]
         tiers.drop_kv(dropped)
         for node, block in zip(stored, tiers.host.lease(len(stored)), strict=True):
             tiers.store_kv(node, block, now)
