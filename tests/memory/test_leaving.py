@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from lorikeet.memory.insertion import Computed
+from lorikeet.memory.leases import SequenceLease
 from lorikeet.scheduling.limits import Limits
 from tests.memory.test_memory import ask, cached_tokens, words
 from tests.support.scripted import BLOCK_TOKENS, Bench, request
@@ -67,6 +69,18 @@ def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
     assert bench.memory.host_counts().kv == 5
     ask(bench, "again", words(0, 10))
     assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
+
+
+def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_same_step() -> None:
+    bench = Bench(blocks=40)
+    memory, tokens = bench.memory, words(0, 4)
+    keys = memory.keys_of(None, tokens)
+    leases = [memory.try_admit(None, keys, len(tokens), 0.0) for _ in range(2)]
+    first, second = (lease for lease in leases if isinstance(lease, SequenceLease))
+    memory.commit([Computed(first, tokens, 2 * BLOCK_TOKENS)], 1.0)
+    memory.commit([Computed(each, tokens, 4 * BLOCK_TOKENS) for each in (first, second)], 2.0)
+    memory.check_integrity()
+    assert len(first.path) == 4 and first.path == second.path
 
 
 def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:

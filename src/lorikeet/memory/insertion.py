@@ -48,11 +48,13 @@ class Insertion:
             if len(lease.keys) < whole:
                 digest = self._tree.digest(lease.adapter)
                 lease.keys = block_keys(digest, token_ids, self._block_tokens, lease.keys)
-            if lease.keys[len(lease.path)] in new:  # another sequence of the step has computed the same tokens
-                self._insert_new(list(new.values()), now)
+            while self._follow(lease, whole, now):
+                first = len(lease.path)
+                if lease.keys[first] not in new:
+                    new[lease.keys[first]] = lease, lease.keys[first:whole]
+                    break
+                self._insert_new(list(new.values()), now)  # another sequence of the step has computed the same tokens
                 new.clear()
-            if self._follow(lease, whole, now):
-                new[lease.keys[len(lease.path)]] = lease, lease.keys[len(lease.path) : whole]
         self._insert_new(list(new.values()), now)
 
     def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
