@@ -9,7 +9,7 @@ import pytest
 from lorikeet.cluster.entries import ReplicaInfo
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.gauges import Gauges
-from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.routing import ROUTING, plain
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
@@ -98,6 +98,14 @@ def test_round_robin_by_a_table_goes_round_the_replicas_of_each_adapter() -> Non
     assert routed(router, fleet, 3, "x") == ["a", "c", "a"]
     assert routed(router, fleet, 2, "y") == ["b", "b"]
     assert routed(router, fleet, 2, "x") == ["c", "a"]
+
+
+def test_round_robin_remembers_the_turns_of_so_many_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "_MOST_ADAPTERS", 2)
+    router, fleet = RoundRobin(), fleet_of("a", "b")
+    router.table = table(**{name: {"a": 0.5, "b": 0.5} for name in "xyz"})
+    assert [routed(router, fleet, 1, name)[0] for name in "xyxzxy"] == ["a", "a", "b", "a", "a", "a"]
+    assert len(router._turns) == 2
 
 
 def test_least_loaded_counts_running_queued_and_others_requests() -> None:

@@ -80,7 +80,8 @@ def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_sa
     memory.commit([Computed(first, tokens, 2 * BLOCK_TOKENS)], 1.0)
     memory.commit([Computed(each, tokens, 4 * BLOCK_TOKENS) for each in (first, second)], 2.0)
     memory.check_integrity()
-    assert len(first.path) == 4 and first.path == second.path
+    assert len(first.path) == 4
+    assert first.path == second.path
 
 
 def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:

@@ -1,9 +1,14 @@
 """What routing expects of requests to come: averages over those that have finished."""
 
+from collections import OrderedDict
+
 from lorikeet.core.ids import AdapterDigest
 
 ALPHA = 0.02
 """Weight of the newest answer: the average is about one over the last 50."""
+
+_MOST_ADAPTERS = 65_536
+"""The versions that are remembered; of more, those that have not answered for longest are forgotten."""
 
 
 class Averages:
@@ -21,7 +26,7 @@ class Averages:
         self.output_tokens = output_tokens
         self._seen = 0
         self._execution_s = execution_s
-        self._by_adapter: dict[AdapterDigest | None, tuple[int, float]] = {}
+        self._by_adapter = OrderedDict[AdapterDigest | None, tuple[int, float]]()
 
     def finished(self, adapter: AdapterDigest | None, output_tokens: int, execution_s: float | None) -> None:
         """Take in an answer that was not cut short; ``execution_s`` is None if its admission was not seen.
@@ -32,8 +37,10 @@ class Averages:
         weight = max(ALPHA, 1 / self._seen)
         self.output_tokens += weight * (max(1, output_tokens) - self.output_tokens)
         if execution_s is not None:
-            count, mean_s = self._by_adapter.get(adapter, (0, 0.0))
+            count, mean_s = self._by_adapter.pop(adapter, (0, 0.0))
             self._by_adapter[adapter] = count + 1, mean_s + (execution_s - mean_s) / (count + 1)
+            if len(self._by_adapter) > _MOST_ADAPTERS:
+                self._by_adapter.popitem(last=False)
             self._execution_s += weight * (execution_s - self._execution_s)
 
     def execution_s(self, adapter: AdapterDigest | None) -> float:

@@ -1,11 +1,15 @@
 """Policies that look at no adapters: random, round robin, least loaded, first fit."""
 
+from collections import OrderedDict
 from random import Random
 
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.routing.base import Router, least_loaded, with_room
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+_MOST_ADAPTERS = 65_536
+"""Whose turns are remembered; of more, those that were not asked for for longest begin anew."""
 
 
 class RandomChoice(Router):
@@ -26,7 +30,7 @@ class RoundRobin(Router):
     """One after the other; by a table, every adapter goes round its own replicas (the baseline RR of dLoRA)."""
 
     def __init__(self) -> None:
-        self._turns: dict[AdapterDigest | None, int] = {}
+        self._turns = OrderedDict[AdapterDigest | None, int]()
 
     def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the next."""
@@ -34,8 +38,10 @@ class RoundRobin(Router):
         if not len(candidates):
             return None
         owner = None if self.table is None else asked.adapter
-        turn = self._turns.get(owner, 0)
+        turn = self._turns.pop(owner, 0)
         self._turns[owner] = turn + 1
+        if len(self._turns) > _MOST_ADAPTERS:
+            self._turns.popitem(last=False)
         return fleet.info(int(candidates[turn % len(candidates)])).replica
 
 
