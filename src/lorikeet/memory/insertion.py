@@ -1,6 +1,6 @@
 """Makes blocks that are full findable by others: those of all sequences of a step at once, since there are many."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from lorikeet.memory.leases import SequenceLease
@@ -53,9 +53,9 @@ class Insertion:
                 if lease.keys[first] not in new:
                     new[lease.keys[first]] = lease, lease.keys[first:whole]
                     break
-                self._insert_new(list(new.values()), now)  # another sequence of the step has computed the same tokens
+                self._insert_new(new.values(), now)  # another sequence of the step has computed the same tokens
                 new.clear()
-        self._insert_new(list(new.values()), now)
+        self._insert_new(new.values(), now)
 
     def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
         """Go along what others have computed meanwhile; return whether there is more that nobody has."""
@@ -76,7 +76,7 @@ class Insertion:
         tree.last_use_s[lease.path[before:]] = now
         return is_new
 
-    def _insert_new(self, new: Sequence[tuple[SequenceLease, list[bytes]]], now: float) -> None:
+    def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
         if not new:
             return
         above = [lease.path[-1] if lease.path else lease.adapter for lease, _ in new]

@@ -75,11 +75,6 @@ class Leaving:
         """Return nodes that may leave and that nobody would ask to; for checks."""
         return [node for queue in self._queues.values() for node in queue.missing()]
 
-    @property
-    def notes(self) -> int:
-        """Nodes that are kept in order at present, some of them more than once."""
-        return sum(len(queue) for queue in self._queues.values())
-
 
 def leaving_device(tree: Tree, *, dependent: bool) -> Leaving:
     """Return who may leave the device: who rests there unneeded; where KV depends on what is above it, leaves only."""

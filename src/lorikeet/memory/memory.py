@@ -277,7 +277,7 @@ class Memory:
         """Let each lease hold so many tokens; False, and nothing is leased, if there is no room for all."""
         lacking = []
         for lease, tokens in wanted:
-            missing = -(-tokens // self.block_tokens) - len(lease.blocks)
+            missing = self.blocks_for(tokens) - len(lease.blocks)
             if missing > 0:
                 lacking.append((lease, missing))
         if lacking and not self.room.make(sum(missing for _, missing in lacking), 0, now):

@@ -80,10 +80,6 @@ class Victims:
         self._most = max(_MOST, 2 * len(self._heap))
         return True
 
-    def __len__(self) -> int:
-        """Return the number of notes, some of which may no longer be true."""
-        return len(self._heap)
-
     def missing(self) -> list[int]:
         """Return the nodes that should be in the queue and are not; for checks."""
         tree, nodes = self._tree, self._candidates()

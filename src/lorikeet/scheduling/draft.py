@@ -27,8 +27,7 @@ class Draft:
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence what it can use of the budget."""
-        remaining, budget = sequence.remaining_tokens, self.budget_tokens
-        tokens = remaining if remaining < budget else budget
+        tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if tokens:
             (self.cold if sequence.is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens

@@ -37,12 +37,11 @@ class Outputs:
         made, left = sequence.output_tokens, sequence.tokens_left
         if tokens and made == len(request.output_token_ids):
             self.events.append(FirstToken(request.request_id, now))
-        stops = sampling.stop_token_ids
         for token in tokens:
             self._tokens.append(TokenOutput(request.request_id, request.attempt, made, token))
             sequence.token_ids.append(token.token_id)
             made, left = made + 1, left - 1
-            if stops and token.token_id in stops and made > sampling.min_tokens:
+            if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
                 return FinishReason.STOP, token.token_id
             if left <= 0:
                 return FinishReason.LENGTH, None
