@@ -1,4 +1,7 @@
-"""LoRA as dLoRA computes it (its section on the implementation): one-hot adapter types and two einsums."""
+"""LoRA as dLoRA computes it (its section on the implementation): one-hot adapter types and two einsums.
+
+Both are written as the matrix product that each amounts to: ``torch.einsum`` takes twice as long on CPUs.
+"""
 
 import torch
 from torch import Tensor
@@ -26,5 +29,5 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
                 for padded, parts in zip((a, bt), zip(*pieces, strict=True), strict=True):
                     rows = torch.cat(parts)
                     padded[i, : len(rows)] = rows
-        inner = torch.einsum("ni,mri->nmr", x, a) * types[:, :, None]
-        out[:, column : column + outputs] += torch.einsum("nmr,mro->no", inner, bt)
+        inner = (x @ a.flatten(0, 1).T).unflatten(1, a.shape[:2]) * types[:, :, None]
+        out[:, column : column + outputs] += inner.flatten(1) @ bt.flatten(0, 1)

@@ -13,7 +13,7 @@ from lorikeet.costs.step_fit import StepMeasurement
 Tick = Callable[[], None]
 """Called after each part, for the progress bar."""
 
-_GROUPS = (*[(KernelForm.UNPADDED, KernelForm.PADDED)] * 4, *[(KernelForm.EINSUM,)] * 4)
+_GROUPS = (*[(KernelForm.UNPADDED, KernelForm.PADDED)] * 2, *[(KernelForm.EINSUM,)] * 2)
 """Forms that are measured between two runs of the base model, so often in a round."""
 
 
