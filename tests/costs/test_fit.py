@@ -82,6 +82,7 @@ def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: t
         adapter_rank=Figure(adapter * 1e-5, ""),
         row=Figure(1e-4, "") if einsum else None,
         adapter=Figure(2e-3, "") if einsum else None,
+        prefill=Figure(3e-3, "") if einsum else None,
     )
     generator = np.random.default_rng(seed)
 

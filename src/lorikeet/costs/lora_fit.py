@@ -37,16 +37,20 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
     counts as a ratio to the base model's at the same moment. A difference of two steps carries the noise of both, so
     a point weighs by the size of the steps as well as by its own.
 
-    Einsums copy every adapter and add whole rows whatever the ranks, so theirs have constants for that; in the other
-    forms it is too little to be told from noise.
+    Einsums copy every adapter, add whole rows whatever the ranks, and call products that are others for chunks than for
+    a few rows, so theirs have constants for that; in the other forms it is too little to be told from noise.
     """
     works = [measured.work for measured in measurements]
     einsum = form is KernelForm.EINSUM
     counts = np.array(
         [
-            [1.0, w.decode_row_ranks, w.prefill_token_ranks, w.adapter_ranks, *([w.rows, w.adapters] * einsum)]
+            [
+                *(1.0, w.decode_row_ranks, w.prefill_token_ranks, w.adapter_ranks),
+                *([w.rows, w.adapters, w.prefill_token_ranks > 0] * einsum),
+            ]
             for w in works
-        ]
+        ],
+        dtype=np.float64,
     )
     base_s = np.array([np.median(measured.base_s) for measured in measurements])
     ratios = [np.array(measured.with_s) / np.array(measured.base_s) for measured in measurements]
@@ -68,6 +72,7 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
         adapter_rank=found.figure(3, "s/rank"),
         row=found.figure(4, "s/row") if einsum else None,
         adapter=found.figure(5, "s/adapter") if einsum else None,
+        prefill=found.figure(6, "s") if einsum else None,
         decode_fit=_quality(found, base_s, decodes),
         prefill_fit=_quality(found, base_s, prefills),
     )

@@ -183,6 +183,8 @@ def lora_s(costs: LoraCosts, work: LoraWork) -> float:
         seconds += costs.row.value * work.rows
     if costs.adapter is not None:
         seconds += costs.adapter.value * work.adapters
+    if costs.prefill is not None and work.prefill_token_ranks:
+        seconds += costs.prefill.value
     return seconds
 
 

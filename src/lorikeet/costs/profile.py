@@ -114,6 +114,7 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         adapter_rank: per rank of a distinct adapter that a row decodes under; of einsums, of every distinct adapter.
         row: per token that has an adapter, whatever its rank; None adds nothing.
         adapter: per distinct adapter, whatever its rank; None adds nothing.
+        prefill: once per step that prefills a token under an adapter; None adds nothing.
         decode_fit, prefill_fit: of what adapters add, the largest error relative to the whole step; None if published.
     """
 
@@ -123,6 +124,7 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     adapter_rank: Figure
     row: Figure | None = None
     adapter: Figure | None = None
+    prefill: Figure | None = None
     decode_fit: Fit | None = None
     prefill_fit: Fit | None = None
 

@@ -65,7 +65,7 @@ def seal(
     given = draft.by_adapter()
     starts, steps = _sequence_parts(given)
     transfers, urgent = memory.take_transfers()
-    cold = (sequence.request.digest for sequence, _ in given if sequence.is_cold)
+    cold = (sequence.request.digest for sequence, _ in given if sequence.request.digest and sequence.is_cold)
     return StepPlan(
         step=step,
         sequences=steps,

@@ -318,7 +318,7 @@ class Scheduler:
         which ends the repeat. Blocks are then leased up to ``COALESCED_STEPS`` tokens ahead, not one by one.
         """
         sequences = list(draft.tokens)
-        if not sequences or draft.preempted or not all(s.is_decoding for s in sequences):
+        if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
         if (len(self.queue) or self._memory.awaited_transfers) and not coalesced:
             return 1
@@ -326,7 +326,7 @@ class Scheduler:
         reviews = (self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
         steps = min(most, self.selection.steps_until_review, *reviews, *(s.tokens_left for s in sequences))
         repeat = int(max(1, steps))
-        ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease]
+        ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease] if repeat > 1 else []
         return repeat if self._memory.try_grow(ahead, now) else 1
 
     # --- commit --------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from lorikeet.costs.step_fit import StepMeasurement
 Tick = Callable[[], None]
 """Called after each part, for the progress bar."""
 
-_GROUPS = (*[(KernelForm.UNPADDED, KernelForm.PADDED)] * 2, *[(KernelForm.EINSUM,)] * 2)
-"""Forms that are measured between two runs of the base model, so often in a round."""
+_GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
+"""Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
 
 
 class StepSweep:

@@ -50,7 +50,7 @@ class Thoroughness(msgspec.Struct, frozen=True):
 
     kv_tokens: int = 32_768
     step_rounds: int = 8
-    lora_rounds: int = 10
+    lora_rounds: int = 16
     transfer_rounds: int = 5
     switch_rounds: int = 5
     host_rounds: int = 7
@@ -60,7 +60,7 @@ class Thoroughness(msgspec.Struct, frozen=True):
 
 FULL = Thoroughness()
 QUICK = Thoroughness(
-    kv_tokens=8192, step_rounds=2, lora_rounds=2, transfer_rounds=2, switch_rounds=2, host_rounds=3, loop_tokens=16
+    kv_tokens=8192, step_rounds=2, lora_rounds=4, transfer_rounds=2, switch_rounds=2, host_rounds=3, loop_tokens=16
 )
 
 
