@@ -10,7 +10,7 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.fit import fit_line, nonnegative_least_squares, quality
 from lorikeet.costs.lora_fit import LoraMeasurement, fit_lora
-from lorikeet.costs.model import CostModel, StepWork, lora_s, step_work
+from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s, step_work
 from lorikeet.costs.profile import CostProfile, Curve, Figure, LoraCosts, StepCosts
 from lorikeet.costs.step_fit import StepMeasurement, fit_step
 
@@ -99,7 +99,14 @@ def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: t
     assert found.decode_fit is not None
     assert found.prefill_fit is not None
     assert min(found.decode_fit.r2, found.prefill_fit.r2) > 0.9
-    assert (found.row is not None) == einsum
+    assert (found.row is not None) == (found.prefill is not None) == einsum
+
+
+def test_chunks_cost_something_once_in_a_step_and_decodes_nothing_of_it() -> None:
+    nothing = Figure(0.0, "")
+    costs = LoraCosts(nothing, nothing, nothing, nothing, prefill=Figure(3e-3, ""))
+    assert lora_s(costs, LoraWork(8.0, 64.0, 8.0, rows=9, adapters=2)) == pytest.approx(3e-3)
+    assert lora_s(costs, LoraWork(8.0, 0.0, 8.0, rows=1, adapters=1)) == 0.0
 
 
 def test_a_busy_moment_harms_no_fit() -> None:

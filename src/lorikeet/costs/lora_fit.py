@@ -37,8 +37,8 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
     counts as a ratio to the base model's at the same moment. A difference of two steps carries the noise of both, so
     a point weighs by the size of the steps as well as by its own.
 
-    Einsums copy every adapter, add whole rows whatever the ranks, and call products that are others for chunks than for
-    a few rows, so theirs have constants for that; in the other forms it is too little to be told from noise.
+    Einsums copy every adapter and add whole rows whatever the ranks, and chunks make them longer by more than their
+    tokens explain, so theirs have constants for that; in the other forms it is too little to be told from noise.
     """
     works = [measured.work for measured in measurements]
     einsum = form is KernelForm.EINSUM

@@ -1,6 +1,6 @@
 """LoRA as dLoRA computes it (its section on the implementation): one-hot adapter types and two einsums.
 
-Both are written as the matrix product that each amounts to: ``torch.einsum`` takes twice as long on CPUs.
+Both are written as the matrix product that each amounts to, since ``torch.einsum`` is slower on CPUs.
 """
 
 import torch
