@@ -128,13 +128,14 @@ class CostModel:
         self.profile = profile
         self.form = form
         self._step = profile.step
+        self._average = 1.0 if profile.step.average is None else profile.step.average.value
         self._tokens = _Interpolation(profile.step.tokens)
         self._rows = _Interpolation(profile.step.sampled_rows)
         one_rank = dict.fromkeys(profile.lora_modules, (1,) * profile.geometry.layers)
         self._elements_of_a_rank = adapter_elements(one_rank, profile.geometry)
 
     def step_s(self, work: StepWork) -> float:
-        """Return the time of a step in the executor.
+        """Return the time that a step takes in the executor on average.
 
         Raises:
             ProfileError: the step has adapters, and the profile does not know the kernel form.
@@ -148,15 +149,17 @@ class CostModel:
             + step.prefill_sequence.value * work.prefills
             + step.prefill_attention.value * work.prefill_pairs
         )
-        return seconds if work.lora is None else seconds + lora_s(self.profile.lora_costs(self.form), work.lora)
+        if work.lora is not None:
+            seconds += lora_s(self.profile.lora_costs(self.form), work.lora)
+        return self._average * seconds
 
     def growth_s(self, work: StepWork) -> float:
         """Return by how much each step of a repeat takes longer than the one before: the context grows."""
-        return self._step.decode_attention.value * work.decodes
+        return self._average * self._step.decode_attention.value * work.decodes
 
     def loop_s(self, sequences: int) -> float:
         """Return the time that the loop takes beside a step of so many sequences."""
-        return self._step.loop.value + self._step.loop_sequence.value * sequences
+        return self._average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
 
     def adapter_rank(self, ref: AdapterRef) -> float:
         """Return an adapter's rank in the profile's unit: its size in ranks over all layers and ``lora_modules``."""

@@ -75,7 +75,7 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Time of one step of the base model: the sum of all parts.
+    """Time of one step of the base model: the sum of all parts, times ``average``.
 
     Attributes:
         tokens: operators that work on each token alone (projections, norms, all-reduce), over the tokens of the step.
@@ -86,6 +86,8 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         prefill_sequence: per prefill chunk.
         loop: time of the engine's loop between two steps.
         loop_sequence: the same, per sequence of the step.
+        average: how long steps take on average, as a share of the sum of the parts, which were fitted to medians:
+            others on the machine make some steps longer and none shorter. None, if composed, counts as 1.
         fit: of whole steps, None if composed.
     """
 
@@ -97,6 +99,7 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     prefill_sequence: Figure
     loop: Figure
     loop_sequence: Figure
+    average: Figure | None = None
     fit: Fit | None = None
 
 

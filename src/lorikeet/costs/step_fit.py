@@ -60,8 +60,21 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Figure, loop_sequenc
         prefill_sequence=found.figure(-1, "s/sequence"),
         loop=loop,
         loop_sequence=loop_sequence,
+        average=_average(found.predicted, measurements),
         fit=quality(found.predicted, found.measured),
     )
+
+
+def _average(predicted: Floats, measurements: Sequence[StepMeasurement]) -> Figure:
+    """Return how long steps took on average, as a share of what is predicted.
+
+    A disturbance lasts for many steps of a round, so that the interval is that of the rounds.
+    """
+    ratios = np.array([measured.seconds for measured in measurements]) / predicted[:, None]
+    of_rounds = ratios.mean(axis=0)
+    rounds = len(of_rounds)
+    error = 1.96 * float(of_rounds.std(ddof=1)) / rounds**0.5 if rounds > 1 else None
+    return Figure(float(ratios.mean()), "of the sum", error)
 
 
 def _points(wanted: Sequence[int], counts: Sequence[int]) -> list[int]:

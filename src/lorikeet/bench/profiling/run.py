@@ -122,6 +122,8 @@ def run_profile(
         tick = _ticker(progress, "host workers", how.host_rounds)
         host_times = measure_host_lora(executor, sizes, engine, how.host_rounds, tick)
     progress("fitting", 0, 0)
+    step = fit_step(sweep.measurements(), loop, loop_sequence)
+    # Without the average until the end: medians of limits and of host workers are compared with medians of steps.
     profile = CostProfile(
         name=name,
         device=_device(settings, median_limits(seen)),
@@ -134,7 +136,7 @@ def run_profile(
         max_model_tokens=sizes.max_model_tokens,
         pool_bytes=sizes.total_blocks * sizes.block_bytes * engine.tensor_parallel,
         lora_modules=MODULES,
-        step=fit_step(sweep.measurements(), loop, loop_sequence),
+        step=msgspec.structs.replace(step, average=None),
         lora={form: fit_lora(points, form) for form, points in lora.items()},
         transfers=transfers,
         switching=switching,
@@ -142,6 +144,7 @@ def run_profile(
     )
     return msgspec.structs.replace(
         profile,
+        step=step,
         kernel_efficiency=kernel_efficiency(profile, config, seen),
         host_lora=host_lora(host_times, profile, engine.host_lora_workers) if host_times else None,
     )
