@@ -52,15 +52,13 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
         ],
         dtype=np.float64,
     )
-    base_s = np.array([np.median(measured.base_s) for measured in measurements])
-    ratios = [np.array(measured.with_s) / np.array(measured.base_s) for measured in measurements]
-    added_s = base_s * (np.array([_middle(ratio) for ratio in ratios]) - 1)
+    pairs = [np.array([measured.base_s, measured.with_s]) for measured in measurements]
+    base_s = np.array([np.median(pair[0]) for pair in pairs])
+    added_s = np.array([_added_s(pair) for pair in pairs])
     tolerances = _OF_ADDED * np.abs(added_s) + _OF_BASE * base_s
 
     def redraw(generator: np.random.Generator) -> Floats:
-        drawn = np.array([_middle(generator.choice(ratio, len(ratio))) for ratio in ratios])
-        added: Floats = base_s * (drawn - 1)
-        return added
+        return np.array([_added_s(generator.choice(pair, pair.shape[1], axis=1)) for pair in pairs])
 
     found = Regression(counts, added_s, tolerances, redraw)
     decodes = np.array([work.prefill_token_ranks == 0 for work in works])
@@ -76,6 +74,12 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
         decode_fit=_quality(found, base_s, decodes),
         prefill_fit=_quality(found, base_s, prefills),
     )
+
+
+def _added_s(pair: Floats) -> float:
+    """Return what adapters added, from times without and with them, ``[2, times]``."""
+    base_s, with_s = pair
+    return float(np.median(base_s)) * (_middle(with_s / base_s) - 1)
 
 
 def _middle(values: Floats) -> float:
