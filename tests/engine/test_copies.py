@@ -1,18 +1,22 @@
 """Copiers: a few blocks after the other, over a link that has its speed."""
 
+import os
 import re
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
 from lorikeet.engine.copies import Copier, Group
 from lorikeet.engine.device import Device
 from lorikeet.engine.devices import Cpu
+from lorikeet.engine.priority import NICE
 from lorikeet.engine.transfer_counts import TransferCounts, Work, Worker
 from tests.support.late_device import LateDevice
 
@@ -71,6 +75,21 @@ def copying(
         yield copier, counts
     finally:
         copier.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_steps_come_before_copies() -> None:
+    here, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    class Watched(Queue):
+        def turn(self, group: Group[str]) -> None:
+            seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    queue = Watched(group("0", torch.zeros(1, 128)))
+    with copying(queue):
+        queue.wait_for(1)
+    assert seen == [here + NICE]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_blocks_counted() -> None:

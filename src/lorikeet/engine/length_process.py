@@ -16,12 +16,10 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from lorikeet.engine.priority import NICE
 from lorikeet.models.sentences import SentenceEncoder
 from lorikeet.scheduling.prediction.learned import Head
 from lorikeet.scheduling.prediction.messages import Ask, Ready, Setup, Told, frame, take_frames
-
-_NICE = 5
-"""As a loader process: a core that it and the steps both want is theirs for three quarters of the time."""
 
 _MOST_AT_ONCE = 8
 """In one batch: more would keep all of them waiting for long."""
@@ -67,7 +65,7 @@ def main() -> None:
     # Whoever started this process decides when it ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICE)
+    os.nice(NICE)
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between the answers
     received = bytearray()

@@ -27,13 +27,11 @@ from lorikeet.adapters.weights import ModuleWeights, load_weights
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
+from lorikeet.engine.priority import NICE
 from lorikeet.engine.transfer_counts import TransferCounts, Work
 from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import packing_for
-
-_NICE = 5
-"""Steps come first: a core that both want is theirs for three quarters of the time."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -45,7 +43,7 @@ class Setup(msgspec.Struct, frozen=True):
         elements: of a block.
         dtype: of an element, as in ``adapters.numbers.KEPT_AS``.
         readers: adapters that are read at once.
-        group_blocks: blocks of which it tells at once, unless it has to wait for room before.
+        told_blocks: blocks of which it tells at once, unless it has to wait for room before.
     """
 
     geometry: ModelGeometry
@@ -54,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True):
     elements: int
     dtype: str
     readers: int
-    group_blocks: int
+    told_blocks: int
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -164,7 +162,7 @@ class _Loader:
         told = 0
         for filled in write_pieces(self._counted(weights), packing, read.blocks, self._blocks):
             has_room = room.acquire(blocking=False)
-            if filled - told >= setup.group_blocks or not has_room:
+            if filled - told >= setup.told_blocks or not has_room:
                 self._send(Filled(read.transfer_id, filled))
                 told = filled
             if not has_room:
@@ -182,7 +180,7 @@ def main() -> None:
     # Whoever started this process decides when it ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICE)
+    os.nice(NICE)
     connection = Connection(int(sys.argv[1]))
     try:
         setup = msgspec.msgpack.decode(connection.recv_bytes(), type=Setup)

@@ -35,6 +35,9 @@ from lorikeet.memory.packing import packing_for
 
 _LOG = logging.getLogger(__name__)
 
+_TOLD_BYTES = 2 * 2**20
+"""Of so much that has been read its copier is told at once: less than a group, or nothing is copied during the rest."""
+
 
 class Transfers:
     """Runs one rank's transfers, and owns its host arena.
@@ -98,7 +101,8 @@ class Transfers:
             raise ExecutorError(f"{size_bytes:,} bytes of host memory cannot be registered: {error}") from error
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
         dtype = str(arena.dtype).removeprefix("torch.")
-        setup = Setup(geometry, rank, size, arena.shape[1], dtype, readers, self._group_blocks)
+        told_blocks = max(1, min(self._group_blocks, _TOLD_BYTES // block_bytes))
+        setup = Setup(geometry, rank, size, arena.shape[1], dtype, readers, told_blocks)
         self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended)
         self._copiers = {
             target: Copier(
