@@ -72,7 +72,6 @@ def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder:
     assert profile.weight_bytes is not None
     assert profile.step.fit is not None
     assert profile.step.average is not None
-    assert profile.step.average.value > 0
     assert profile.kernel_efficiency.keys() - {"lora"} == {"decode", "prefill"}  # one round may see no adapters at all
     for form in KernelForm:
         with_adapter = step_work([SequenceWork(8, 1, True, "a", 4.0)], form)
