@@ -38,15 +38,19 @@ class CoreShare:
     Args:
         asked: threads to insist on; 0 takes a fair part.
         folder: where ranks meet; the default is one per user.
+
+    Attributes:
+        all: the cores that the rank may run on.
     """
 
     def __init__(self, asked: int = 0, folder: Path | None = None) -> None:
         self._asked = asked
         self._cores = usable_cores()
+        self.all = sorted(self._cores)
         self._folder = folder or Path(tempfile.gettempdir()) / f"lorikeet-cores-{os.getuid()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._announcement = msgspec.json.encode(_Team(sorted(self._cores), asked))
+        self._announcement = msgspec.json.encode(_Team(self.all, asked))
         self._due_s = float("-inf")
         self._threads = asked or len(self._cores)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
+from lorikeet.engine.team import Team
 from lorikeet.engine.transfers import Transfers
 from lorikeet.kernels.base import LoraBatch, LoraWeights, kv_view
 
@@ -43,9 +45,8 @@ class Rank:
     ) -> None:
         self.device: torch.device = arena.device
         self._decoder = model.decoder
-        self._kernels = model.kernels
         self._merger = model.merger
-        self._cores = cores
+        self._team = Team(model.kernels, cores)
         self._host_lora = host_lora
         geometry = model.geometry
         self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
@@ -60,9 +61,7 @@ class Rank:
             ExecutorError: it runs or drops a sequence that this rank does not know, or merges an adapter that is not
                 loaded, or any where the row never does.
         """
-        threads = self._cores.threads(time.monotonic())
-        if threads != self._kernels.threads:
-            self._kernels.threads = threads
+        self._team.resize()
         for request_id in plan.drops:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")
@@ -77,6 +76,10 @@ class Rank:
         for step in plan.sequences:
             self.sequence(step.request_id).add_blocks(step.new_blocks)
         return self._switch(plan) if plan.sequences else 0.0
+
+    def at_work(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Return what is to be entered while the steps of an applied plan run."""
+        return self._team.at_work(plan)
 
     def forward(self, plan: StepPlan, ran: int, *, logits: bool = True) -> Tensor:
         """Run one step.

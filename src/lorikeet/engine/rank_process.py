@@ -117,12 +117,13 @@ def follow(rank: Rank, plan: StepPlan, group: Group) -> None:
     """Run a plan as rank 0 does, with the tokens that rank 0 samples."""
     rank.apply(plan)
     steps = sampling_steps(plan)
-    for ran in range(plan.repeat if plan.sequences else 0):
-        rank.forward(plan, ran, logits=False)
-        told = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
-        rank.append(steps, told[1:])
-        if not told[0]:
-            break
+    with rank.at_work(plan):
+        for ran in range(plan.repeat if plan.sequences else 0):
+            rank.forward(plan, ran, logits=False)
+            told = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
+            rank.append(steps, told[1:])
+            if not told[0]:
+                break
 
 
 class _Reporter:

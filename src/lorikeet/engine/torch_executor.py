@@ -128,7 +128,8 @@ class TorchExecutor:
         try:
             self._peers.send(plan)
             switch_s = self._rank.apply(plan)
-            tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
+            with self._rank.at_work(plan):
+                tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:

@@ -4,6 +4,7 @@ All tensors of a batch lie on the executor's device. ``T`` is the number of toke
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -271,6 +272,10 @@ class Kernels(Protocol):
     """Of every call; whoever owns the backend may change it between calls."""
     fits_graphs: bool
     """Whether calls can be captured once and replayed: none waits for the device, but for adapters as einsums."""
+
+    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Return what, while entered, keeps each of the threads on one of as many cores; later all may run on any."""
+        ...
 
     def pack(self, weight: Tensor) -> Weight:
         """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""

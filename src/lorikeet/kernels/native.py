@@ -1,6 +1,8 @@
 """The fast backend on CPUs: the C++ functions of ``native/``, called with addresses of tensors."""
 
 import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -63,6 +65,18 @@ class NativeKernels:
     def threads(self, threads: int) -> None:
         self._threads = threads
         torch.set_num_threads(threads)
+
+    @contextmanager
+    def apart(self, cores: Sequence[int]) -> Iterator[None]:
+        """Where the system does not grant a core, the thread runs where it did."""
+        threads = self._threads
+        places = torch.tensor(cores, dtype=torch.int64)
+        assert len(places) == threads
+        self._library.lorikeet_place(places.data_ptr(), threads, True)
+        try:
+            yield
+        finally:
+            self._library.lorikeet_place(places.data_ptr(), threads, False)
 
     def pack(self, weight: Tensor) -> Weight:
         """Reorder into panels, which one row reads at the speed of memory and many rows multiply without shuffles."""

@@ -1,5 +1,8 @@
 """Kernels that write down what they are asked, to prove that two batches make the same calls."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraDelta, Weight
@@ -28,6 +31,10 @@ class RecordingKernels:
     @threads.setter
     def threads(self, threads: int) -> None:
         self._inner.threads = threads
+
+    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Not recorded: what is computed is the same anywhere."""
+        return self._inner.apart(cores)
 
     def pack(self, weight: Tensor) -> Weight:
         """Not recorded: weights are packed once, before any batch."""

@@ -1,6 +1,7 @@
 """The readable backend: plain torch, on any device. Other backends are checked against it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,6 +38,10 @@ class ReferenceKernels:
     @threads.setter
     def threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
+
+    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Torch's threads run where they like."""
+        return nullcontext()
 
     def pack(self, weight: Tensor) -> Weight:
         """Plain."""

@@ -1,5 +1,8 @@
 """Calling the Triton kernels."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -33,6 +36,10 @@ class TritonKernels:
     name = "triton"
     threads = 1
     fits_graphs = True
+
+    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """The one thread runs where it likes."""
+        return nullcontext()
 
     def pack(self, weight: Tensor) -> Weight:
         """Plain."""

@@ -1,0 +1,17 @@
+// Where the threads of the team run.
+#include <sched.h>
+
+#include <cstdint>
+
+#include "parallel.h"
+
+// Lets thread i of the team run on cores[i] alone, or each on any of them, where the system grants that.
+LORIKEET_EXPORT void lorikeet_place(const int64_t* cores, int64_t threads, int64_t apart) {
+  lorikeet::parallel(threads, [=](int64_t thread, int64_t) {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    for (int64_t i = 0; i < threads; ++i)
+      if (!apart || i == thread) CPU_SET(cores[i], &mask);
+    sched_setaffinity(0, sizeof mask, &mask);
+  });
+}

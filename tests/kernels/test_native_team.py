@@ -1,0 +1,34 @@
+"""The threads of a team are kept apart, and let go again, on every instruction set of this machine."""
+
+import os
+
+import pytest
+import torch
+
+from lorikeet.engine.cores import usable_cores
+from lorikeet.kernels.library import load_library, supported_instruction_sets
+from lorikeet.kernels.native import NativeKernels
+
+pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
+
+
+def places() -> dict[int, set[int]]:
+    """Where each thread of this process may run."""
+    return {int(thread): set(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.parametrize("instruction_set", supported_instruction_sets())
+def test_each_thread_has_a_core_of_its_own_until_it_is_let_go(instruction_set: str) -> None:
+    cores = sorted(usable_cores())
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    threads = torch.get_num_threads()
+    kernels.threads = len(cores)
+    try:
+        with kernels.apart(cores):
+            apart = places()
+        together = places()
+    finally:
+        kernels.threads = threads
+    assert apart[os.getpid()] == {cores[0]}
+    assert sorted(core for place in apart.values() if len(place) == 1 for core in place)[: len(cores)] == cores
+    assert all(place == set(cores) for place in together.values())
