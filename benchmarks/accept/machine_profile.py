@@ -2,9 +2,11 @@
 
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.server import LORIKEET
 from lorikeet.costs.profile import CostProfile, decode_profile
@@ -12,7 +14,7 @@ from lorikeet.costs.profile import CostProfile, decode_profile
 
 def machine_profile(runs: StoredRuns, part: str = "profile") -> CostProfile:
     """Return the profile, measured once and kept as a part of the line."""
-    return decode_profile(runs.get(part, _measure)["toml"], part)
+    return decode_profile(runs.get(part, partial(undisturbed, _measure))["toml"], part)
 
 
 def _measure() -> dict[str, Any]:
