@@ -45,14 +45,13 @@ class CoreShare:
 
     def __init__(self, asked: int = 0, folder: Path | None = None) -> None:
         self._asked = asked
-        self._cores = usable_cores()
-        self.all = sorted(self._cores)
+        self.all = sorted(usable_cores())
         self._folder = folder or Path(tempfile.gettempdir()) / f"lorikeet-cores-{os.getuid()}"
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
         self._announcement = msgspec.json.encode(_Team(self.all, asked))
         self._due_s = float("-inf")
-        self._threads = asked or len(self._cores)
+        self._threads = asked or len(self.all)
 
     def threads(self, now: float) -> int:
         """Return how many threads to compute with; to be asked before every step.
@@ -73,9 +72,9 @@ class CoreShare:
 
     def _fair_threads(self) -> int:
         """Divide what is left by those that insist on nothing, this rank included."""
-        left, sharing = len(self._cores), 1
+        left, sharing = len(self.all), 1
         for team in self._busy_others():
-            if self._cores.intersection(team.cores):
+            if not set(team.cores).isdisjoint(self.all):
                 left -= team.threads
                 sharing += team.threads == 0
         return max(1, left // sharing)
