@@ -50,7 +50,7 @@ class Thoroughness(msgspec.Struct, frozen=True):
 
     kv_tokens: int = 32_768
     step_rounds: int = 8
-    lora_rounds: int = 16
+    lora_rounds: int = 28
     transfer_rounds: int = 5
     switch_rounds: int = 5
     host_rounds: int = 7
