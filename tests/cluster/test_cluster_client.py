@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -326,8 +326,12 @@ async def test_a_replica_that_cannot_start_ends_the_start_and_leaves_nothing(mod
 
 def processes() -> set[int]:
     """Process ids of this process's engines."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return {child.pid for child in children if "lorikeet.engine.process" in child.cmdline()}
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            if "lorikeet.engine.process" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 async def test_closing_ends_every_stream_and_every_engine(model: Path, tmp_path: Path) -> None:
