@@ -134,14 +134,13 @@ def _lora_decodes(adapters: Adapters) -> Iterator[Step]:
 def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     firsts = [(rank, digests[0]) for rank, digests in adapters.items()]
     small, middle, large = firsts[0], firsts[len(firsts) // 2], firsts[-1]
-    # A rank adds a thousandth to a chunk, so what tells it from the noise is many ranks over many tokens: few ranks
-    # over the most tokens would take the longest and tell the least.
+    # A rank adds a thousandth to a chunk, so what tells it from the noise is many ranks over many tokens.
     chunks = (
         (16, (small, large)),
         (48, (small, large)),
         (128, (middle, large)),
         (256, firsts[-2:]),
-        (512, (large,)),
+        (512, (middle, large)),
     )
     for tokens, those in chunks:
         yield from (_under(prefills(1, tokens), *which) for which in those)
