@@ -22,7 +22,7 @@ def profile(
     output: Annotated[
         Path | None, typer.Option(help="Where to write the profile.", show_default="<model>.toml", dir_okay=False)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and shorter contexts: sooner, and less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: sooner, and less exact.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
     max_running: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 64,
