@@ -178,8 +178,8 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     for request in (head, ask("x", 40, 20, 2.0), ask("y", 40, 30, 3.0)):
         queue.add(request, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
-    assert queue.tokens_until_review(ask("x", 40, 20), 15) == 5
-    assert queue.tokens_until_review(ask("ten", 55, 15), 5) == float("inf")
+    assert queue.tokens_until_review([(ask("x", 40, 20), 15)]) == 5
+    assert queue.tokens_until_review([(ask("ten", 55, 15), 5)]) == float("inf")
     world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 19
     assert queue.review(1.5) == []
     world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 20

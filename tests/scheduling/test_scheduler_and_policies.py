@@ -1,5 +1,7 @@
 """What the scheduler does for admission policies, and what becomes of sequences that give way."""
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 import pytest
@@ -41,8 +43,8 @@ class Telling(Fifo):
         self.back.clear()
         return found
 
-    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
-        return float("inf") if self.review_at is None else self.review_at - output_tokens
+    def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
+        return float("inf") if self.review_at is None else self.review_at - max(made for _, made in running)
 
     def precedence(self, request: Request) -> object:
         return request.priority, request.arrival_s

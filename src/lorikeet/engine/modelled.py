@@ -61,15 +61,17 @@ class SeededTokens:
 
     def __init__(self, low: int, high: int) -> None:
         self._tokens = [Token(token_id) for token_id in range(low, high + 1)]
+        # Every answer goes round the same circle of tokens from a place of its own.
+        self._circle = tuple(self._tokens[at * 7_919 % len(self._tokens)] for at in range(len(self._tokens)))
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...]:
         """See ``TokenChoice``."""
-        known, stops = self._tokens, start.sampling.stop_token_ids
-        first = start.sampling.seed * 1_000_003 + 12_345
-        chosen = [known[(first + at * 7_919) % len(known)] for at in range(position, position + count)]
-        if stops:
-            chosen = [self._after(token, stops) for token in chosen]
-        return tuple(chosen)
+        circle, stops = self._circle, start.sampling.stop_token_ids
+        first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(circle)
+        chosen = circle[first : first + count]
+        while len(chosen) < count:
+            chosen += circle[: count - len(chosen)]
+        return tuple(self._after(token, stops) for token in chosen) if stops else chosen
 
     def _after(self, token: Token, stops: tuple[int, ...]) -> Token:
         index = token.token_id - self._tokens[0].token_id

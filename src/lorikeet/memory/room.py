@@ -213,10 +213,12 @@ class Room:
                 self.offer(node)
 
     def _is_empty(self, nodes: Sequence[int]) -> list[bool]:
-        tree, at = self._tree, np.asarray(nodes, np.int64)
-        somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != Moving.NO)
-        empty: list[bool] = ((tree.kind[at] == Kind.KV) & ~somewhere & (tree.pins[at] == 0)).tolist()
-        return empty
+        tree = self._tree
+        return [  # one by one: as a rule they are few
+            tree.kind[node] == Kind.KV
+            and not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.pins[node])
+            for node in nodes
+        ]
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
         """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were.

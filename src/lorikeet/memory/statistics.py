@@ -156,4 +156,4 @@ class MemoryCounters:
             depths = tree.depth[by_depth]
             for level in np.split(by_depth, np.flatnonzero(np.diff(depths)) + 1):
                 valid[level] &= valid[tree.parent[level]]
-        return int((unpinned & ~valid).sum()), int(unpinned.sum())
+        return int(np.count_nonzero(unpinned & ~valid)), int(np.count_nonzero(unpinned))

@@ -120,10 +120,10 @@ class Tiers:
         before = tree.pins[index]
         tree.pins[index] += change
         tree.touched[index] += 1
-        turned = index[(before == 0) if change > 0 else (before == 1)]
+        turned = index[before == (0 if change > 0 else 1)]
         still = turned[tree.on_device[turned] & (tree.moving[turned] != Moving.OUT)]
-        is_kv = tree.kind[still] == Kind.KV
-        kv, adapter = int(is_kv.sum()) * change, int(tree.size[still[~is_kv]].sum()) * change
+        others = still[tree.kind[still] != Kind.KV]
+        kv, adapter = (len(still) - len(others)) * change, sum(tree.size[others].tolist()) * change
         self._kv += kv
         self._adapter += adapter
         self.cached_blocks[Kind.KV] -= kv

@@ -116,8 +116,12 @@ class AdmissionQueue(ABC):
         """Look at the running requests before a step; return those that must give their blocks back and wait again."""
         return ()
 
-    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
-        """Return how many more tokens a running request may generate before :meth:`review` must see it."""
+    def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
+        """Return how many more tokens each may generate before :meth:`review` must see one of them.
+
+        Args:
+            running: requests, and how many tokens they have generated.
+        """
         return float("inf")
 
     def precedence(self, request: Request) -> Any:

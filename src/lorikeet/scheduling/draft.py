@@ -38,7 +38,7 @@ class Draft:
 
     def by_adapter(self) -> list[tuple[Sequence, int]]:
         """Return who gets what, sequences of one adapter side by side."""
-        return sorted(self.tokens.items(), key=lambda item: item[0].request.digest or "")
+        return sorted(self.tokens.items(), key=lambda item: item[0].digest or "")
 
 
 def seal(
@@ -65,13 +65,13 @@ def seal(
     given = draft.by_adapter()
     starts, steps = _sequence_parts(given)
     transfers, urgent = memory.take_transfers()
-    cold = (sequence.request.digest for sequence, _ in given if sequence.request.digest and sequence.is_cold)
+    cold = (sequence.digest for sequence, _ in given if sequence.digest and sequence.is_cold)
     return StepPlan(
         step=step,
         sequences=steps,
         starts=starts,
         drops=drops,
-        adapters=_distinct(sequence.request.digest for sequence, _ in given),
+        adapters=_distinct(sequence.digest for sequence, _ in given),
         transfers=transfers,
         urgent=urgent,
         evictions=memory.take_evictions(),
@@ -107,5 +107,5 @@ def is_one_too_many(digest: AdapterDigest | None, running: Iterable[Sequence], m
     """Whether an adapter beside those of the running sequences makes more than ``most``; 0 is no limit."""
     if digest is None or not most:
         return False
-    used = {sequence.request.digest for sequence in running} - {None}
+    used = {sequence.digest for sequence in running} - {None}
     return digest not in used and len(used) >= most

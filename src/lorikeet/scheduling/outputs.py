@@ -33,15 +33,16 @@ class Outputs:
             tokens: in their order.
             now: the time.
         """
-        request, sampling = sequence.request, sequence.request.sampling
+        request, token_ids = sequence.request, sequence.token_ids
+        request_id, attempt, stops = request.request_id, request.attempt, request.sampling.stop_token_ids
         made, left = sequence.output_tokens, sequence.tokens_left
         if tokens and made == len(request.output_token_ids):
-            self.events.append(FirstToken(request.request_id, now))
+            self.events.append(FirstToken(request_id, now))
         for token in tokens:
-            self._tokens.append(TokenOutput(request.request_id, request.attempt, made, token))
-            sequence.token_ids.append(token.token_id)
+            self._tokens.append(TokenOutput(request_id, attempt, made, token))
+            token_ids.append(token.token_id)
             made, left = made + 1, left - 1
-            if token.token_id in sampling.stop_token_ids and made > sampling.min_tokens:
+            if token.token_id in stops and made > request.sampling.min_tokens:
                 return FinishReason.STOP, token.token_id
             if left <= 0:
                 return FinishReason.LENGTH, None

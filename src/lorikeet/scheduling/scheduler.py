@@ -124,8 +124,8 @@ class Scheduler:
 
     def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
         """Return the versions of the running and of the waiting requests."""
-        running = {s.request.digest for s in self._running}
-        waiting = {s.request.digest for s in self._sequences.values() if s.lease is None}
+        running = {s.digest for s in self._running}
+        waiting = {s.digest for s in self._sequences.values() if s.lease is None}
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
 
     @property
@@ -323,8 +323,8 @@ class Scheduler:
         if (len(self.queue) or self._memory.awaited_transfers) and not coalesced:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
-        reviews = (self.queue.tokens_until_review(s.request, s.output_tokens) for s in sequences)
-        steps = min(most, self.selection.steps_until_review, *reviews, *(s.tokens_left for s in sequences))
+        until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
+        steps = min(most, self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
         repeat = int(max(1, steps))
         ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease] if repeat > 1 else []
         return repeat if self._memory.try_grow(ahead, now) else 1

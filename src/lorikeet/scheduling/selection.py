@@ -85,7 +85,7 @@ class Selection:
         live = []
         self._refs.clear()
         for sequence in sorted(self._sequences.values(), key=lambda each: urgency(each.request)):
-            digest = sequence.request.digest
+            digest = sequence.digest
             if digest not in legal:
                 node = tree.adapter(digest)
                 legal[digest] = node is not None and bool(tree.on_device[node])
@@ -149,7 +149,7 @@ class Selection:
             is_decode = sequence.is_decoding
             decodes += is_decode
             prefill_tokens += 0 if is_decode else step.tokens
-            digest = sequence.request.digest
+            digest = sequence.digest
             if digest is not None and plan.merged is None:
                 rows[digest] += step.tokens
         work = BatchWork(len(plan.sequences) - decodes, prefill_tokens, decodes, rows)

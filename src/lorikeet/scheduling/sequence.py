@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import SequenceLease
@@ -21,6 +21,7 @@ class Sequence:
         request: as submitted or resumed.
         queued_s: when the scheduler took it in.
         most_tokens: that it may have, prompt and output.
+        digest: of the request's adapter, None for the base model.
         token_ids: prompt and output so far.
         prompt_tokens: tokens of the prompt.
         computed_tokens: tokens whose KV is in its blocks.
@@ -33,6 +34,7 @@ class Sequence:
     request: Request
     queued_s: float
     most_tokens: int
+    digest: AdapterDigest | None = field(init=False)
     token_ids: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     computed_tokens: int = 0
@@ -43,6 +45,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         """Begin where it ended before."""
+        self.digest = self.request.digest
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
         self.prompt_tokens = len(self.request.prompt_token_ids)
 
@@ -74,7 +77,7 @@ class Sequence:
     @property
     def can_run(self) -> bool:
         """Whether it may be part of a step."""
-        return self.is_ready or self.is_cold
+        return self.lease is not None and (self.lease.is_ready or self.is_cold)
 
     @property
     def is_cold(self) -> bool:
@@ -95,7 +98,7 @@ class Sequence:
         """Return what the executor must know of it."""
         request = self.request
         return SequenceStart(
-            request.request_id, list(self.token_ids), self.prompt_tokens, request.sampling, request.digest
+            request.request_id, list(self.token_ids), self.prompt_tokens, request.sampling, self.digest
         )
 
     def export(self) -> Request:

@@ -290,12 +290,16 @@ class ChameleonQueue(AdmissionQueue):
         helped.add(head.request_id)
         return True
 
-    def tokens_until_review(self, request: Request, output_tokens: int) -> float:
-        """Return how far one that passed somebody is from its prediction."""
-        entry = self._admitted[request.request_id]
-        left = entry.deadline_tokens - output_tokens
-        # Later a lazy one is sent back when the first in line could start, for which somebody must have ended.
-        return float("inf") if entry.passed is None or left <= 0 else left
+    def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
+        """Return how far the nearest of those that passed somebody is from its prediction."""
+        nearest = float("inf")
+        for request, output_tokens in running:
+            entry = self._admitted[request.request_id]
+            left = entry.deadline_tokens - output_tokens
+            # Later a lazy one is sent back when the first in line could start, for which somebody must have ended.
+            if entry.passed is not None and 0 < left < nearest:
+                nearest = left
+        return nearest
 
     # --- classes -------------------------------------------------------------------------------------
 
