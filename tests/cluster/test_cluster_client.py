@@ -160,6 +160,9 @@ async def test_requests_and_adapters_go_round_and_answers_are_those_of_one_engin
     assert state.copies.fetches >= 1
     assert state.copies.failed == 0
     assert [replica.held for replica in state.replicas] == [3, 3]
+    for replica in state.replicas:
+        read = {target: use.bytes for target, use in replica.links.items() if target.startswith("source-")}
+        assert sum(read.values()) > 0, f"{replica.id} has read adapters, and says {replica.links}"
     folders = [Path(ref.folder) for ref in adapters.values()]
     assert all(folder.is_dir() for folder in folders), "the adapters' own files are left alone"
 

@@ -11,6 +11,7 @@ from lorikeet.cli import app
 from lorikeet.commands import status as status_command
 from lorikeet.commands.api import ServerApi
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import RouteStats
 from lorikeet.engine.views import ClusterState, CopyCounts, ReplicaState
 from tests.server.conftest import Running, Start
 
@@ -18,7 +19,8 @@ FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
 
 
 def replica(replica_id: ReplicaId, resident: tuple[AdapterDigest, ...], *, alive: bool = True) -> ReplicaState:
-    return ReplicaState(replica_id, 4711, "10.0.0.5", alive, alive, 1, 3, 2, resident, 2, 5 * 2**20, 0.25)
+    links = {"host-device": RouteStats(12, 3 * 2**20, 1, 0.25)} if alive else {}
+    return ReplicaState(replica_id, 4711, "10.0.0.5", alive, alive, 1, 3, 2, resident, 2, 5 * 2**20, 0.25, links)
 
 
 def state_of(server: Running) -> ClusterState:
@@ -42,7 +44,8 @@ async def test_adapters_are_shown_by_their_names(server: Running) -> None:
     first, second = shown["replicas"]
     assert first["resident"] == ["french", "f" * 64], "one without a name keeps its digest"
     assert (first["id"], first["pid"], first["address"]) == ("replica-0", 4711, "10.0.0.5")
-    assert not second["is_open"]
+    assert first["links"] == {"host-device": {"transfers": 12, "bytes": 3 * 2**20, "failed": 1, "busy_s": 0.25}}
+    assert (second["is_open"], second["links"]) == (False, {})
 
 
 async def test_replicas_come_and_go(server: Running) -> None:
@@ -80,6 +83,11 @@ async def test_status_shows_what_the_server_tells(server: Running, monkeypatch: 
     for words in ("replica-0", "10.0.0.5:4711", "open", "down", "25%", "french", "replica-0 75%", "4 requests wait"):
         assert words in printed, printed
     assert "fetches 1" in printed
+    assert "host-device" not in printed
+    (row,) = [line for line in CliRunner().invoke(app, ["status", "--links"]).output.splitlines() if "host-" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        *("replica-0", "host-device", "12", "3.0 MiB", "0.2 s", "1"),
+    ]
 
 
 def test_status_without_a_server_says_so(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Show which replicas serve which adapters.")] = False,
+    links: Annotated[bool, typer.Option("--links", help="Show what went between each replica's tiers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a running server's replicas: where they are, what they do, which adapters they have."""
@@ -34,6 +35,8 @@ def status(
     if copies:
         words = (f"{name.replace('_', ' ')} {_amount(name, value)}" for name, value in copies.items())
         console.print(f"copies of adapters: {', '.join(words)}")
+    if links:
+        console.print(_links(cluster["replicas"]))
     if adapters:
         console.print(_shares(cluster["shares"], cluster["epoch"]))
 
@@ -61,6 +64,15 @@ def _shares(shares: dict[str, dict[str, float]], epoch: int) -> Table:
     table = Table("adapter", "share of its requests", title=f"placement {epoch}", title_justify="left")
     for name in sorted(shares):
         table.add_row(name, ", ".join(f"{replica} {share:.0%}" for replica, share in shares[name].items()))
+    return table
+
+
+def _links(replicas: list[dict[str, Any]]) -> Table:
+    table = Table("replica", "link", "transfers", "bytes", "busy", "failed")
+    for replica in replicas:
+        for route, use in sorted(replica["links"].items()):
+            moved, busy_s = format_size(use["bytes"]), f"{use['busy_s']:.1f} s"
+            table.add_row(replica["id"], route, str(use["transfers"]), moved, busy_s, str(use["failed"]))
     return table
 
 

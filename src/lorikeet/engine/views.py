@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import EngineStats, Hello
+from lorikeet.core.messages import EngineStats, Hello, RouteStats
 
 
 class EngineView(Protocol):
@@ -56,6 +56,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
         resident: digests of the adapters on its device.
         held, held_bytes: adapters whose files it has, and their bytes.
         memory_used: share of its device memory that is not free; None if it does not tell.
+        links: what went between its tiers since its engine's start, by route such as ``host-device``.
     """
 
     id: ReplicaId
@@ -70,6 +71,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     held: int
     held_bytes: int
     memory_used: float | None
+    links: dict[str, RouteStats] = {}
 
 
 class CopyCounts(msgspec.Struct):
@@ -142,4 +144,5 @@ def replica_state(
         held=held,
         held_bytes=held_bytes,
         memory_used=0.0 if stats is None else 1 - stats.free_blocks / stats.total_blocks,
+        links={} if stats is None else stats.memory.transfers,
     )
