@@ -203,6 +203,9 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     assert queue._waiting[0][1].expected_tokens == 21
     assert admit(queue, world, 3.0) == [], "nobody passes twice"
     assert (queue.figures().bypassed, queue.figures().squashed) == (1, 1)
+    told = queue.stats()
+    assert (told.waiting, told.bypassed, told.squashed) == ((3,), 1, 1)
+    assert (told.quota_tokens, sum(told.held_tokens)) == (queue._ledger.quotas, sum(queue._ledger.held))
     for name in ("head", "x", "y"):
         queue.remove(next(each for each in queue.waiting() if each.request_id == name), 3.0)
     queue.add(resumed, 4.0)

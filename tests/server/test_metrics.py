@@ -9,7 +9,7 @@ from prometheus_client.samples import Sample
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, ModeStats, RouteStats, TierBytes
+from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, ModeStats, QueueStats, RouteStats, TierBytes
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.usage import Counts
@@ -175,6 +175,19 @@ async def test_merging_and_cold_starts_are_told(server: Running) -> None:
     assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
     server.engine.stats = STATS
     assert "lorikeet:merged_adapter" not in await page(server)
+
+
+async def test_classes_of_the_admission_queue_are_told(server: Running) -> None:
+    queue = QueueStats((5, 0), (300, 700), (310, 20), refreshes=2, bypassed=7, squashed=1)
+    server.engine.stats = msgspec.structs.replace(STATS, queue=queue)
+    samples = await page(server)
+    for name, by_class in (("waiting", (5, 0)), ("quota_tokens", (300, 700)), ("held_tokens", (310, 20))):
+        told = [value(samples, f"lorikeet:queue_{name}", **{"class": number}) for number in ("0", "1")]
+        assert tuple(told) == by_class, name
+    names = ("refreshes", "bypassed", "squashed")
+    assert [value(samples, f"lorikeet:queue_{name}_total") for name in names] == [2, 7, 1]
+    server.engine.stats = STATS
+    assert "lorikeet:queue_waiting" not in await page(server)
 
 
 async def test_without_gauges_of_the_engine_the_page_has_none_of_the_memory(server: Running) -> None:

@@ -203,6 +203,26 @@ class ModeStats(msgspec.Struct, frozen=True):
     assisted_steps: int = 0
 
 
+class QueueStats(msgspec.Struct, frozen=True):
+    """What an admission queue tells that has classes. Figures by class begin with the smallest requests.
+
+    Attributes:
+        waiting: requests of each class.
+        quota_tokens: room of each class, in tokens of KV.
+        held_tokens: of it, what requests hold.
+        refreshes: how often classes and quotas were found anew, since the start.
+        bypassed: requests admitted before an older one whose adapter lacked room.
+        squashed: those of them that were sent back, since they had not ended in time.
+    """
+
+    waiting: tuple[int, ...]
+    quota_tokens: tuple[int, ...]
+    held_tokens: tuple[int, ...]
+    refreshes: int
+    bypassed: int
+    squashed: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, taken after a step.
 
@@ -226,6 +246,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         step_tokens: tokens computed by the last step.
         memory: what the memory tells.
         modes: how batches ran.
+        queue: of the admission queue, None if it has no classes.
     """
 
     at_s: float
@@ -251,6 +272,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     memory: MemoryStats
     ahead_of_adapter: int = 0
     modes: ModeStats = ModeStats()
+    queue: QueueStats | None = None
 
 
 class Departed(msgspec.Struct, frozen=True):

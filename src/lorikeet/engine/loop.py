@@ -226,6 +226,7 @@ class Engine:
             memory=self._memory.stats(),
             ahead_of_adapter=self._scheduler.ahead_of_adapter,
             modes=self._scheduler.selection.stats(),
+            queue=self._scheduler.queue.stats(),
         )
 
     def memory_stats(self) -> MemoryStats:

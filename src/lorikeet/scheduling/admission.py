@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.pace import Pace
@@ -131,6 +132,10 @@ class AdmissionQueue(ABC):
     def urgency(self, request: Request) -> Any:
         """Return by what a batching mode looks at requests, waiting and running ones: the smallest first."""
         return request.arrival_s
+
+    def stats(self) -> QueueStats | None:
+        """Return what there is to tell of classes; None where there are none."""
+        return None
 
 
 def room_for(request: Request, view: EngineView) -> int:

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.messages import EngineStats
+from lorikeet.core.messages import EngineStats, QueueStats
 from lorikeet.engine.views import EngineView
 from lorikeet.server.families import Families
 from lorikeet.server.usage import AdapterUsage, Counts
@@ -51,6 +51,8 @@ class EngineCollector(Collector):
         yield from self._blocks(stats)
         yield from self._adapters(stats)
         yield from self._modes(stats)
+        if stats.queue is not None:
+            yield from self._classes(stats.queue)
 
     def _requests(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
@@ -125,6 +127,21 @@ class EngineCollector(Collector):
             "Sequences whose prefill is done, and whose adapter is still on its way.",
             stats.ahead_of_adapter,
         )
+
+    def _classes(self, queue: QueueStats) -> Iterable[Metric]:
+        make = self._make
+        for name, text, by_class in (
+            ("waiting", "Waiting requests by class, 0 that of the smallest.", queue.waiting),
+            ("quota_tokens", "Room of each class, in tokens of KV.", queue.quota_tokens),
+            ("held_tokens", "Those of its tokens that requests hold.", queue.held_tokens),
+        ):
+            values = [((str(number),), float(value)) for number, value in enumerate(by_class)]
+            yield make.gauges(f"lorikeet:queue_{name}", text, ("class",), values)
+        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were found anew.", queue.refreshes)
+        yield make.count(
+            "lorikeet:queue_bypassed", "Requests that passed one whose adapter lacked room.", queue.bypassed
+        )
+        yield make.count("lorikeet:queue_squashed", "Those of them that were sent back.", queue.squashed)
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:

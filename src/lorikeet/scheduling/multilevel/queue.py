@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorikeet.core.ids import RequestId
+from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
@@ -378,6 +379,12 @@ class ChameleonQueue(AdmissionQueue):
 
     # --- figures -------------------------------------------------------------------------------------
 
+    def stats(self) -> QueueStats:
+        """See ``AdmissionQueue``."""
+        waiting, held = tuple(map(len, self._waiting)), tuple(self._ledger.held)
+        refreshes, bypassed, squashed = (self._counts[name] for name in ("refreshes", "bypassed", "squashed"))
+        return QueueStats(waiting, self._ledger.quotas, held, refreshes, bypassed, squashed)
+
     def _note_gap(self, number: int, gap_s: float) -> None:
         self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)
 
@@ -385,14 +392,8 @@ class ChameleonQueue(AdmissionQueue):
         """Return what there is to tell, gaps that go on included."""
         for number, since_s in self._idle_since_s.items():
             self._note_gap(number, self._last_s - since_s)
+        classes, quotas, n = self._classes.boundaries, self._ledger.quotas, self._counts
+        gaps, runs = dict(self._longest_gap_s), dict(self._longest_run_s)
         return QueueFigures(
-            self._classes.boundaries,
-            self._ledger.quotas,
-            self._counts["refreshes"],
-            self._counts["infeasible"],
-            self._counts["admitted"],
-            self._counts["bypassed"],
-            self._counts["squashed"],
-            dict(self._longest_gap_s),
-            dict(self._longest_run_s),
+            classes, quotas, n["refreshes"], n["infeasible"], n["admitted"], n["bypassed"], n["squashed"], gaps, runs
         )
