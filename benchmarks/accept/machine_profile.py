@@ -12,13 +12,14 @@ from benchmarks.accept.server import LORIKEET
 from lorikeet.costs.profile import CostProfile, decode_profile
 
 
-def machine_profile(runs: StoredRuns, part: str = "profile") -> CostProfile:
+def machine_profile(runs: StoredRuns, part: str = "profile", *, quick: bool = False) -> CostProfile:
     """Return the profile, measured once and kept as a part of the line."""
-    return decode_profile(runs.get(part, partial(undisturbed, _measure))["toml"], part)
+    return decode_profile(runs.get(part, partial(undisturbed, partial(_measure, quick)))["toml"], part)
 
 
-def _measure() -> dict[str, Any]:
+def _measure(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lorikeet-profile-") as scratch:
         file = Path(scratch) / "profile.toml"
-        subprocess.run([str(LORIKEET), "profile", "--output", str(file)], check=True, stdout=subprocess.DEVNULL)
+        command = [str(LORIKEET), "profile", "--output", str(file), *(["--quick"] if quick else [])]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return {"toml": file.read_text(encoding="utf-8")}

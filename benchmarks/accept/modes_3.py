@@ -2,11 +2,9 @@
 
 import tempfile
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 from benchmarks.accept.admission_common import part_name
 from benchmarks.accept.lines import Result, line
@@ -22,7 +20,6 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.loop import Engine
-from lorikeet.scheduling.batching.credits import CreditParams
 from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.mode import BatchWork
 
@@ -33,9 +30,6 @@ WORK = Phased(phase_s=80.0, prompt_tokens=Range(32, 160), output_tokens=Range(64
 LOAD, REPEATS, WITHIN, WAIT_TIMES = 0.7, 3, 1.05, 2.0
 SLO_TIMES, UNLOADED_RATE = 5, 0.05
 RANKS, MEMORY_BYTES, HOST_BYTES = (8, 16, 32, 64), 2 * 2**30, 2**30
-PATIENCE = 1024
-PATIENT = f"{OURS}, {PATIENCE} credits before anybody starves"
-"""Another way to be as quick as the better mode, by the modelled executor: whoever is passed over waits for longer."""
 
 
 @line(
@@ -55,7 +49,7 @@ def run(runs: StoredRuns) -> Result:
             for row, done in made.items():
                 done.append(live.run(row, rate, repeat))
         cheap = {row: [live.run(name, rate, 0)] for row, name in CHEAP.items()}
-        modelled = {row: live.modelled(row, rate) for row in (OURS, PATIENT, MERGED, UNMERGED)}
+        modelled = {row: live.modelled(row, rate) for row in (OURS, MERGED, UNMERGED)}
     ratios = {phase: {row: _ratio(made[OURS], made[row], phase) for row in (MERGED, UNMERGED)} for phase in PHASES}
     better = {phase: max(each.values(), key=lambda ratio: ratio.value) for phase, each in ratios.items()}
     cheap_ratios = {phase: _ratio(cheap[OURS], cheap[UNMERGED], phase) for phase in PHASES}
@@ -96,7 +90,7 @@ def run(runs: StoredRuns) -> Result:
         "interleaved repeats, einsums as dLoRA computes (cheap: kernels that pay for the sum of ranks, one repeat); "
         "mean latency per output token, ms: "
         + "; ".join(f"{row} {_means(each)}" for row, each in made.items())
-        + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's profile; a "
+        + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's quick profile; a "
         "time merged pays if its steps and both switches took less than its model says they had taken unmerged; "
         "interval of the first ratio; modelled, with P99 TTFT: "
         + "; ".join(f"{row} {_means([each])}, {_p99_s(each):.2f} s" for row, each in modelled.items()),
@@ -115,7 +109,7 @@ class _Live:
 
     def __init__(self, runs: StoredRuns, scratch: Path) -> None:
         self._runs = runs
-        self._rigs = MachineRigs(runs, WORK.work(1.0), RANKS, scratch)
+        self._rigs = MachineRigs(runs, WORK.work(1.0), RANKS, scratch, quick=True)
 
     def peak(self) -> float:
         """Return the peak of never merging, by the profile.
@@ -137,20 +131,11 @@ class _Live:
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
         """Return a run by the profile."""
-        patient = mock.patch("lorikeet.scheduling.batching.dlora.usual_params", _patient_params)
-        with patient if row == PATIENT else nullcontext():
-            return self._runs.get(
-                part_name(f"modelled-{row}"), lambda: _run(self._rigs.modelled, OURS if row == PATIENT else row, rate)
-            )
+        return self._runs.get(part_name(f"modelled-{row}"), lambda: _run(self._rigs.modelled, row, rate))
 
     def run(self, row: str, rate: float, repeat: int) -> dict[str, Any]:
         """Return a live run."""
         return self._runs.get(part_name(f"{row}-{repeat}"), lambda: _run(self._rigs.live, row, rate))
-
-
-def _patient_params(max_batch: int) -> CreditParams:
-    initial = 2 * max_batch
-    return CreditParams(initial, starves_above=initial + PATIENCE, normal_below=initial + PATIENCE // 4)
 
 
 def _run(rig: Rig, row: str, rate: float) -> dict[str, Any]:

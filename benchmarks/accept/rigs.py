@@ -24,18 +24,22 @@ class MachineRigs:
         work: a workload; its adapters are those of the rigs.
         ranks: of the adapters in turn.
         scratch: an empty folder, for adapters.
+        quick: the profile is the command's quick one, enough for a rate to run at.
     """
 
-    def __init__(self, runs: StoredRuns, work: MemoryWork, ranks: tuple[int, ...], scratch: Path) -> None:
+    def __init__(
+        self, runs: StoredRuns, work: MemoryWork, ranks: tuple[int, ...], scratch: Path, *, quick: bool = False
+    ) -> None:
         self._runs = runs
         self._work = work
         self._options = WorkOptions(source="", ranks=ranks)
         self._scratch = scratch
+        self._quick = quick
 
     @cached_property
     def profile(self) -> CostProfile:
         """This machine's."""
-        return machine_profile(self._runs)
+        return machine_profile(self._runs, quick=self._quick)
 
     @cached_property
     def live(self) -> Rig:

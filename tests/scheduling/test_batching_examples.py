@@ -113,7 +113,7 @@ def after(
     steps: int, merged: AdapterDigest | None, sizes: tuple[int, int], alpha: float = 0.8, beta: float = 0.65
 ) -> Thresholds:
     """Return the thresholds after a period in which so many requests would run merged, or unmerged, in each step."""
-    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=alpha, beta=beta, period_steps=steps))
+    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_steps=steps, from_even=False))
     thresholds.meet(merged, A)
     thresholds.note(Iteration(Batch(sizes[0]), Batch(sizes[1], lora=8.0)), steps)
     return thresholds
@@ -151,7 +151,7 @@ def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
 
 
 def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longest() -> None:
-    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32))
+    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32, from_even=False))
     iteration = Iteration(Batch(4), Batch(4, lora=8.0))
 
     def note(merged: AdapterDigest | None, candidate: AdapterDigest, steps: int) -> float:
@@ -170,14 +170,31 @@ def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longes
     assert thresholds.steps_left == 32
 
 
-def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
-    class Unknown(FixedTimes):
-        is_known = False
+class LateTimes(FixedTimes):
+    is_known = False
 
-    thresholds = Thresholds(Unknown())
+
+def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
+    thresholds = Thresholds(LateTimes())
     thresholds.meet(None, A)
     thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 32)
     assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
+
+
+def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known() -> None:
+    times = LateTimes()
+    thresholds = Thresholds(times)
+    thresholds.meet(A, A)
+    assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
+    thresholds.note(Iteration(Batch(1), Batch(2, lora=8.0)), 2)
+    thresholds.meet(None, A)
+    assert thresholds.steps_left == 1
+    times.is_known = True
+    thresholds.note(Iteration(Batch(1), Batch(2, lora=8.0)), 1)
+    assert (thresholds.alpha, thresholds.beta) == pytest.approx((0.5 * 1.1, 0.5 * 1.1 - 0.15))
+    assert thresholds.steps_left == 32
+    thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 32)
+    assert thresholds.alpha == pytest.approx(0.5), "from then on it moves"
 
 
 # --- Algorithm 3 -------------------------------------------------------------------------------------
@@ -280,5 +297,30 @@ def test_a_type_that_leaves_owing_still_owes_when_it_comes_back() -> None:
         run(mode, live_of(QUEUE))
     run(mode, live_of("B"))
     assert mode.credits[A] == 1
-    run(mode, live_of("AB"))
+    mode.choose(live_of("AB"))
     assert mode.credits[A] == 1
+
+
+def test_an_adapter_is_merged_at_once_where_the_one_before_it_has_no_requests_left() -> None:
+    mode = DLora(setup_of(max_batch=4))
+    assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "AABA")] == [A, B, None]
+
+
+def test_nobody_starves_where_all_requests_are_of_one_adapter() -> None:
+    mode = example()
+    run(mode, live_of("-B"))
+    mode.credits.apply({None: -3, B: 3}, 1)
+    assert run(mode, live_of("-B")).merged is None, "B starves, and its turn passes over another"
+    assert run(mode, live_of("B")).merged == B
+
+
+def test_the_turn_of_a_starving_adapter_is_merged_where_that_pays() -> None:
+    mode, live = example(backfill=True), live_of("AAABB")
+    for _ in range(2):
+        run(mode, live)
+    assert (mode.credits[A], mode.credits[B]) == (2, 6)
+    mode.credits.apply({A: -1, B: 1}, 1)
+    mode.thresholds.alpha = 0.4
+    choice = run(mode, live)
+    assert (choice.merged, ids(batch_of(choice, live))) == (B, ["B1", "B2"])
+    assert (mode.credits[A], mode.credits[B]) == (4, 4), "B pays for the three that it passes over"

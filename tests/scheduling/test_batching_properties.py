@@ -68,7 +68,8 @@ def test_batches_credits_and_switches_keep_their_bounds(
         batch = batch_of(choice, live)
         assert len(batch) <= mode.max_batch
         assert bool(batch) == bool(live)
-        assert merged is None or choice.merged in (None, merged), "there is no way from one to another"
+        may_turn = merged not in {request.adapter for request in live} or bool(mode.credits._starving)
+        assert merged is None or may_turn or choice.merged in (None, merged), "no way from one with requests to another"
         merged = choice.merged
         if merged and batch:
             assert merged not in illegal

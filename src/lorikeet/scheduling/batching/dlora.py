@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.credits import CreditParams, Credits, Type, transfers, usual_params
-from lorikeet.scheduling.batching.dynamic import decide
+from lorikeet.scheduling.batching.dynamic import Decision, decide
 from lorikeet.scheduling.batching.mode import BatchingMode, BatchingSetup, BatchWork, Choice, Live, allow
 from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds
 from lorikeet.scheduling.batching.times import Batch, ModeTimes
@@ -39,7 +39,8 @@ class DLora(BatchingMode):
         setup: of the replica.
         tuned: whether the thresholds move.
         credited: whether credits are kept; without them nothing prevents starvation.
-        backfill: a batch of starving requests is filled up with the oldest others.
+        backfill: the turn of those who starve is filled up with the oldest others, or theirs alone and merged if that
+            pays; else it is theirs alone and unmerged, as the paper has it.
         threshold_params, credit_params: other values than ours.
 
     Attributes:
@@ -75,19 +76,17 @@ class DLora(BatchingMode):
             self.credits.meet(counts)
         if not live:
             return Choice(self._merged, frozenset())
-        oldest, before = live[: self.max_batch], self._merged
-        merged = before
+        oldest = live[: self.max_batch]
+        legal = {request.adapter for request in live if request.is_legal}
+        starving = self.credits.starving() if self._credited and len(counts) > 1 else ()
         candidate: AdapterDigest | None = None
-        starving = self._starving(live, oldest)
         if starving:
-            batch: Sequence[Live] = starving
-            if any(request.adapter != before for request in batch):
-                merged = None
+            merged, batch = self._pass(live, starving, legal)
         else:
-            legal = self._solvent({request.adapter for request in live if request.is_legal}, oldest)
-            alpha, beta = self.thresholds.alpha, self.thresholds.beta
-            merged, batch, candidate = decide(live, before, legal, self.max_batch, alpha, beta)
-        switched = merged != before
+            # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between.
+            state = self._merged if counts[self._merged] else None
+            merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state)
+        switched = merged != self._merged
         if self._tuned and (switched or not starving):
             self.thresholds.meet(merged, candidate)
         logged = self._tuned and candidate is not None
@@ -131,14 +130,25 @@ class DLora(BatchingMode):
             return {}
         return transfers(batch, oldest) or (self.credits.repayments(batch) if is_pass else {})
 
-    def _starving(self, live: Sequence[Live], oldest: Sequence[Live]) -> list[Live]:
-        """Return the batch of those who starve, empty if nobody does."""
-        types: Collection[Type] = self.credits.starving() if self._credited else ()
-        batch = [request for request in live if request.adapter in types][: self.max_batch]
-        if batch and self._backfill:
-            others = [request for request in oldest if request.adapter not in types]
+    def _decide(self, live: Sequence[Live], legal: Collection[Type], merged: AdapterDigest | None) -> Decision:
+        """Return what Algorithm 1 comes to, as if ``merged`` were merged."""
+        return decide(live, merged, legal, self.max_batch, self.thresholds.alpha, self.thresholds.beta)
+
+    def _pass(
+        self, live: Sequence[Live], starving: Collection[Type], legal: Collection[Type]
+    ) -> tuple[AdapterDigest | None, Sequence[Live]]:
+        """Return the turn of those who starve, and what is merged for it: one of them, where merging pays."""
+        if self._backfill:
+            owed = {each for each in legal if each in starving}
+            found = self._decide(live, owed, self._merged if self._merged in owed else None)
+            if found.merged is not None:
+                return found.merged, found.batch
+        batch = [request for request in live if request.adapter in starving][: self.max_batch]
+        if self._backfill:
+            others = [request for request in live[: self.max_batch] if request.adapter not in starving]
             batch += others[: self.max_batch - len(batch)]
-        return batch
+        is_merged = all(request.adapter == self._merged for request in batch)
+        return (self._merged if is_merged else None), batch
 
     def _solvent(self, types: Collection[Type], oldest: Sequence[Live]) -> Collection[Type]:
         """Return those whose credit covers everybody whom their merging would pass over in one iteration."""

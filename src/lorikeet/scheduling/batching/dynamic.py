@@ -37,7 +37,7 @@ def decide(
     """Choose between the oldest requests of any adapter, unmerged, and the oldest of one adapter, merged.
 
     The ratio of the two counts decides: all live requests of the adapter, however many, over the batch of the oldest.
-    There is no way from one merged adapter to another but over an iteration that is unmerged.
+    There is no way from one merged adapter to another but over an iteration that is unmerged; see ``DLora.choose``.
 
     Args:
         live: all requests in the order of arrival, at least one.

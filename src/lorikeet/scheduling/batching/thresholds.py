@@ -21,6 +21,7 @@ class ThresholdParams(NamedTuple):
         least_alpha, most_alpha, least_beta: limits.
         gap: beta stays at least so far below alpha: whichever moves pushes the other.
         period_steps: iterations after which a period ends at the latest.
+        from_even: as soon as both modes have run, begin anew from where an adapter's part would break even.
     """
 
     alpha: float = 0.8
@@ -32,6 +33,7 @@ class ThresholdParams(NamedTuple):
     least_beta: float = 0.05
     gap: float = 0.05
     period_steps: int = 32
+    from_even: bool = True
 
 
 class IterationTimes(Protocol):
@@ -65,9 +67,13 @@ class Iteration(NamedTuple):
 
 def throughput(batches: Sequence[tuple[Batch, int]], times: IterationTimes, switch_s: float = 0.0) -> float:
     """Return requests per second over iterations, each with how often it ran, a switch before the first included."""
-    taken_s = switch_s + sum(steps * times.batch_s(batch) for batch, steps in batches)
+    taken_s = switch_s + _seconds(batches, times)
     served = sum(steps * batch.requests for batch, steps in batches)
     return served / taken_s if taken_s else 0.0
+
+
+def _seconds(batches: Sequence[tuple[Batch, int]], times: IterationTimes) -> float:
+    return sum(steps * times.batch_s(batch) for batch, steps in batches)
 
 
 class Thresholds:
@@ -76,6 +82,10 @@ class Thresholds:
     A period ends with a switch, with another adapter having the most requests, or after ``period_steps`` iterations.
     Then the two modes are compared over its iterations: a period that ran unmerged moves alpha, one that ran merged
     beta. The mode that did not run pays for the switch to it.
+
+    The first period in which both modes are known does not move alpha but sets it, a factor above the part at which an
+    iteration of the adapter alone serves as many requests a second as one of the oldest. The paper's values suit one
+    machine: where adapters cost several times what the base model does, they were reached after minutes.
 
     Args:
         times: of steps and switches.
@@ -92,6 +102,7 @@ class Thresholds:
         self._merged: AdapterDigest | None = None
         self._candidate: AdapterDigest | None = None
         self._log: list[tuple[Iteration, int]] = []
+        self._has_begun = not self._params.from_even
 
     def meet(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> None:
         """End the period if an iteration that is about to run does not belong to it."""
@@ -108,7 +119,8 @@ class Thresholds:
     @property
     def steps_left(self) -> int:
         """Iterations until the period ends at the latest."""
-        return self._params.period_steps - sum(steps for _, steps in self._log)
+        first = self._merged is None and not self._has_begun  # the less is run unmerged before one knows, the better
+        return (1 if first else self._params.period_steps) - sum(steps for _, steps in self._log)
 
     def _end(self) -> None:
         log, self._log = self._log, []
@@ -117,7 +129,12 @@ class Thresholds:
         merged = [(iteration.merged, steps) for iteration, steps in log]
         unmerged = [(iteration.unmerged, steps) for iteration, steps in log]
         rules = self._params
-        if self._merged is None:
+        if not self._has_begun:
+            self._has_begun = True
+            even = _seconds(merged, self._times) / _seconds(unmerged, self._times)
+            self.alpha = min(max(even * rules.factor, rules.least_alpha), rules.most_alpha)
+            self.beta = max(self.alpha - (rules.alpha - rules.beta), rules.least_beta)
+        elif self._merged is None:
             gain = throughput(merged, self._times, self._times.switch_s(to_merged=True))
             pays = gain > throughput(unmerged, self._times)
             self.alpha = self.alpha - rules.decrement if pays else self.alpha * rules.factor
