@@ -19,9 +19,10 @@ from tests.kernels.choices import check_chosen
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_choose import parameters
 from tests.kernels.test_native_elementwise import REFERENCE, Heads, _ExactNorms, random
-from tests.support.interpreter import round_to_nearest
+from tests.support.interpreter import round_to_nearest, spare_needless_work
 
 round_to_nearest()
+spare_needless_work()
 TRITON = TritonKernels()
 DTYPES = (torch.bfloat16, torch.float32)
 FEW = settings(max_examples=8)
