@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,8 +149,9 @@ def test_steps_and_late_copies_never_touch_the_same(
     assert right
 
 
-def test_graphs_and_late_copies_never_touch_the_same(models: Models) -> None:
-    device, right = run_late(models, "elora", 340_000, 600_000, kernels="triton", count=5, answer=6)
+def test_graphs_and_late_copies_never_touch_the_same(tmp_path: Path) -> None:
+    models = make_models(tmp_path, num_hidden_layers=1)  # the interpreter is slow
+    device, right = run_late(models, "elora", 100_000, 200_000, kernels="triton", count=5, answer=4)
     assert device.faults == []
     assert device.copied_beside_graphs, "or there was nothing to see"
     assert right
