@@ -1,5 +1,6 @@
 """Plans made by hand for a torch executor, with scattered blocks, and what transformers and PEFT say to the same."""
 
+import functools
 import itertools
 import random
 import threading
@@ -237,10 +238,17 @@ def make_models(folder: Path, **overrides: Any) -> Models:
 
 
 def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int], count: int) -> list[int]:
-    """What transformers, with PEFT, generates greedily."""
+    """What transformers, with PEFT, generates greedily; who asks the same again is told what it was."""
+    return list(_peer_tokens(model_folder, None if adapter is None else adapter.folder, tuple(prompt), count))
+
+
+@functools.cache
+def _peer_tokens(
+    model_folder: Path, adapter_folder: str | None, prompt: tuple[int, ...], count: int
+) -> tuple[int, ...]:
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, adapter.folder)
+    if adapter_folder is not None:
+        model = PeftModel.from_pretrained(model, adapter_folder)
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         generated = model.generate(
@@ -250,8 +258,7 @@ def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int
             max_new_tokens=count,
             pad_token_id=0,
         )
-    token_ids: list[int] = generated[0, len(prompt) :].tolist()
-    return token_ids
+    return tuple(generated[0, len(prompt) :].tolist())
 
 
 def random_tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
