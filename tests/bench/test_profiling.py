@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,9 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     monkeypatch.setattr("lorikeet.bench.profiling.run.QUICK", TINY)
     monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
     monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
+    # All that is taken is touched: what a machine has, else, and the host tier of a real model.
+    monkeypatch.setattr("lorikeet.commands.profile.EngineSettings", partial(EngineSettings, memory_bytes=2**23))
+    monkeypatch.setattr("lorikeet.commands.profile.HOST_MEMORY_BYTES", 2**22)
     path = tmp_path / "mine.toml"
     arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
     result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
