@@ -47,6 +47,7 @@ def test_an_adapter_passes_at_80_percent_if_the_base_stays_at_20(share: float, b
 class Server(ThreadingHTTPServer):
     """A server with canned answers that remembers the bodies it got."""
 
+    request_queue_size = 32  # more than ask at once: who finds the queue full tries again a second later
     bodies: list[dict[str, Any]]
     answers: dict[str, str]
 
