@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.support.default_model import default_model_cache  # noqa: F401 - a fixture, for every folder
 from tests.support.postgres import postgres_url  # noqa: F401 - a fixture, for every folder
 
 # One OpenMP team per process: tests start several processes on few cores. Set before torch is imported.

@@ -14,24 +14,14 @@ from lorikeet.models.config import read_model_config
 from lorikeet.models.default import DefaultModelError, prepare_default_model
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the converted model."""
-    folder = tmp_path_factory.mktemp("cache")
-    heard: list[tuple[str, int, int]] = []
-    prepare_default_model(folder, lambda stage, done, total: heard.append((stage, done, total)))
-    assert [done for _, done, _ in heard] == [0, 1, 2, 3]
-    return folder
-
-
-def test_a_second_call_converts_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_converts_nothing(default_model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "_convert", None)
-    assert prepare_default_model(cache) == cache / "SmolLM2-135M-Instruct"
-    assert [path.name for path in cache.iterdir()] == ["SmolLM2-135M-Instruct"]
+    assert prepare_default_model(default_model_cache) == default_model_cache / "SmolLM2-135M-Instruct"
+    assert [path.name for path in default_model_cache.iterdir()] == ["SmolLM2-135M-Instruct"]
 
 
-def test_the_converted_model_answers_in_its_chat_format(cache: Path) -> None:
-    folder = prepare_default_model(cache)
+def test_the_converted_model_answers_in_its_chat_format(default_model_cache: Path) -> None:
+    folder = prepare_default_model(default_model_cache)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -42,15 +32,15 @@ def test_the_converted_model_answers_in_its_chat_format(cache: Path) -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(cache: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(prepare_default_model(cache) / "tokenizer.json"))
+def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(default_model_cache: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(prepare_default_model(default_model_cache) / "tokenizer.json"))
     assert tokenizer.encode("<|im_start|>in 1984<|im_end|>").tokens == [
         "<|im_start|>", "in", "Ġ", "1", "9", "8", "4", "<|im_end|>"
     ]  # fmt: skip
 
 
-def test_config_and_card_say_what_the_model_is(cache: Path) -> None:
-    folder = prepare_default_model(cache)
+def test_config_and_card_say_what_the_model_is(default_model_cache: Path) -> None:
+    folder = prepare_default_model(default_model_cache)
     config = read_model_config(folder)
     assert (config.layers, config.heads, config.kv_heads, config.context_tokens) == (30, 9, 3, 8192)
     assert (config.dtype, config.rope.theta, config.eos_token_ids) == ("bfloat16", 1e5, (2,))

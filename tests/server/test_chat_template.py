@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lorikeet.models.default import default_cache_dir, prepare_default_model
+from lorikeet.models.default import prepare_default_model
 from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
 
 MESSAGES = [
@@ -58,10 +58,10 @@ def test_templates_render_as_in_transformers(template: str, generation: bool, ex
     assert ours == theirs[0]
 
 
-def test_the_default_models_template_renders_as_in_transformers() -> None:
+def test_the_default_models_template_renders_as_in_transformers(default_model_cache: Path) -> None:
     from transformers import AutoTokenizer
 
-    folder = prepare_default_model(default_cache_dir())
+    folder = prepare_default_model(default_model_cache)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     template = read_chat_template(folder)
     assert template is not None
