@@ -1,5 +1,6 @@
 """What the lines of the memory make of their runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,8 +78,15 @@ def test_the_large_setting_asks_for_nothing_longer_than_its_model_takes() -> Non
     assert {request.adapter for request in work.requests} <= set(work.names)
 
 
-def test_tests_are_counted_by_name_and_missing_ones_are_told() -> None:
-    name = "test_rows_are_named_in_files_without_colons"
-    assert run_tests([f"{__file__}::{name}"]).passed == {f"test_accept_memory::{name}": 1}
+def test_tests_are_counted_by_name_and_missing_ones_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "test_told.py"  # one that imports little
+    file.write_text(
+        "import pytest\n\n"
+        "@pytest.mark.parametrize('number', [1, 3, 4])\ndef test_odd(number):\n    assert number % 2\n\n"
+        "def test_other():\n    pass\n"
+    )
+    done = run_tests([f"{file}::test_odd"])
+    assert done.passed == {"test_told::test_odd": 2}
+    assert done.failed == ["test_told::test_odd[4]"]
     with pytest.raises(RuntimeError, match="pytest ended with code"):
-        run_tests([f"{__file__}::test_that_there_is_not"])
+        run_tests([f"{file}::test_that_there_is_not"])
