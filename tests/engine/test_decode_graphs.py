@@ -36,12 +36,12 @@ def late(models: Models, **engine: Any) -> Iterator[tuple[Driver, LateDevice]]:
             yield driver, device
 
 
-def serve(driver: Driver, models: Models, repeat: int, **params: Any) -> dict[str, list[int]]:
+def serve(driver: Driver, models: Models, repeat: int, *params: dict[str, Any]) -> dict[str, list[int]]:
     """Decode sequences with and without adapters, some of which come and go."""
     narrow, attention, _ = models.adapters.values()
     driver.load(narrow, attention)
-    for i, adapter in enumerate((None, narrow, attention)):
-        driver.add(f"r{i}", random_tokens(3 + i, seed=i), adapter, **params)
+    for i, (adapter, given) in enumerate(zip((None, narrow, attention), params, strict=True)):
+        driver.add(f"r{i}", random_tokens(3 + i, seed=i), adapter, **given)
     driver.step({"r0": 3, "r1": 4, "r2": 5})
     driver.decode(["r0", "r1", "r2"], 4, repeat)
     driver.drop("r1")
@@ -51,21 +51,21 @@ def serve(driver: Driver, models: Models, repeat: int, **params: Any) -> dict[st
     return {name: driver.token_ids(name) for name in ("r0", "r1", "r2")}
 
 
-CHOICES: dict[str, dict[str, Any]] = {
-    "drawn": {"temperature": 1.0, "seed": 5},
-    "filtered": {"temperature": 1.3, "seed": 5, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-    "edited by the host": {"frequency_penalty": 0.7, "temperature": 1.0, "seed": 5, "logprobs": 2},
-}
+DRAWN = {"temperature": 1.0, "seed": 5}
+FILTERED = {"temperature": 1.3, "seed": 5, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+EDITED = {"frequency_penalty": 0.7, "temperature": 1.0, "seed": 5, "logprobs": 2}
 
 
-@pytest.mark.parametrize("params", CHOICES.values(), ids=list(CHOICES))
-def test_replayed_steps_choose_the_tokens_of_called_ones(models: Models, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "params", [(FILTERED, DRAWN, FILTERED), (EDITED, EDITED, EDITED)], ids=["on the device", "edited by the host"]
+)
+def test_replayed_steps_choose_the_tokens_of_called_ones(models: Models, params: tuple[dict[str, Any], ...]) -> None:
     with late(models) as (driver, device):
-        replayed = serve(driver, models, repeat=4, **params)
+        replayed = serve(driver, models, 4, *params)
     assert device.faults == []
     assert (device.replayed, device.replays) == (8, 8)
     with driving(models.folder, kernels="native") as driver:
-        assert serve(driver, models, repeat=2, **params) == replayed
+        assert serve(driver, models, 2, *params) == replayed
 
 
 def test_log_probabilities_are_of_the_step_that_chose(models: Models) -> None:
@@ -148,8 +148,8 @@ def test_a_graph_serves_any_mix_of_adapters(models: Models) -> None:
     with late(models) as (driver, device):
         driver.load(attention, wide)
         for name, adapter in (("a", attention), ("b", wide), ("c", wide), ("d", None)):
-            driver.add(name, random_tokens(1, seed=1), adapter)
-            driver.step({name: 1})
+            driver.add(name, random_tokens(2, seed=1), adapter)
+        driver.step(dict.fromkeys("abcd", 2))
         graphs = device.graphs
         for names in ("bc", "bd", "ab"):
             driver.decode([*names], 1)
