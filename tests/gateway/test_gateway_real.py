@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
         CHAT: {**common, "messages": MESSAGES},
         COMPLETIONS: {**common, "prompt": TOKENIZER.encode("hello world").ids},
     }
-    async with serving(model, tmp_path / "a", *flags) as first, serving(model, tmp_path / "b", *flags) as second:
-        urls = [str(server.http.base_url) for server in (first, second)]
+    async with AsyncExitStack() as stack:
+        starting = (stack.enter_async_context(serving(model, tmp_path / name, *flags)) for name in "ab")
+        servers = await asyncio.gather(*starting)
+        urls = [str(server.http.base_url) for server in servers]
         async with routing(urls, adapters=(adapter,), row="toppings:first-fit") as router:
             router.http.timeout = httpx.Timeout(120)
             whole = {path: (await router.http.post(path, json=body)).json() for path, body in asked.items()}
@@ -49,7 +52,7 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
             for _ in asked:
                 await begun.get()
             (busy,) = [each for each in (await router.cluster())["replicas"] if requests_at(each)]
-            (killed,) = [server for server in (first, second) if str(server.http.base_url).startswith(busy["address"])]
+            (killed,) = [server for server in servers if str(server.http.base_url).startswith(busy["address"])]
             killed.process.kill()
             for path, chunks in zip(asked, await asyncio.gather(*reading), strict=True):
                 expected = whole[path]["choices"][0]
