@@ -239,16 +239,17 @@ def make_models(folder: Path, **overrides: Any) -> Models:
 
 def peer_tokens(model_folder: Path, adapter: AdapterRef | None, prompt: list[int], count: int) -> list[int]:
     """What transformers, with PEFT, generates greedily; who asks the same again is told what it was."""
-    return list(_peer_tokens(model_folder, None if adapter is None else adapter.folder, tuple(prompt), count))
+    version = None if adapter is None else (adapter.folder, adapter.digest)
+    return list(_peer_tokens(model_folder, version, tuple(prompt), count))
 
 
 @functools.cache
 def _peer_tokens(
-    model_folder: Path, adapter_folder: str | None, prompt: tuple[int, ...], count: int
+    model_folder: Path, version: tuple[str, AdapterDigest] | None, prompt: tuple[int, ...], count: int
 ) -> tuple[int, ...]:
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
-    if adapter_folder is not None:
-        model = PeftModel.from_pretrained(model, adapter_folder)
+    if version is not None:
+        model = PeftModel.from_pretrained(model, version[0])
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         generated = model.generate(
