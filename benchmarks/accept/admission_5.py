@@ -105,7 +105,7 @@ def _measure() -> dict[str, Any]:
         "review_s": _timed(lambda: queue.review(now)),
         "refresh_s": _timed(lambda: queue._refresh(now - 1e-6)),
         "tried": tried,
-        "classes": len(queue.figures().quotas),
+        "classes": len(queue.stats().quota_tokens),
     }
 
 

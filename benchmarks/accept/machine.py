@@ -30,7 +30,7 @@ def revision(root: Path = ROOT) -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
 
-    pages = ("docs/status", "docs/status.md", "docs/performance.md", "docs/memory-rows.md", "docs/chameleon.md")
-    made = (f":!{page}" for page in pages)
+    pages = ("status", "performance", "memory-rows", "chameleon", "cluster-figures", "dlora", "toppings")
+    made = (":!docs/status", *(f":!docs/{page}.md" for page in pages))
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *made)
     return git("rev-parse", "--short=12", "HEAD").strip() + ("-dirty" if changed.strip() else "")

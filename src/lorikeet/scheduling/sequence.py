@@ -77,7 +77,7 @@ class Sequence:
     @property
     def can_run(self) -> bool:
         """Whether it may be part of a step."""
-        return self.lease is not None and (self.lease.is_ready or self.is_cold)
+        return self.is_ready or self.is_cold
 
     @property
     def is_cold(self) -> bool:

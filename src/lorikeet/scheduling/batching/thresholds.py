@@ -85,7 +85,7 @@ class Thresholds:
 
     The first period in which both modes are known does not move alpha but sets it, a factor above the part at which an
     iteration of the adapter alone serves as many requests a second as one of the oldest. The paper's values suit one
-    machine: where adapters cost several times what the base model does, they were reached after minutes.
+    machine; where adapters cost several times what the base model does, break-even is many small moves away from them.
 
     Args:
         times: of steps and switches.
@@ -129,9 +129,9 @@ class Thresholds:
         merged = [(iteration.merged, steps) for iteration, steps in log]
         unmerged = [(iteration.unmerged, steps) for iteration, steps in log]
         rules = self._params
-        if not self._has_begun:
+        if not self._has_begun and (unmerged_s := _seconds(unmerged, self._times)):
             self._has_begun = True
-            even = _seconds(merged, self._times) / _seconds(unmerged, self._times)
+            even = _seconds(merged, self._times) / unmerged_s
             self.alpha = min(max(even * rules.factor, rules.least_alpha), rules.most_alpha)
             self.beta = max(self.alpha - (rules.alpha - rules.beta), rules.least_beta)
         elif self._merged is None:

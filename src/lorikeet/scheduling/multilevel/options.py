@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-import msgspec
-
+from lorikeet.core.messages import QueueStats
 from lorikeet.scheduling.multilevel.classes import KRule
 from lorikeet.scheduling.multilevel.quotas import Overload, Share
 from lorikeet.scheduling.multilevel.sizes import PRINTED, Weights
@@ -42,24 +41,19 @@ class Options:
     least_samples: int = LEAST_SAMPLES
 
 
-class QueueFigures(msgspec.Struct, frozen=True):
-    """What the queue tells about itself, since the start.
+class QueueFigures(QueueStats, frozen=True):
+    """All that the queue tells about itself, since the start.
 
     Attributes:
-        boundaries, quotas: of the classes as they are now.
-        refreshes, infeasible_refreshes: how often classes were found anew, and how often the least quotas of all
-            classes did not fit beside each other.
-        admitted, bypassed, squashed: requests; squashed ones were sent back since they had not ended in time.
+        boundaries: of the classes as they are now.
+        infeasible_refreshes: how often the least quotas of all classes did not fit beside each other.
+        admitted: requests.
         longest_gap_s: by class number, the longest time in which nobody of a class with waiters was admitted.
         longest_run_s: by class number, the longest time from admission to the end.
     """
 
     boundaries: tuple[float, ...]
-    quotas: tuple[int, ...]
-    refreshes: int
     infeasible_refreshes: int
     admitted: int
-    bypassed: int
-    squashed: int
     longest_gap_s: dict[int, float]
     longest_run_s: dict[int, float]

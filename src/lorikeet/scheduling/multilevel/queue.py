@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -293,14 +294,10 @@ class ChameleonQueue(AdmissionQueue):
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
         """Return how far the nearest of those that passed somebody is from its prediction."""
-        nearest = float("inf")
-        for request, output_tokens in running:
-            entry = self._admitted[request.request_id]
-            left = entry.deadline_tokens - output_tokens
-            # Later a lazy one is sent back when the first in line could start, for which somebody must have ended.
-            if entry.passed is not None and 0 < left < nearest:
-                nearest = left
-        return nearest
+        entries = ((self._admitted[request.request_id], made) for request, made in running)
+        left = (entry.deadline_tokens - made for entry, made in entries if entry.passed is not None)
+        # Later a lazy one is sent back when the first in line could start, for which somebody must have ended.
+        return min((tokens for tokens in left if tokens > 0), default=float("inf"))
 
     # --- classes -------------------------------------------------------------------------------------
 
@@ -392,8 +389,11 @@ class ChameleonQueue(AdmissionQueue):
         """Return what there is to tell, gaps that go on included."""
         for number, since_s in self._idle_since_s.items():
             self._note_gap(number, self._last_s - since_s)
-        classes, quotas, n = self._classes.boundaries, self._ledger.quotas, self._counts
-        gaps, runs = dict(self._longest_gap_s), dict(self._longest_run_s)
         return QueueFigures(
-            classes, quotas, n["refreshes"], n["infeasible"], n["admitted"], n["bypassed"], n["squashed"], gaps, runs
+            **msgspec.structs.asdict(self.stats()),
+            boundaries=self._classes.boundaries,
+            infeasible_refreshes=self._counts["infeasible"],
+            admitted=self._counts["admitted"],
+            longest_gap_s=dict(self._longest_gap_s),
+            longest_run_s=dict(self._longest_run_s),
         )
