@@ -79,11 +79,7 @@ def test_batches_credits_and_switches_keep_their_bounds(
         assert mode.thresholds.beta <= mode.thresholds.alpha - 0.05 + 1e-9
 
 
-@settings(max_examples=300)
-@given(MODES, TRAFFIC, st.integers(1, 12))
-def test_several_steps_at_once_are_the_same_steps_one_by_one(
-    mode: DLora, traffic: list[tuple[str, set[int]]], most: int
-) -> None:
+def check_several_at_once(mode: DLora, traffic: Sequence[tuple[str, set[int]]], most: int) -> None:
     for live in lists_of(traffic):
         if not live:
             mode.choose(live)
@@ -99,6 +95,22 @@ def test_several_steps_at_once_are_the_same_steps_one_by_one(
         assert mode.thresholds.alpha == pytest.approx(single.thresholds.alpha)
         assert mode.thresholds.beta == pytest.approx(single.thresholds.beta)
         assert mode.thresholds.steps_left == single.thresholds.steps_left
+
+
+@settings(max_examples=300)
+@given(MODES, TRAFFIC, st.integers(1, 12))
+def test_several_steps_at_once_are_the_same_steps_one_by_one(
+    mode: DLora, traffic: list[tuple[str, set[int]]], most: int
+) -> None:
+    check_several_at_once(mode, traffic, most)
+
+
+def test_after_a_period_that_ended_with_another_candidate_each_step_is_decided_anew() -> None:
+    stay: tuple[str, set[int]] = ("", set())
+    before = [("AAC-B", set[int]()), ("A-AAA", set[int]()), ("ABC", {0, 2, 7}), ("B", set[int]())]
+    leave: list[tuple[str, set[int]]] = [("C", set()), ("", {5}), ("", {5}), ("", {0, 1, 3})]
+    mode = mode_of(max_batch=3, spare=1, band=0, margin=5, backfill=False, alpha=1.0)
+    check_several_at_once(mode, [*before, stay, stay, stay, stay, *leave], most=2)
 
 
 @given(st.integers(2, 40), st.data())

@@ -23,13 +23,14 @@ class _Pending(NamedTuple):
         merged: adapter that is merged for it.
         gains: credits by type.
         iteration: for the log of the period; None: it does not belong there.
-        switched: the state has changed, so the next choice may differ for that alone.
+        is_first: of its state or of its period: the end of the last may have moved the thresholds, so the next choice
+            may differ for that alone.
     """
 
     merged: AdapterDigest | None
     gains: dict[Type, int]
     iteration: Iteration | None
-    switched: bool
+    is_first: bool
 
 
 class DLora(BatchingMode):
@@ -86,15 +87,15 @@ class DLora(BatchingMode):
             # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between.
             state = self._merged if counts[self._merged] else None
             merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state)
-        switched = merged != self._merged
-        if self._tuned and (switched or not starving):
-            self.thresholds.meet(merged, candidate)
+        is_first = merged != self._merged
+        if self._tuned and (is_first or not starving):
+            is_first = self.thresholds.meet(merged, candidate) or is_first
         logged = self._tuned and candidate is not None
         self._pending = _Pending(
             merged,
             self._gains(batch, oldest, merged, is_pass=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
-            switched,
+            is_first,
         )
         return allow(batch, live, merged)
 
@@ -115,10 +116,10 @@ class DLora(BatchingMode):
         self._pending = None
 
     def steps_until_review(self) -> float:
-        """Return the steps until credits or the end of a period may change the choice, 1 right after a switch."""
+        """Return the steps until credits or the end of a period may change the choice, 1 right after it or a switch."""
         if self._pending is None:
             return float("inf")
-        if self._pending.switched:
+        if self._pending.is_first:
             return 1
         steps = self.credits.steps_until_review(self._pending.gains)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)

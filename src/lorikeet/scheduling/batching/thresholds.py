@@ -104,11 +104,13 @@ class Thresholds:
         self._log: list[tuple[Iteration, int]] = []
         self._has_begun = not self._params.from_even
 
-    def meet(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> None:
-        """End the period if an iteration that is about to run does not belong to it."""
-        if (merged, candidate) != (self._merged, self._candidate):
-            self._end()
-            self._merged, self._candidate = merged, candidate
+    def meet(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
+        """End the period if an iteration that is about to run does not belong to it, and return whether it ended."""
+        if (merged, candidate) == (self._merged, self._candidate):
+            return False
+        self._end()
+        self._merged, self._candidate = merged, candidate
+        return True
 
     def note(self, iteration: Iteration, steps: int) -> None:
         """Take identical iterations in, no more than are left of the period."""
