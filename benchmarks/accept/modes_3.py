@@ -95,8 +95,8 @@ def run(runs: StoredRuns) -> Result:
         + "; ".join(f"{row} {_means(each)}" for row, each in made.items())
         + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's quick profile; a "
         "time merged pays if its steps and both switches took less than its model says they had taken unmerged; "
-        f"a run of which others on the hardware took more than {MOST_STOLEN:.0%} was measured {ATTEMPTS} times, and the "
-        f"least disturbed counts: they took {_stolen(made)}; "
+        f"a run of which others on the hardware took more than {MOST_STOLEN:.0%} was measured {ATTEMPTS} times, and "
+        f"the least disturbed counts: they took {_stolen(made)}; "
         "interval of the first ratio; modelled, with P99 TTFT: "
         + "; ".join(f"{row} {_means([each])}, {_p99_s(each):.2f} s" for row, each in modelled.items()),
         details={
