@@ -191,10 +191,14 @@ def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known
     assert thresholds.steps_left == 1
     times.is_known = True
     thresholds.note(Iteration(Batch(1), Batch(2, lora=8.0)), 1)
-    assert (thresholds.alpha, thresholds.beta) == pytest.approx((0.5 * 1.1, 0.5 * 1.1 - 0.15))
+    even = 50 / 100 + 100 / 32 / 100  # the longest period has 32 iterations, and each bears its share of a switch
+    assert (thresholds.alpha, thresholds.beta) == pytest.approx((even * 1.1, even * 1.1 - 0.15))
     assert thresholds.steps_left == 32
     thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 32)
-    assert thresholds.alpha == pytest.approx(0.5), "from then on it moves"
+    assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
+    thresholds.begin()
+    thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 1)
+    assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
 
 
 # --- Algorithm 3 -------------------------------------------------------------------------------------

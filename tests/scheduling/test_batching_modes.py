@@ -1,6 +1,7 @@
 """Times of steps as they ran, modes that find out whether merging pays, and modes of one adapter at a time."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,6 +145,37 @@ def test_it_finds_out_anew_when_merging_begins_to_pay() -> None:
     assert mode.thresholds.alpha > 1.0
     share, _ = DEAR.run(mode, hot=0.95, steps=4000)
     assert share > 0.5
+
+
+def serve_one_by_one(mode: DLora, steps: int, held_up_s: Mapping[int, float]) -> float:
+    """Run requests that come when the last has gone, where LoRA costs 2 ms of 12 and a switch 50.
+
+    Args:
+        mode: that decides.
+        steps: how many.
+        held_up_s: what some unmerged steps take besides, by their number.
+
+    Returns:
+        The share of merged steps in the last quarter.
+    """
+    merged: AdapterDigest | None = None
+    unmerged_steps, merged_steps = 0, 0
+    for step in range(steps):
+        number = step // 16
+        live = [Live(RequestId(str(number)), AdapterDigest(f"adapter-{number % 7}"), True, 10)]
+        choice = mode.choose(live)
+        work = work_of(choice, live)
+        step_s = 0.01 if not work.rows else 0.012 + held_up_s.get(unmerged_steps, 0.0)
+        mode.ran(1, work, step_s, 0.05 * (choice.merged != merged))
+        merged = choice.merged
+        unmerged_steps += bool(work.rows)
+        merged_steps += step >= 3 * steps // 4 and merged is not None
+    return merged_steps / (steps // 4)
+
+
+@pytest.mark.parametrize("held_up_s", [{}, {0: 1.0}, {3: 1.0}, {8: 3.0}], ids=["none", "first", "fourth", "ninth"])
+def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: Mapping[int, float]) -> None:
+    assert serve_one_by_one(DLora(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
 
 
 # --- one adapter at a time ---------------------------------------------------------------------------

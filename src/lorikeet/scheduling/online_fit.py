@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 FORGET = 0.998
 """Weight of a step beside the one after it: about the last 500 count."""
 _PRIOR = 1e-3
+_ROUNDS = 8
+_EXACT = 0.01
+
+Vector = NDArray[np.float64]
 
 
 def faded(old: Any, new: Any, times: int = 1) -> Any:
@@ -17,44 +21,91 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
     return weight * old + new * ((1 - weight) / (1 - FORGET))
 
 
+def _least_squares(squares: Vector, products: Vector) -> Vector:
+    """Return the parts of the normal equations' solution, none below zero: the worst leaves until none is."""
+    parts, used = np.zeros(len(products)), list(range(len(products)))
+    while used:
+        parts[:] = 0.0
+        parts[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
+        if parts.min() >= 0:
+            break
+        used.remove(int(parts.argmin()))
+    return parts
+
+
 class OnlineFit:
     """Least squares without parts below zero, in which old samples count less and less.
 
     Args:
         features: how many numbers describe a sample; the first is always 1.
-        kinds: of samples. A kind fades only as others of the same kind come, so a rare kind is remembered.
-        ridge: this share of each feature's own squares holds its part back. Features that only ever occurred together
-            then share what they explain; with 0 such a case is undetermined.
     """
 
-    def __init__(self, features: int, kinds: int = 1, ridge: float = 0.0) -> None:
-        self._ridge = ridge
-        self._squares = [_PRIOR * np.eye(features) for _ in range(kinds)]
-        self._products = [np.zeros(features) for _ in range(kinds)]
-        self._parts: NDArray[np.float64] | None = np.zeros(features)
+    def __init__(self, features: int) -> None:
+        self._squares, self._products = _PRIOR * np.eye(features), np.zeros(features)
+        self._parts: Vector | None = np.zeros(features)
 
-    def note(self, sample: Sequence[float] | NDArray[np.float64], value: float, times: int = 1, kind: int = 0) -> None:
-        """Take a sample in that occurred ``times`` times."""
+    def note(self, sample: Sequence[float], value: float) -> None:
+        """Take a sample in."""
         features = np.array(sample, np.float64)
-        self._squares[kind] = faded(self._squares[kind], np.outer(features, features), times)
-        self._products[kind] = faded(self._products[kind], features * value, times)
+        self._squares = faded(self._squares, np.outer(features, features))
+        self._products = faded(self._products, features * value)
         self._parts = None
 
-    def is_known(self, kind: int = 0) -> bool:
-        """Whether there have been samples of a kind, with values above 0."""
-        return bool(self._products[kind][0])
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been samples, with values above 0."""
+        return bool(self._products[0])
 
-    def parts(self) -> NDArray[np.float64]:
+    def parts(self) -> Vector:
         """Return how much of the value belongs to one unit of each feature; all 0 before the first sample."""
         if self._parts is None:
-            squares, products = np.sum(self._squares, axis=0), np.sum(self._products, axis=0)
-            squares = squares + self._ridge * np.diag(np.diag(squares))
-            parts, used = np.zeros(len(products)), list(range(len(products)))
-            while used:  # the worst leaves until no part is below zero
-                parts[:] = 0.0
-                parts[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
-                if parts.min() >= 0:
-                    break
-                used.remove(int(parts.argmin()))
-            self._parts = parts
+            self._parts = _least_squares(self._squares, self._products)
+        return self._parts
+
+
+class RobustFit:
+    """Least absolute deviations without parts below zero, over the last samples of each kind.
+
+    A sample far off the line weighs no more than one on it, so a step that something held up hardly matters. The line
+    is found by weighing squares anew until they count as their roots would: I. Daubechies et al., "Iteratively
+    reweighted least squares minimization for sparse recovery", CPAM 2010, for the method.
+
+    Args:
+        features: how many numbers describe a sample; the first is always 1.
+        kinds: of samples. A kind is forgotten only as others of the same kind come, so a rare kind is remembered.
+        window: how many samples of a kind count.
+        ridge: this share of each feature's own squares holds its part back. Features that only ever occurred together
+            then share what they explain.
+    """
+
+    def __init__(self, features: int, kinds: int, window: int, ridge: float) -> None:
+        self._window, self._ridge = window, ridge
+        self._samples = np.zeros((kinds, window, features))
+        self._values, self._times = np.zeros((kinds, window)), np.zeros((kinds, window))
+        self._noted = [0] * kinds
+        self._parts: Vector | None = np.zeros(features)
+
+    def note(self, sample: Vector, value: float, times: int, kind: int) -> None:
+        """Take a sample in that occurred ``times`` times."""
+        place = self._noted[kind] % self._window
+        self._noted[kind] += 1
+        self._samples[kind, place], self._values[kind, place], self._times[kind, place] = sample, value, times
+        self._parts = None
+
+    def parts(self) -> Vector:
+        """Return how much of the value belongs to one unit of each feature; all 0 before the first sample."""
+        if self._parts is None:
+            used = [slice(min(noted, self._window)) for noted in self._noted]
+            samples = np.concatenate([self._samples[kind, part] for kind, part in enumerate(used)])
+            values = np.concatenate([self._values[kind, part] for kind, part in enumerate(used)])
+            times = np.concatenate([self._times[kind, part] for kind, part in enumerate(used)])
+            near = _EXACT * float(np.median(values)) + 1e-12
+            weights = times
+            for _ in range(_ROUNDS):
+                weighted = samples.T * weights
+                squares = weighted @ samples
+                squares += self._ridge * np.diag(np.diag(squares)) + _PRIOR * np.eye(len(squares))
+                self._parts = _least_squares(squares, weighted @ values)
+                weights = times * near / np.maximum(np.abs(samples @ self._parts - values), near)
+        assert self._parts is not None
         return self._parts

@@ -19,7 +19,7 @@ class Pace:
     @property
     def is_known(self) -> bool:
         """Whether there have been steps."""
-        return self._fit.is_known()
+        return self._fit.is_known
 
     def step_s(self, prefill_tokens: float, decodes: float) -> float:
         """Return about how long a step takes."""

@@ -6,6 +6,7 @@ section 4.2 and appendix A.1. What it leaves open: docs/decisions/batching-mode.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
@@ -84,9 +85,11 @@ class DLora(BatchingMode):
         if starving:
             merged, batch = self._pass(live, starving, legal)
         else:
-            # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between.
+            # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between,
+            # unless the cost of those ought to be measured.
             state = self._merged if counts[self._merged] else None
-            merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state)
+            is_trial = self._tuned and state is None and self.times.lora_steps_due > 0
+            merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state, is_trial=is_trial)
         is_first = merged != self._merged
         if self._tuned and (is_first or not starving):
             is_first = self.thresholds.meet(merged, candidate) or is_first
@@ -107,7 +110,10 @@ class DLora(BatchingMode):
         """
         assert self._pending is not None
         self._merged = self._pending.merged  # not before: a plan that runs nobody switches nothing
+        is_trial = self.times.lora_steps_due > 0
         self.times.note(steps, work, step_s)
+        if is_trial and not self.times.lora_steps_due:
+            self.thresholds.begin()
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
         self.credits.apply(self._pending.gains, steps)
@@ -118,10 +124,10 @@ class DLora(BatchingMode):
     def steps_until_review(self) -> float:
         """Return the steps until credits or the end of a period may change the choice, 1 right after it or a switch."""
         if self._pending is None:
-            return float("inf")
+            return inf
         if self._pending.is_first:
             return 1
-        steps = self.credits.steps_until_review(self._pending.gains)
+        steps = min(self.credits.steps_until_review(self._pending.gains), self.times.lora_steps_due or inf)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)
 
     def _gains(
@@ -131,9 +137,12 @@ class DLora(BatchingMode):
             return {}
         return transfers(batch, oldest) or (self.credits.repayments(batch) if is_pass else {})
 
-    def _decide(self, live: Sequence[Live], legal: Collection[Type], merged: AdapterDigest | None) -> Decision:
-        """Return what Algorithm 1 comes to, as if ``merged`` were merged."""
-        return decide(live, merged, legal, self.max_batch, self.thresholds.alpha, self.thresholds.beta)
+    def _decide(
+        self, live: Sequence[Live], legal: Collection[Type], merged: AdapterDigest | None, *, is_trial: bool = False
+    ) -> Decision:
+        """Return what Algorithm 1 comes to, as if ``merged`` were merged; nothing is merged in a trial."""
+        alpha = inf if is_trial else self.thresholds.alpha
+        return decide(live, merged, legal, self.max_batch, alpha, self.thresholds.beta)
 
     def _pass(
         self, live: Sequence[Live], starving: Collection[Type], legal: Collection[Type]

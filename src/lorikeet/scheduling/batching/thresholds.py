@@ -21,7 +21,7 @@ class ThresholdParams(NamedTuple):
         least_alpha, most_alpha, least_beta: limits.
         gap: beta stays at least so far below alpha: whichever moves pushes the other.
         period_steps: iterations after which a period ends at the latest.
-        from_even: as soon as both modes have run, begin anew from where an adapter's part would break even.
+        from_even: as soon as both modes are known, begin from where an adapter's part would break even.
     """
 
     alpha: float = 0.8
@@ -84,8 +84,9 @@ class Thresholds:
     beta. The mode that did not run pays for the switch to it.
 
     The first period in which both modes are known does not move alpha but sets it, a factor above the part at which an
-    iteration of the adapter alone serves as many requests a second as one of the oldest. The paper's values suit one
-    machine; where adapters cost several times what the base model does, break-even is many small moves away from them.
+    iteration of the adapter alone, with its share of a switch for the longest period, serves as many requests a second
+    as one of the oldest. The paper's values suit one machine; where adapters cost several times what the base model
+    does, break-even is many small moves away from them.
 
     Args:
         times: of steps and switches.
@@ -102,6 +103,10 @@ class Thresholds:
         self._merged: AdapterDigest | None = None
         self._candidate: AdapterDigest | None = None
         self._log: list[tuple[Iteration, int]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Set alpha anew by the period that is running."""
         self._has_begun = not self._params.from_even
 
     def meet(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
@@ -133,7 +138,8 @@ class Thresholds:
         rules = self._params
         if not self._has_begun and (unmerged_s := _seconds(unmerged, self._times)):
             self._has_begun = True
-            even = _seconds(merged, self._times) / unmerged_s
+            switch_s = self._times.switch_s(to_merged=True) / rules.period_steps * sum(steps for _, steps in log)
+            even = (_seconds(merged, self._times) + switch_s) / unmerged_s
             self.alpha = min(max(even * rules.factor, rules.least_alpha), rules.most_alpha)
             self.beta = max(self.alpha - (rules.alpha - rules.beta), rules.least_beta)
         elif self._merged is None:

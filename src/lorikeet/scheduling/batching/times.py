@@ -10,12 +10,17 @@ from numpy.typing import NDArray
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.scheduling.batching.mode import BatchWork
-from lorikeet.scheduling.online_fit import OnlineFit, faded
+from lorikeet.scheduling.online_fit import RobustFit, faded
 
 _SCALE = np.array((1.0, 100.0, 10.0, 1.0, 1000.0))
 """Units of step, prefilled tokens, decodes, LoRA at all, and its work, so that all parts are about as large."""
 _RIDGE = 1e-6
+_WINDOW = 256
 _PLAIN, _LORA = 0, 1
+_TRIAL_STEPS = 8
+"""Steps of a kind that make it known: one alone may have been held up by anything, and most often it is a prefill."""
+_FRESH_STEPS = 2048
+"""Steps without LoRA after which some with it are worth measuring again."""
 
 
 def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.float64]:
@@ -66,24 +71,30 @@ class ModeTimes:
     """One line through the durations of recent steps of both modes, and the mean cost of a switch each way.
 
     The line has so much for a step, a token of prefill and a decode, which both modes share, and for LoRA at all and
-    its work, which merged steps and those of the base model alone are free of. Steps with LoRA and steps without fade
-    separately: while one mode runs for long, the other's times stay known.
+    its work, which merged steps and those of the base model alone are free of. Steps with LoRA and steps without are
+    forgotten separately: while one mode runs for long, the other's times stay known.
 
     Args:
         form: how mixed ranks are computed.
         rank: of an adapter.
+
+    Attributes:
+        lora_steps_due: how many steps with LoRA ought to be measured: after a few without at first, later after many.
     """
 
     def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
         self._form, self._rank = form, rank
-        self._fit = OnlineFit(features=len(_SCALE), kinds=2, ridge=_RIDGE)
+        self._fit = RobustFit(features=len(_SCALE), kinds=2, window=_WINDOW, ridge=_RIDGE)
         self._mix = np.zeros(3)  # sequences, prefilled tokens, decodes of recent steps
         self._switches = {True: _Mean(), False: _Mean()}
+        self._seen = [0, 0]  # steps of each kind
+        self._since_lora = 0
+        self.lora_steps_due = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether there have been steps both with and without LoRA, so that the modes can be compared."""
-        return self._fit.is_known(_PLAIN) and self._fit.is_known(_LORA)
+        """Whether there have been enough steps both with and without LoRA, so that the modes can be compared."""
+        return min(self._seen) >= _TRIAL_STEPS
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
         """Take identical steps in.
@@ -95,6 +106,14 @@ class ModeTimes:
         """
         lora = lora_work(self._form, work.rows, self._rank)
         kind = _LORA if lora else _PLAIN
+        self._seen[kind] += steps
+        self._since_lora = 0 if lora else self._since_lora + steps
+        if lora:
+            self.lora_steps_due = max(0, self.lora_steps_due - steps)
+        elif self._since_lora >= (_FRESH_STEPS if self._seen[_LORA] >= _TRIAL_STEPS else _TRIAL_STEPS):
+            self.lora_steps_due = _TRIAL_STEPS
+        self._seen[kind] += steps
+        self._since_lora = 0 if lora else self._since_lora + steps
         self._fit.note(_sample(work.prefill_tokens, work.decodes, lora), step_s, steps, kind)
         mix = np.array((work.prefills + work.decodes, work.prefill_tokens, work.decodes), np.float64)
         self._mix = faded(self._mix, mix, steps)
