@@ -4,9 +4,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accept.disturbance import disturbance_words, undisturbed
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import ROOT, StoredRuns
@@ -23,7 +25,7 @@ LEAST_R2 = 0.95
 )
 def run(runs: StoredRuns) -> Result:
     """Run the command as a user does, and read its file."""
-    found = runs.get("profile", _measure)
+    found = runs.get("profile", partial(undisturbed, _measure))
     tables = found["tables"]
     failures = [
         f"{name}: R² {table['r2']:.3f}"
@@ -37,7 +39,8 @@ def run(runs: StoredRuns) -> Result:
         },
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"lorikeet profile with its defaults, {found['seconds']:.0f} s; {found['device']}; {found['made']}",
+        notes=f"lorikeet profile with its defaults, {found['seconds']:.0f} s; {found['device']}; {found['made']}; "
+        f"{disturbance_words(found['stolen'])}",
     )
 
 

@@ -26,6 +26,14 @@ def undisturbed(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return min(results, key=lambda result: float(result["stolen"]))
 
 
+def disturbance_words(stolen: float) -> str:
+    """Return the rule for the notes of a line with one such measurement, and what others took of it."""
+    return (
+        f"measured {ATTEMPTS} times if others on the hardware took more than {MOST_STOLEN:.0%}, and the least "
+        f"disturbed counts: they took {stolen:.1%}"
+    )
+
+
 def _stolen(before: Any, after: Any) -> float:
     passed = [end - start for start, end in zip(before, after, strict=True)]
     return float(getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / sum(passed)

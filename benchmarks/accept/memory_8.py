@@ -4,11 +4,13 @@ import statistics
 import tempfile
 import threading
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from benchmarks.accept.disturbance import disturbance_words, undisturbed
 from benchmarks.accept.inprocess import THREADS, make_requests
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S
@@ -76,7 +78,7 @@ class Timed:
 )
 def run(runs: StoredRuns) -> Result:
     """Time every step of decodes and sort them by whether a copy ran meanwhile."""
-    found = runs.get("steps", _measure)
+    found = runs.get("steps", partial(undisturbed, _measure))
     overlapping, others = found["overlapping_s"], found["others_s"]
     ratio = statistics.median(overlapping) / statistics.median(others)
     pairs = found["pairs"]
@@ -107,7 +109,7 @@ def run(runs: StoredRuns) -> Result:
         f"tier, each asked for by a request of its own; a step is a plan with {DECODES} decodes and nothing else, from "
         "its start to the next one's; a pair is a load: the median of the steps beside it by that of the others within "
         "half a second of it; interval of the median of pairs; work is counted where it is done: modules read and "
-        "checked, blocks packed, blocks copied",
+        f"checked, blocks packed, blocks copied; {disturbance_words(found['stolen'])}",
     )
 
 
