@@ -1,18 +1,22 @@
 """From a tiny model to a profile file, and the hand-driven executor below it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
 
 from lorikeet.bench.limits import LimitMeter, MachineLimits
 from lorikeet.bench.profiling.adapters import random_adapters
+from lorikeet.bench.profiling.measure import measure_lora
 from lorikeet.bench.profiling.rig import Rig, RigError
 from lorikeet.bench.profiling.run import Thoroughness, run_profile
-from lorikeet.bench.profiling.sweeps import Limits, base_steps, decodes, lora_steps, prefills, without_adapters
+from lorikeet.bench.profiling.sweeps import Limits, Step, base_steps, decodes, lora_steps, prefills, without_adapters
 from lorikeet.cli import app
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.plan import KernelForm, Tier
@@ -79,6 +83,29 @@ def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder:
         model = CostModel(profile, form)
         assert model.step_s(with_adapter) >= model.step_s(with_adapter._replace(lora=None)) > 0
     assert profile.step.loop.value + profile.step.loop_sequence.value > 0
+
+
+class SlowRig:
+    """Runs nothing: of the steps given to it, the first takes four seconds and the others a tenth of one."""
+
+    def __init__(self) -> None:
+        self.runs: Counter[object] = Counter()
+
+    def prepare(self, step: Step) -> Step:
+        return step
+
+    def run(self, step: Step, form: KernelForm | None = None) -> SimpleNamespace:
+        self.runs[step] += form is not None
+        return SimpleNamespace(seconds=4.0 if len(step) == 1 else 0.1)
+
+
+def test_the_longest_steps_with_adapters_are_measured_less_often() -> None:
+    slow, fast = (tuple(SequenceWork(8, 1, True, "a", 4.0) for _ in range(count)) for count in (1, 2))
+    rig, ticks = SlowRig(), []
+    found = measure_lora(cast("Rig", rig), [slow, fast], 28, lambda: ticks.append(1))
+    assert (rig.runs[slow], rig.runs[fast]) == (8 * len(KernelForm), 28 * len(KernelForm))
+    assert [len(point.with_s) for point in found[KernelForm.EINSUM]] == [8, 28]
+    assert len(ticks) == 2 * 28
 
 
 def test_the_command_writes_the_file_and_prints_every_constant(

@@ -29,6 +29,11 @@ class LoraMeasurement(NamedTuple):
     base_s: list[float]
     with_s: list[float]
 
+    @property
+    def total_s(self) -> float:
+        """All these times together."""
+        return sum(self.base_s) + sum(self.with_s)
+
 
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
     """Return the constants of one kernel form that meet the measured additions best.

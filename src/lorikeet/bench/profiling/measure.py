@@ -15,6 +15,9 @@ Tick = Callable[[], None]
 
 _GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
 """Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
+_LEAST_ROUNDS, _ENOUGH_S = 8, 30.0
+"""Rounds and seconds after which a step with adapters has been measured enough: the longer one takes, the less of its
+time is noise, and on a slow machine all rounds of all steps would take an hour."""
 
 
 class StepSweep:
@@ -60,14 +63,17 @@ def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> di
     Args:
         rig: runs them; it has loaded the adapters.
         steps: with adapters.
-        rounds: at least one.
+        rounds: at least one; the longest steps are left out of the last.
         tick: called ``len(steps) * rounds`` times.
     """
     order = random.Random(0)
     points = {(form, step): LoraMeasurement(_lora_work(step, form), [], []) for form in KernelForm for step in steps}
     prepared = {step: (rig.prepare(without_adapters(step)), rig.prepare(step)) for step in steps}
-    for _ in range(rounds):
+    for number in range(rounds):
         for step in order.sample(steps, len(steps)):
+            tick()
+            if number >= _LEAST_ROUNDS and sum(points[form, step].total_s for form in KernelForm) >= _ENOUGH_S:
+                continue
             base, adapted = prepared[step]
             rig.run(adapted)  # not kept: the step before it was another
             before_s = rig.run(base).seconds
@@ -78,7 +84,6 @@ def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> di
                     points[form, step].with_s.append(seconds)
                     points[form, step].base_s.append((before_s + after_s) / 2)
                 before_s = after_s
-            tick()
     return {form: [points[form, step] for step in steps] for form in KernelForm}
 
 
