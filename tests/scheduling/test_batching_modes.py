@@ -50,6 +50,23 @@ def test_times_of_both_modes_are_found_from_a_few_steps_of_each() -> None:
     assert times.batch_s(times.batch([A] * 5 + [None] * 5)) == pytest.approx(0.018, rel=0.02)
 
 
+def test_steps_with_lora_are_due_after_eight_without_and_once_known_after_2048() -> None:
+    times = ModeTimes(KernelForm.UNPADDED, lambda _: RANK)
+    merged, unmerged = BatchWork(0, 0, 4, {}), BatchWork(0, 0, 4, {A: 4})
+    times.note(7, merged, 0.01)
+    assert times.lora_steps_due == 0
+    times.note(1, merged, 0.01)
+    assert times.lora_steps_due == 8
+    times.note(7, unmerged, 0.02)
+    assert (times.lora_steps_due, times.is_known) == (1, False)
+    times.note(1, unmerged, 0.02)
+    assert (times.lora_steps_due, times.is_known) == (0, True)
+    times.note(2047, merged, 0.01)
+    assert times.lora_steps_due == 0
+    times.note(1, merged, 0.01)
+    assert times.lora_steps_due == 8
+
+
 def test_a_batch_that_has_not_run_has_the_mix_of_those_that_have() -> None:
     times, generator = ModeTimes(KernelForm.UNPADDED, lambda _: RANK), np.random.default_rng(2)
     for merged in (False, True):
@@ -176,6 +193,18 @@ def serve_one_by_one(mode: DLora, steps: int, held_up_s: Mapping[int, float]) ->
 @pytest.mark.parametrize("held_up_s", [{}, {0: 1.0}, {3: 1.0}, {8: 3.0}], ids=["none", "first", "fourth", "ninth"])
 def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: Mapping[int, float]) -> None:
     assert serve_one_by_one(DLora(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
+
+
+def test_a_trial_that_is_due_does_not_shorten_the_plans_of_an_adapter_that_stays_merged() -> None:
+    mode, live = DLora(setup_of(), credited=False), live_of("AAAA")
+    for _ in range(10):
+        run(mode, live)
+    assert mode.times.lora_steps_due == 8
+    assert mode.choose(live).merged == A
+    assert mode.steps_until_review() == mode.thresholds.steps_left == 22
+    run(mode, live_of("BB"))
+    assert mode.choose(live_of("BB")).merged is None, "nobody is left for whom A is merged"
+    assert mode.steps_until_review() <= mode.times.lora_steps_due
 
 
 # --- one adapter at a time ---------------------------------------------------------------------------

@@ -10,9 +10,11 @@ FORGET = 0.998
 """Weight of a step beside the one after it: about the last 500 count."""
 _PRIOR = 1e-3
 _ROUNDS = 8
+"""Times that a robust fit weighs its samples anew."""
 _EXACT = 0.01
+"""Share of the median value that a sample may lie off the line and count as on it."""
 
-Vector = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 def faded(old: Any, new: Any, times: int = 1) -> Any:
@@ -21,7 +23,7 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
     return weight * old + new * ((1 - weight) / (1 - FORGET))
 
 
-def _least_squares(squares: Vector, products: Vector) -> Vector:
+def _least_squares(squares: Floats, products: Floats) -> Floats:
     """Return the parts of the normal equations' solution, none below zero: the worst leaves until none is."""
     parts, used = np.zeros(len(products)), list(range(len(products)))
     while used:
@@ -42,7 +44,7 @@ class OnlineFit:
 
     def __init__(self, features: int) -> None:
         self._squares, self._products = _PRIOR * np.eye(features), np.zeros(features)
-        self._parts: Vector | None = np.zeros(features)
+        self._parts: Floats | None = np.zeros(features)
 
     def note(self, sample: Sequence[float], value: float) -> None:
         """Take a sample in."""
@@ -56,7 +58,7 @@ class OnlineFit:
         """Whether there have been samples, with values above 0."""
         return bool(self._products[0])
 
-    def parts(self) -> Vector:
+    def parts(self) -> Floats:
         """Return how much of the value belongs to one unit of each feature; all 0 before the first sample."""
         if self._parts is None:
             self._parts = _least_squares(self._squares, self._products)
@@ -83,22 +85,20 @@ class RobustFit:
         self._samples = np.zeros((kinds, window, features))
         self._values, self._times = np.zeros((kinds, window)), np.zeros((kinds, window))
         self._noted = [0] * kinds
-        self._parts: Vector | None = np.zeros(features)
+        self._parts: Floats | None = np.zeros(features)
 
-    def note(self, sample: Vector, value: float, times: int, kind: int) -> None:
+    def note(self, sample: Floats, value: float, times: int, kind: int) -> None:
         """Take a sample in that occurred ``times`` times."""
         place = self._noted[kind] % self._window
         self._noted[kind] += 1
         self._samples[kind, place], self._values[kind, place], self._times[kind, place] = sample, value, times
         self._parts = None
 
-    def parts(self) -> Vector:
+    def parts(self) -> Floats:
         """Return how much of the value belongs to one unit of each feature; all 0 before the first sample."""
         if self._parts is None:
-            used = [slice(min(noted, self._window)) for noted in self._noted]
-            samples = np.concatenate([self._samples[kind, part] for kind, part in enumerate(used)])
-            values = np.concatenate([self._values[kind, part] for kind, part in enumerate(used)])
-            times = np.concatenate([self._times[kind, part] for kind, part in enumerate(used)])
+            used = self._times > 0
+            samples, values, times = self._samples[used], self._values[used], self._times[used]
             near = _EXACT * float(np.median(values)) + 1e-12
             weights = times
             for _ in range(_ROUNDS):

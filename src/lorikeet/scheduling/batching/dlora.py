@@ -127,7 +127,9 @@ class DLora(BatchingMode):
             return inf
         if self._pending.is_first:
             return 1
-        steps = min(self.credits.steps_until_review(self._pending.gains), self.times.lora_steps_due or inf)
+        steps = self.credits.steps_until_review(self._pending.gains)
+        if self._pending.merged is None:
+            steps = min(steps, self.times.lora_steps_due or inf)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)
 
     def _gains(

@@ -112,8 +112,6 @@ class ModeTimes:
             self.lora_steps_due = max(0, self.lora_steps_due - steps)
         elif self._since_lora >= (_FRESH_STEPS if self._seen[_LORA] >= _TRIAL_STEPS else _TRIAL_STEPS):
             self.lora_steps_due = _TRIAL_STEPS
-        self._seen[kind] += steps
-        self._since_lora = 0 if lora else self._since_lora + steps
         self._fit.note(_sample(work.prefill_tokens, work.decodes, lora), step_s, steps, kind)
         mix = np.array((work.prefills + work.decodes, work.prefill_tokens, work.decodes), np.float64)
         self._mix = faded(self._mix, mix, steps)
