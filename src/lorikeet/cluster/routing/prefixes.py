@@ -85,15 +85,18 @@ class Prefixes:
 
     def add(self, keys: Sequence[bytes], home: Home) -> None:
         """Remember that a request with these keys was sent to a home."""
-        bit = 1 << self._bit(home)
+        masks, bit = self._masks, 1 << self._bit(home)
         for depth in reversed(self._depths.of(len(keys))):  # so that the shortest prefix is the last used
             key = keys[depth - 1]
-            mask = self._masks.get(key, 0)
+            mask = masks.get(key)
+            if mask is None:  # a new one comes last of itself
+                masks[key] = bit
+                continue
             if not mask & bit:
-                self._masks[key] = mask | bit
-            self._masks.move_to_end(key)
-        while len(self._masks) > self._most_keys:
-            self._masks.popitem(last=False)
+                masks[key] = mask | bit
+            masks.move_to_end(key)
+        for _ in range(len(masks) - self._most_keys):
+            masks.popitem(last=False)
 
     def forget(self, home: Home) -> None:
         """Forget all that was sent to a home.
