@@ -89,7 +89,7 @@ def run_all(
     while engine.has_requests:
         outputs = engine.step()
         for output in outputs.tokens:
-            tokens[output.request_id].append(output.token)
+            tokens[output.request_id] += output.tokens
         for event in outputs.events:
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise RuntimeError(f"{event.request_id}: {event.error}")

@@ -183,7 +183,7 @@ def _answers(built: Replica, requests: Sequence[Request], turns: int) -> dict[Re
         turn += 1
         outputs = engine.step()
         for output in outputs.tokens:
-            tokens[output.request_id].append(output.token)
+            tokens[output.request_id] += output.tokens
         for event in outputs.events:
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise RuntimeError(f"{event.request_id}: {event.error}")

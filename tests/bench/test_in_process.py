@@ -30,7 +30,7 @@ class Seen(Watch):
         self.arrivals_s[request.request_id] = request.arrival_s
 
     def turned(self, outputs: StepOutputs) -> None:
-        self.tokens += len(outputs.tokens)
+        self.tokens += sum(len(output.tokens) for output in outputs.tokens)
 
     def ended(self, request: Request, token_ids: Sequence[int]) -> None:
         self.answers[request.request_id] = list(token_ids)

@@ -81,7 +81,7 @@ def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_
         engine.close()
     tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
     for output in (output for turn in outputs for output in turn.tokens):
-        tokens[output.request_id].append(output.token.token_id)
+        tokens[output.request_id] += [token.token_id for token in output.tokens]
     for request in requests:
         expected = peer_tokens(models.folder, request.adapter, request.prompt_token_ids, 24)
         assert tokens[request.request_id] == expected, request.request_id

@@ -119,7 +119,7 @@ def run_late(
                 with device.hold():
                     outputs = engine.step()
                 for output in outputs.tokens:
-                    tokens[output.request_id].append(output.token.token_id)
+                    tokens[output.request_id] += [token.token_id for token in output.tokens]
                 if not engine.is_busy:
                     engine.wait_for_transfer(1.0)
         finally:

@@ -48,7 +48,7 @@ class Said:
         return next(e.at_s for e in self.events if isinstance(e, kind) and e.request_id == name)
 
     def answer(self, name: str) -> list[int]:
-        return [output.token.token_id for output in self.tokens if output.request_id == name]
+        return [token.token_id for output in self.tokens if output.request_id == name for token in output.tokens]
 
 
 def request(

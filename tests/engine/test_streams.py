@@ -27,7 +27,8 @@ def sent(handle: RequestHandle, replica: ReplicaId) -> Request:
 
 
 def told(*events: RequestEvent, tokens: tuple[int, ...] = (), attempt: int = 0) -> StepOutputs:
-    return StepOutputs(tuple(TokenOutput(R, attempt, index, Token(100 + index)) for index in tokens), events, ())
+    fresh = tuple(Token(100 + index) for index in tokens)
+    return StepOutputs((TokenOutput(R, attempt, tokens[0], fresh),) if fresh else (), events, ())
 
 
 def taken(streams: Streams, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:

@@ -106,7 +106,7 @@ def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
     tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
     while engine.has_requests:
         for output in engine.step().tokens:
-            tokens[output.request_id].append(output.token.token_id)
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
         if not engine.is_busy:
             engine.wait_for_transfer()
     return list(tokens.values())

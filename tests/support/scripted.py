@@ -100,7 +100,7 @@ class Bench:
         for output in outputs.tokens:
             tokens = self.tokens.setdefault(output.request_id, [])
             assert output.index == len(tokens), f"token {output.index} of {output.request_id} out of order"
-            tokens.append(output.token.token_id)
+            tokens += [token.token_id for token in output.tokens]
         self.events += outputs.events
         self.adapter_events += outputs.adapter_events
         self.departed |= {departed.request_id: departed for departed in outputs.departed}

@@ -42,9 +42,9 @@ class LorikeetContestant:
         decode_start_s, decoded = start_s, 0
         while self._engine.has_requests:
             outputs = self._engine.step().tokens
-            decoded += len(outputs)
             for output in outputs:
-                tokens[output.request_id].append(output.token.token_id)
+                decoded += len(output.tokens)
+                tokens[output.request_id] += [token.token_id for token in output.tokens]
             if waiting and outputs:
                 waiting.difference_update(output.request_id for output in outputs)
                 decode_start_s, decoded = self._clock.now(), 0

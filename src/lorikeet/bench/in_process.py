@@ -5,8 +5,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +20,7 @@ from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
+from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.core.slo import Slo
 from lorikeet.engine.driver import drive
@@ -181,7 +180,7 @@ class WorkloadArrivals:
         return sent_s
 
 
-@dataclass
+@dataclass(slots=True)
 class _Answer:
     """How far an answer is, with times on the clock of whoever tells."""
 
@@ -190,16 +189,17 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
 
-    def add(self, token_ids: list[int], now: float, gaps_s: "array[float]") -> None:
+    def add(self, tokens: tuple[Token, ...], now: float, gaps_s: "array[float]") -> None:
         """Take in tokens that came by ``now``."""
-        self.token_ids += token_ids
-        tokens = len(token_ids)
-        if self.first_s is None:
+        for token in tokens:
+            self.token_ids.append(token.token_id)
+        if self.first_s is None:  # there is no gap before it
             self.first_s = self.last_s = now
-            tokens -= 1
+            tokens = tokens[1:]
         if tokens:
-            gaps_s.extend([(now - self.last_s) / tokens] * tokens)
-            self.last_s = now
+            gap_s, self.last_s = (now - self.last_s) / len(tokens), now
+            for _ in tokens:
+                gaps_s.append(gap_s)
 
 
 class Collector:
@@ -231,9 +231,8 @@ class Collector:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
                 answer.cached_tokens = answer.cached_tokens or event.cached_tokens
-        if outputs.tokens:
-            for request_id, fresh in groupby(outputs.tokens, key=attrgetter("request_id")):
-                self._answers[request_id].add([output.token.token_id for output in fresh], now, self._gaps_s)
+        for output in outputs.tokens:
+            self._answers[output.request_id].add(output.tokens, now, self._gaps_s)
         for event in outputs.events:
             if isinstance(event, Finished):
                 self._finish(event)

@@ -1,7 +1,5 @@
 """What an engine tells over its channel, as the fleet takes it."""
 
-from collections import Counter
-
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.gauges import Gauges
 from lorikeet.core.events import AdapterLoaded, Admitted, Finished, FinishReason, Preempted
@@ -25,8 +23,8 @@ def gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_tokens: int
 
 def hear(fleet: Fleet, replica: ReplicaId, outputs: StepOutputs) -> None:
     """Take in what an engine told after a step, except its gauges."""
-    for request_id, tokens in Counter(token.request_id for token in outputs.tokens).items():
-        fleet.generated(replica, request_id, tokens)
+    for output in outputs.tokens:
+        fleet.generated(replica, output.request_id, len(output.tokens))
     for event in outputs.events:
         match event:
             case Admitted():

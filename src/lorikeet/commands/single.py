@@ -78,7 +78,8 @@ def _decode(engine: Engine, request: Request, text: TextStream) -> Iterator[str]
     while engine.has_requests:
         outputs = engine.step()
         for output in outputs.tokens:
-            yield text.push(output.token.token_id)
+            for token in output.tokens:
+                yield text.push(token.token_id)
         for event in outputs.events:
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise GenerationError(event.error or "the request failed")

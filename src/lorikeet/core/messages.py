@@ -99,12 +99,18 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token of one request. (request, attempt, index) names it for ever, so those of the past can be told."""
+    """What one turn added to an answer. (request, attempt, index) names a token for ever, so old ones can be told.
+
+    Attributes:
+        request_id, attempt: whose.
+        index: of the first of them in the answer.
+        tokens: in their order, one or more.
+    """
 
     request_id: RequestId
     attempt: int
     index: int
-    token: Token
+    tokens: tuple[Token, ...]
 
 
 class TierBytes(msgspec.Struct, frozen=True):
@@ -289,7 +295,10 @@ class Departed(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All that one turn of the loop has to tell. Tokens of a request precede its ``Finished`` or ``Departed``."""
+    """All that one turn of the loop has to tell.
+
+    Tokens of a request come together, and before its ``Finished`` or ``Departed``.
+    """
 
     tokens: tuple[TokenOutput, ...]
     events: tuple[RequestEvent, ...]

@@ -133,12 +133,12 @@ class Streams:
 
     def take(self, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
         """Hand on what is current; return the requests that ended."""
-        fresh: dict[RequestId, list[Token]] = {}
+        fresh: dict[RequestId, tuple[Token, ...]] = {}
         for sampled in outputs.tokens:
             handle = self._handles[sampled.request_id]
             assert sampled.index == len(handle.token_ids), f"token {sampled.index} of {sampled.request_id} came early"
-            handle.token_ids.append(sampled.token.token_id)
-            fresh.setdefault(sampled.request_id, []).append(sampled.token)
+            handle.token_ids += [token.token_id for token in sampled.tokens]
+            fresh[sampled.request_id] = sampled.tokens
         ended: dict[RequestId, Finished] = {}
         for event in outputs.events:
             self._handles[event.request_id].timings.apply(event)
@@ -146,7 +146,7 @@ class Streams:
                 ended[event.request_id] = event
         handles = {request_id: self._handles[request_id] for request_id in fresh | ended}
         for request_id, handle in handles.items():
-            output = Output(tuple(fresh.get(request_id, ())), ended.get(request_id))
+            output = Output(fresh.get(request_id, ()), ended.get(request_id))
             if output.finished is None:
                 handle.put(output)
             else:

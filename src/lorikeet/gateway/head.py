@@ -171,7 +171,7 @@ class Head:
     def _tell(self, ride: Ride, tokens: int, event: Admitted | Finished) -> None:
         """Pass on what an engine of one's own would have told of a request."""
         if ride.is_known and ride.backend is not None:
-            generated = (TokenOutput(ride.request_id, 0, 0, _ANY_TOKEN),) * tokens
+            generated = (TokenOutput(ride.request_id, 0, 0, (_ANY_TOKEN,) * tokens),) if tokens else ()
             outputs = StepOutputs(generated, (event,), ())
             self._do(self.dispatcher.hear(ride.backend.replica, outputs, time.monotonic()))
 

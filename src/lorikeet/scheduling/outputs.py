@@ -33,17 +33,23 @@ class Outputs:
             tokens: in their order.
             now: the time.
         """
+        if not tokens:
+            return None
         request, token_ids = sequence.request, sequence.token_ids
-        request_id, attempt, stops = request.request_id, request.attempt, request.sampling.stop_token_ids
-        made, left = sequence.output_tokens, sequence.tokens_left
-        if tokens and made == len(request.output_token_ids):
-            self.events.append(FirstToken(request_id, now))
+        stops, min_tokens = request.sampling.stop_token_ids, request.sampling.min_tokens
+        index = made = len(token_ids) - sequence.prompt_tokens
+        most = sequence.most_tokens - sequence.prompt_tokens
+        finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
-            self._tokens.append(TokenOutput(request_id, attempt, made, token))
             token_ids.append(token.token_id)
-            made, left = made + 1, left - 1
-            if token.token_id in stops and made > request.sampling.min_tokens:
-                return FinishReason.STOP, token.token_id
-            if left <= 0:
-                return FinishReason.LENGTH, None
-        return None
+            made += 1
+            if token.token_id in stops and made > min_tokens:
+                finish = FinishReason.STOP, token.token_id
+                break
+            if made >= most:
+                finish = FinishReason.LENGTH, None
+                break
+        if index == len(request.output_token_ids):
+            self.events.append(FirstToken(request.request_id, now))
+        self._tokens.append(TokenOutput(request.request_id, request.attempt, index, tokens[: made - index]))
+        return finish

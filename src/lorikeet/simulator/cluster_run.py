@@ -231,7 +231,7 @@ class ClusterRun:
         """A turn has ended: all that it has to tell is heard, and whoever is to leave leaves."""
         replica.is_turning = False
         self._collector.take(outputs, now)
-        self._tally.of[replica.id].output_tokens += len(outputs.tokens)
+        self._tally.of[replica.id].output_tokens += sum(len(output.tokens) for output in outputs.tokens)
         self._perform(self._dispatcher.hear(replica.id, outputs, now), now)
         for event in outputs.events:
             if isinstance(event, Finished):
