@@ -9,13 +9,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
+import msgspec
+
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.profile import CostProfile, Curve, LoraCosts
 
 
-class SequenceWork(NamedTuple):
+class SequenceWork(msgspec.Struct, frozen=True, gc=False):
     """What one sequence adds to a step.
 
     Attributes:

@@ -35,7 +35,10 @@ class BlockPool:
         """
         if count > len(self._free):
             raise BlockError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [self._free.pop() for _ in range(count)]
+        at = len(self._free) - count
+        blocks = self._free[at:]
+        del self._free[at:]
+        blocks.reverse()  # what was freed last comes first: it may still be in a cache
         for block in blocks:
             self._leased[block] = 1
         return blocks

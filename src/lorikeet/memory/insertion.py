@@ -72,8 +72,9 @@ class Insertion:
                 tiers.adopt([node], [block])
                 self._eviction.inserted([node], now)
             lease.path.append(node)
-        tiers.pin(lease.path[before:])
-        tree.last_use_s[lease.path[before:]] = now
+        if followed := lease.path[before:]:
+            tiers.pin(followed)
+            tree.last_use_s[followed] = now
         return is_new
 
     def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:

@@ -23,7 +23,7 @@ class Wait(Enum):
     """Its adapter is being read into the host tier; others may be admitted."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SequenceLease:
     """What one admitted sequence holds.
 

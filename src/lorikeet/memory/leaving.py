@@ -65,11 +65,12 @@ class Leaving:
             KV of one branch, later KV first; each may leave when the one below it has.
         """
         tree, run = self._tree, [node]
-        while len(run) < most and tree.kind[parent := int(tree.parent[run[-1]])] == Kind.KV:
-            run.append(parent)
+        parent, kind = tree.parent.item, tree.kind.item
+        while len(run) < most and kind(above := parent(run[-1])) == Kind.KV:
+            run.append(above)
         at = np.asarray(run)
-        leaves = self._may_leave(at, np.arange(len(at)) > 0) & (tree.score[at] == tree.score[node])
-        return run if leaves.all() else run[: int(np.argmin(leaves))]
+        leaves = (self._may_leave(at, np.arange(len(at)) > 0) & (tree.score[at] == tree.score[node])).tolist()
+        return run[: leaves.index(False)] if False in leaves else run
 
     def overlooked(self) -> list[int]:
         """Return nodes that may leave and that nobody would ask to; for checks."""

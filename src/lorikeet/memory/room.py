@@ -1,7 +1,7 @@
 """Makes room on both tiers: asks the eviction policy who leaves first, and lets them leave."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.leases import Wait
-from lorikeet.memory.leaving import leaving_device, leaving_host
+from lorikeet.memory.leaving import At, leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
@@ -165,7 +165,7 @@ class Room:
         places = self.make_host_room_for_kv(len(away), before=nodes[0]) if away else 0
         stored = away[len(away) - places :]
         goes = set(stored)
-        dropped = [node for node in nodes if node not in goes]
+        dropped = [node for node in nodes if node not in goes] if goes else nodes
         tiers.drop_kv(dropped)
         for node, block in zip(stored, tiers.host.lease(len(stored)), strict=True):
             tiers.store_kv(node, block, now)
@@ -193,32 +193,30 @@ class Room:
         self.offer(node)
 
     def forget_if_empty(self, nodes: Sequence[int]) -> None:
-        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise.
-
-        Args:
-            nodes: later KV first.
-        """
-        tree = self._tree
-        while any(empty := self._is_empty(nodes)):
-            below = dict(zip(nodes, tree.children[nodes].tolist(), strict=True))
-            gone: dict[int, None] = {}
-            parents: dict[int, None] = {}
-            for node, parent, is_empty in zip(nodes, tree.parent[nodes].tolist(), empty, strict=True):
-                if is_empty and not below[node]:
-                    gone[node] = parents[parent] = None
-                    below[parent] = below.get(parent, 0) - 1
+        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
+        tree, at = self._tree, np.asarray(nodes, np.int64)
+        empty = dict.fromkeys(at[self._is_empty(at)].tolist())
+        if not empty:
+            return
+        gone: dict[int, None] = {}
+        below: dict[int, int] = {}
+        children, parents = tree.children.item, tree.parent.item
+        for node in empty:
+            while node not in gone and (node in empty or self._is_empty(node)) and not below.get(node, children(node)):
+                gone[node] = None
+                parent = parents(node)
+                below[parent] = below.get(parent, children(parent)) - 1
+                node = parent
+        if gone:
             self._forget_kv(list(gone))
-            nodes = [parent for parent in parents if parent not in gone]
-            for node in nodes:
+            for node in below.keys() - gone.keys():
                 self.offer(node)
 
-    def _is_empty(self, nodes: Sequence[int]) -> list[bool]:
+    def _is_empty(self, at: At) -> Any:
+        """Whether nodes are KV whose bytes are nowhere."""
         tree = self._tree
-        return [  # one by one: as a rule they are few
-            tree.kind[node] == Kind.KV
-            and not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.pins[node])
-            for node in nodes
-        ]
+        somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != Moving.NO) | (tree.pins[at] > 0)
+        return (tree.kind[at] == Kind.KV) & ~somewhere
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
         """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were.

@@ -144,16 +144,16 @@ class MemoryCounters:
         """Return unneeded KV blocks on the device whose adapter or earlier KV is not there, and all unneeded ones."""
         tree, end = self._tiers.tree, self._tiers.tree.end
         is_kv, there = tree.kind[:end] == Kind.KV, tree.on_device[:end]
-        unpinned = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == Moving.NO)
-        if not unpinned.any():
-            return 0, 0
-        valid = there.copy()
+        rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == Moving.NO)
+        unpinned = np.flatnonzero(rests)
         if self._dependent:  # then only the adapter can be missing
-            valid &= there[tree.top[:end]]
+            valid = there[tree.top[unpinned]]
         else:
+            valid_everywhere = there.copy()
             by_depth = np.flatnonzero(is_kv)
             by_depth = by_depth[np.argsort(tree.depth[by_depth], kind="stable")]
             depths = tree.depth[by_depth]
             for level in np.split(by_depth, np.flatnonzero(np.diff(depths)) + 1):
-                valid[level] &= valid[tree.parent[level]]
-        return int(np.count_nonzero(unpinned & ~valid)), int(np.count_nonzero(unpinned))
+                valid_everywhere[level] &= valid_everywhere[tree.parent[level]]
+            valid = valid_everywhere[unpinned]
+        return len(unpinned) - int(np.count_nonzero(valid)), len(unpinned)

@@ -223,26 +223,22 @@ class Tree:
         Returns:
             The nodes of each branch.
         """
-        branches: list[list[int]] = []
-        parents: list[int] = []
-        depths: list[int] = []
-        tops: list[int] = []
-        for parent, depth, top, mine in zip(
-            above, self.depth[above].tolist(), self.top[above].tolist(), keys, strict=True
-        ):
-            branch = self._new(len(mine))
-            branches.append(branch)
-            parents += [parent, *branch[:-1]]
-            depths += range(depth + 1, depth + 1 + len(branch))
-            tops += [top] * len(branch)
-            for node, key in zip(branch, mine, strict=True):
-                self._keys[node] = key
-                self._by_key[key] = node
-        nodes = np.concatenate(branches)
-        self.kind[nodes], self.size[nodes], self.visits[nodes], self.last_use_s[nodes] = Kind.KV, 1, 1.0, now
-        self.parent[nodes], self.depth[nodes], self.top[nodes] = parents, depths, tops
+        flat = [key for mine in keys for key in mine]
+        nodes = self._new(len(flat))
+        self._by_key.update(zip(flat, nodes, strict=True))
+        for node, key in zip(nodes, flat, strict=True):
+            self._keys[node] = key
+        counts = [len(mine) for mine in keys]
+        ends = np.cumsum(counts)
+        firsts, at = ends - counts, np.array(nodes, np.int64)
+        parents = np.empty_like(at)
+        parents[1:] = at[:-1]
+        parents[firsts] = above
+        self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = Kind.KV, 1, 1.0, now
+        self.parent[at], self.top[at] = parents, np.repeat(self.top[above], counts)
+        self.depth[at] = np.arange(1, len(at) + 1) + np.repeat(self.depth[above] - firsts, counts)
         np.add.at(self.children, parents, 1)
-        return branches
+        return [nodes[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
     def remove_adapter(self, node: int) -> None:
         """Take an adapter out that nothing is below and whose bytes are nowhere."""
@@ -260,7 +256,10 @@ class Tree:
     def _new(self, count: int) -> list[int]:
         while len(self._free) < count:
             self._grow()
-        nodes = [self._free.pop() for _ in range(count)]
+        at = len(self._free) - count
+        nodes = self._free[at:].tolist()
+        del self._free[at:]
+        nodes.reverse()
         self._end = max(self._end, max(nodes) + 1)
         return nodes
 

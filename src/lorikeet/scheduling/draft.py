@@ -9,7 +9,7 @@ from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.sequence import Sequence
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft:
     """Who gets how many tokens, and what is left of the step's budget.
 
@@ -27,10 +27,13 @@ class Draft:
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence what it can use of the budget."""
-        tokens = min(sequence.remaining_tokens, self.budget_tokens)
+        tokens, budget_tokens = sequence.remaining_tokens, self.budget_tokens
+        if tokens > budget_tokens:
+            tokens = budget_tokens
         if tokens:
-            (self.cold if sequence.is_cold else self.tokens)[sequence] = tokens
-            self.budget_tokens -= tokens
+            given = self.cold if sequence.is_cold else self.tokens
+            given[sequence] = tokens
+            self.budget_tokens = budget_tokens - tokens
 
     def take_back(self, sequence: Sequence) -> None:
         """Take from a sequence what it was given."""
@@ -62,16 +65,26 @@ def seal(
         merged: the adapter that is merged meanwhile.
         repeat, limit_s: of the plan.
     """
-    given = draft.by_adapter()
-    starts, steps = _sequence_parts(given)
+    starts: list[SequenceStart] = []
+    steps: list[SequenceStep] = []
+    adapters: dict[AdapterDigest, None] = {}
+    assisted: dict[AdapterDigest, None] = {}
+    for sequence, tokens in draft.by_adapter():
+        if not sequence.started:
+            starts.append(sequence.start())
+            sequence.started = True
+        if sequence.digest is not None:
+            adapters[sequence.digest] = None
+            if sequence.is_cold:
+                assisted[sequence.digest] = None
+        steps.append(sequence.step(tokens))
     transfers, urgent = memory.take_transfers()
-    cold = (sequence.digest for sequence, _ in given if sequence.digest and sequence.is_cold)
     return StepPlan(
         step=step,
-        sequences=steps,
-        starts=starts,
+        sequences=tuple(steps),
+        starts=tuple(starts),
         drops=drops,
-        adapters=_distinct(sequence.digest for sequence, _ in given),
+        adapters=tuple(adapters),
         transfers=transfers,
         urgent=urgent,
         evictions=memory.take_evictions(),
@@ -79,28 +92,8 @@ def seal(
         merged=merged,
         repeat=repeat,
         max_duration_s=limit_s,
-        assisted=_distinct(cold),
+        assisted=tuple(assisted),
     )
-
-
-def _distinct(digests: Iterable[AdapterDigest | None]) -> tuple[AdapterDigest, ...]:
-    return tuple(dict.fromkeys(digest for digest in digests if digest is not None))
-
-
-def _sequence_parts(given: list[tuple[Sequence, int]]) -> tuple[tuple[SequenceStart, ...], tuple[SequenceStep, ...]]:
-    """Return what the executor must know of the sequences that are new to it, and the steps of all."""
-    starts, steps = [], []
-    for sequence, tokens in given:
-        assert sequence.lease is not None
-        if not sequence.started:
-            starts.append(sequence.start())
-            sequence.started = True
-        known, blocks = sequence.known_blocks, sequence.lease.blocks
-        new_blocks = tuple(blocks[known:]) if known < len(blocks) else ()
-        sequence.known_blocks = len(blocks)
-        samples = tokens == sequence.remaining_tokens
-        steps.append(SequenceStep(sequence.request_id, sequence.computed_tokens, tokens, new_blocks, samples))
-    return tuple(starts), tuple(steps)
 
 
 def is_one_too_many(digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:

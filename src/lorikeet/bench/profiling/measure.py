@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from lorikeet.bench.profiling.rig import Rig
 from lorikeet.bench.profiling.sweeps import Step, without_adapters
 from lorikeet.core.plan import KernelForm
@@ -90,7 +92,8 @@ def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> di
 def _work(step: Step, repeat: int) -> StepWork:
     """Count the work of a step in the middle of its repeats, whose context grows."""
     middle = (repeat - 1) // 2
-    return step_work([s._replace(start=s.start + middle) if middle else s for s in step], KernelForm.UNPADDED)
+    grown = [msgspec.structs.replace(sequence, start=sequence.start + middle) for sequence in step]
+    return step_work(grown, KernelForm.UNPADDED)
 
 
 def _lora_work(step: Step, form: KernelForm) -> LoraWork:

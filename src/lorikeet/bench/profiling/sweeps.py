@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from lorikeet.bench.profiling.rig import SLACK_TOKENS
 from lorikeet.costs.model import SequenceWork
 
@@ -109,11 +111,11 @@ def lora_steps(adapters: Adapters, limits: Limits) -> list[Step]:
 
 def without_adapters(step: Step) -> Step:
     """Return the same step of the base model."""
-    return tuple(sequence._replace(adapter=None, rank=0) for sequence in step)
+    return tuple(msgspec.structs.replace(sequence, adapter=None, rank=0) for sequence in step)
 
 
 def _under(step: Step, rank: int, digest: str) -> Step:
-    return tuple(sequence._replace(adapter=digest, rank=rank) for sequence in step)
+    return tuple(msgspec.structs.replace(sequence, adapter=digest, rank=rank) for sequence in step)
 
 
 def _lora_decodes(adapters: Adapters) -> Iterator[Step]:
