@@ -190,7 +190,7 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     tokens = 0
     async for message in connection.messages():
         assert isinstance(message, StepOutputs)
-        tokens += len(message.tokens)
+        tokens += sum(len(output.tokens) for output in message.tokens)
         if any(isinstance(event, Finished) for event in message.events):
             break
     assert tokens == 7
