@@ -38,7 +38,7 @@ class BlockPool:
         at = len(self._free) - count
         blocks = self._free[at:]
         del self._free[at:]
-        blocks.reverse()  # what was freed last comes first: it may still be in a cache
+        blocks.reverse()  # what was freed last comes first
         for block in blocks:
             self._leased[block] = 1
         return blocks

@@ -276,10 +276,10 @@ class Memory:
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
         """Let each lease hold so many tokens; False, and nothing is leased, if there is no room for all."""
         lacking = []
-        block_tokens = self.block_tokens
         for lease, tokens in wanted:
-            if tokens > len(lease.blocks) * block_tokens:
-                lacking.append((lease, self.blocks_for(tokens) - len(lease.blocks)))
+            missing = self.blocks_for(tokens) - len(lease.blocks)
+            if missing > 0:
+                lacking.append((lease, missing))
         if lacking and not self.room.make(sum(missing for _, missing in lacking), 0, now):
             return False
         for lease, missing in lacking:

@@ -165,7 +165,7 @@ class Room:
         places = self.make_host_room_for_kv(len(away), before=nodes[0]) if away else 0
         stored = away[len(away) - places :]
         goes = set(stored)
-        dropped = [node for node in nodes if node not in goes] if goes else nodes
+        dropped = [node for node in nodes if node not in goes]
         tiers.drop_kv(dropped)
         for node, block in zip(stored, tiers.host.lease(len(stored)), strict=True):
             tiers.store_kv(node, block, now)

@@ -27,13 +27,10 @@ class Draft:
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence what it can use of the budget."""
-        tokens, budget_tokens = sequence.remaining_tokens, self.budget_tokens
-        if tokens > budget_tokens:
-            tokens = budget_tokens
+        tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if tokens:
-            given = self.cold if sequence.is_cold else self.tokens
-            given[sequence] = tokens
-            self.budget_tokens = budget_tokens - tokens
+            (self.cold if sequence.is_cold else self.tokens)[sequence] = tokens
+            self.budget_tokens -= tokens
 
     def take_back(self, sequence: Sequence) -> None:
         """Take from a sequence what it was given."""

@@ -37,8 +37,8 @@ class Outputs:
             return None
         request, token_ids = sequence.request, sequence.token_ids
         stops, min_tokens = request.sampling.stop_token_ids, request.sampling.min_tokens
-        index = made = len(token_ids) - sequence.prompt_tokens
-        most = sequence.most_tokens - sequence.prompt_tokens
+        index = made = sequence.output_tokens
+        most = index + sequence.tokens_left
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
             token_ids.append(token.token_id)

@@ -300,8 +300,8 @@ class Scheduler:
             displaced = self.selection.last_displaced(self._running)
             assert displaced is not None, "there was a slot"
             self._suspend(displaced, now)
-        sequence.lease, cached = lease, lease.cached_blocks * self._memory.block_tokens
-        sequence.note_computed(cached)
+        sequence.lease = lease
+        sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
@@ -350,7 +350,7 @@ class Scheduler:
             finish = self._outputs.accept(sequence, tokens, now)
             # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
             run_tokens = step.start + step.tokens + result.steps_run - 1
-            sequence.note_computed(min(run_tokens, len(sequence.token_ids)))
+            sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
             if self._memory.is_behind(sequence.lease, sequence.computed_tokens) and sequence.lease.is_ready:
                 computed.append(Computed(sequence.lease, sequence.token_ids, sequence.computed_tokens))
             if finish is not None:

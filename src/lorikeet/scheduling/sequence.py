@@ -24,8 +24,7 @@ class Sequence:
         digest: of the request's adapter, None for the base model.
         token_ids: prompt and output so far.
         prompt_tokens: tokens of the prompt.
-        computed_tokens: tokens whose KV is in its blocks; set by :meth:`note_computed`.
-        remaining_tokens: tokens to compute until the next one can be sampled; 1 while decoding.
+        computed_tokens: tokens whose KV is in its blocks.
         lease: its blocks, None while it waits.
         known_blocks: blocks of the lease that the executor has been told of.
         started: whether the executor knows it.
@@ -39,7 +38,6 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     computed_tokens: int = 0
-    remaining_tokens: int = field(init=False)
     lease: SequenceLease | None = None
     known_blocks: int = 0
     started: bool = False
@@ -50,12 +48,6 @@ class Sequence:
         self.digest = self.request.digest
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
         self.prompt_tokens = len(self.request.prompt_token_ids)
-        self.remaining_tokens = len(self.token_ids)
-
-    def note_computed(self, tokens: int) -> None:
-        """So many of its first tokens have KV; to be called whenever it has got more tokens, too."""
-        self.computed_tokens = tokens
-        self.remaining_tokens = len(self.token_ids) - tokens
 
     @property
     def request_id(self) -> RequestId:
@@ -66,6 +58,11 @@ class Sequence:
     def output_tokens(self) -> int:
         """Tokens generated so far, here or elsewhere."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens to compute until the next one can be sampled; 1 while decoding."""
+        return len(self.token_ids) - self.computed_tokens
 
     @property
     def tokens_left(self) -> int:
@@ -80,12 +77,12 @@ class Sequence:
     @property
     def can_run(self) -> bool:
         """Whether it may be part of a step."""
-        return self.lease is not None and (self.lease.is_ready or self.is_cold)
+        return self.is_ready or self.is_cold
 
     @property
     def is_cold(self) -> bool:
         """Whether it can prefill with the host's assistance, its adapter being on its way."""
-        return self.lease is not None and self.lease.assisted and self.lease.is_cold and not self.is_decoding
+        return self.lease is not None and self.lease.is_cold and not self.is_decoding
 
     @property
     def is_ahead(self) -> bool:
@@ -95,7 +92,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether the next token computed brings one more; its first token is always a step of its own."""
-        return self.remaining_tokens == 1 and len(self.token_ids) > self.prompt_tokens
+        return self.remaining_tokens == 1 and self.output_tokens > 0
 
     def start(self) -> SequenceStart:
         """Return what the executor must know of it."""
