@@ -1,10 +1,11 @@
 """From a tiny model to a profile file, and the hand-driven executor below it."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -85,27 +86,51 @@ def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder:
     assert profile.step.loop.value + profile.step.loop_sequence.value > 0
 
 
-class SlowRig:
-    """Runs nothing: of the steps given to it, the first takes four seconds and the others a tenth of one."""
+class ScriptedRig:
+    """Runs nothing: a step of so many rows takes so many seconds, and with adapters up to so many more or fewer."""
 
-    def __init__(self) -> None:
-        self.runs: Counter[object] = Counter()
+    def __init__(self, by_rows: Mapping[int, tuple[float, float]]) -> None:
+        self.runs: Counter[tuple[Step, KernelForm]] = Counter()
+        self._by_rows = by_rows
+        self._random = Random(0)
 
     def prepare(self, step: Step) -> Step:
         return step
 
     def run(self, step: Step, form: KernelForm | None = None) -> SimpleNamespace:
-        self.runs[step] += form is not None
-        return SimpleNamespace(seconds=4.0 if len(step) == 1 else 0.1)
+        seconds, noise = self._by_rows[len(step)]
+        if form is None:
+            return SimpleNamespace(seconds=seconds)
+        self.runs[step, form] += 1
+        return SimpleNamespace(seconds=seconds + self._random.uniform(-noise, noise))
 
 
-def test_the_longest_steps_with_adapters_are_measured_less_often() -> None:
-    slow, fast = (tuple(SequenceWork(8, 1, True, "a", 4.0) for _ in range(count)) for count in (1, 2))
-    rig, ticks = SlowRig(), []
-    found = measure_lora(cast("Rig", rig), [slow, fast], 28, lambda: ticks.append(1))
-    assert (rig.runs[slow], rig.runs[fast]) == (8 * len(KernelForm), 28 * len(KernelForm))
-    assert [len(point.with_s) for point in found[KernelForm.EINSUM]] == [8, 28]
-    assert len(ticks) == 2 * 28
+def under_ranks(*ranks: float) -> Step:
+    return tuple(SequenceWork(8, 1, True, f"a{i}", rank) for i, rank in enumerate(ranks))
+
+
+def test_steps_with_adapters_are_measured_until_they_are_sure_or_have_taken_long() -> None:
+    quiet, noisy, long = under_ranks(4), under_ranks(4, 8), under_ranks(4, 8, 16)
+    rig, ticks = ScriptedRig({1: (1.0, 0.0), 2: (0.1, 0.1), 3: (2.0, 1.9)}), []
+    found = measure_lora(cast("Rig", rig), [quiet, noisy, long], 28, lambda: ticks.append(1))
+    assert {rig.runs[quiet, form] for form in KernelForm} == {8}
+    assert {rig.runs[noisy, form] for form in KernelForm} == {28}
+    # Two forms beside the base take some 8 s a round, one takes 4 s; no more begin after 90 s.
+    assert 8 <= rig.runs[long, KernelForm.UNPADDED] == rig.runs[long, KernelForm.PADDED] < 14
+    assert 14 < rig.runs[long, KernelForm.EINSUM] < 28
+    for form, points in found.items():
+        assert [len(point.with_s) for point in points] == [rig.runs[step, form] for step in (quiet, noisy, long)]
+    assert len(ticks) == 3 * 28
+
+
+def test_ranks_that_are_all_the_same_have_nothing_to_pad() -> None:
+    same, mixed = under_ranks(8, 8), under_ranks(8, 16)
+    rig = ScriptedRig({2: (1.0, 0.5)})
+    found = measure_lora(cast("Rig", rig), [same, mixed], 3, lambda: None)
+    unpadded, padded = found[KernelForm.UNPADDED], found[KernelForm.PADDED]
+    assert unpadded[0].with_s == padded[0].with_s
+    assert unpadded[1].with_s != padded[1].with_s
+    assert rig.runs[same, KernelForm.PADDED] == 3
 
 
 def test_the_command_writes_the_file_and_prints_every_constant(

@@ -34,6 +34,14 @@ class LoraMeasurement(NamedTuple):
         """All these times together."""
         return sum(self.base_s) + sum(self.with_s)
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the standard error of the addition is at most a third of what the model may miss it by."""
+        pair = np.array([self.base_s, self.with_s])
+        base_s, added_s = float(np.median(pair[0])), _added_s(pair)
+        error_s = base_s * float(np.std(pair[1] / pair[0], ddof=1)) / len(self.with_s) ** 0.5
+        return bool(error_s <= _tolerance_s(added_s, base_s) / 3)
+
 
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
     """Return the constants of one kernel form that meet the measured additions best.
@@ -60,7 +68,7 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
     pairs = [np.array([measured.base_s, measured.with_s]) for measured in measurements]
     base_s = np.array([np.median(pair[0]) for pair in pairs])
     added_s = np.array([_added_s(pair) for pair in pairs])
-    tolerances = _OF_ADDED * np.abs(added_s) + _OF_BASE * base_s
+    tolerances = np.array([_tolerance_s(*point) for point in zip(added_s, base_s, strict=True)])
 
     def redraw(generator: np.random.Generator) -> Floats:
         return np.array([_added_s(generator.choice(pair, pair.shape[1], axis=1)) for pair in pairs])
@@ -79,6 +87,10 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
         decode_fit=_quality(found, base_s, decodes),
         prefill_fit=_quality(found, base_s, prefills),
     )
+
+
+def _tolerance_s(added_s: float, base_s: float) -> float:
+    return _OF_ADDED * abs(added_s) + _OF_BASE * base_s
 
 
 def _added_s(pair: Floats) -> float:

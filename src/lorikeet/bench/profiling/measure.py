@@ -1,6 +1,7 @@
 """Measuring steps in rounds, each in an order of its own, so that a machine that drifts wrongs none of them."""
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,9 +18,9 @@ Tick = Callable[[], None]
 
 _GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
 """Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
-_LEAST_ROUNDS, _ENOUGH_S = 8, 30.0
-"""Rounds and seconds after which a step with adapters has been measured enough: the longer one takes, the less of its
-time is noise, and on a slow machine all rounds of all steps would take an hour."""
+_LEAST_ROUNDS, _MOST_S = 8, 90.0
+"""Rounds in which every step with adapters is measured, however sure its addition, and seconds after which one is not
+measured again, however unsure: on a slow machine all rounds of the longest chunks would take an hour."""
 
 
 class StepSweep:
@@ -60,12 +61,15 @@ class StepSweep:
 
 
 def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> dict[KernelForm, list[LoraMeasurement]]:
-    """Time each step in every kernel form, in turns with the same step without adapters.
+    """Time each step in every kernel form, in turns with the same step without adapters, until its addition is sure.
+
+    Ranks that are all the same have nothing to pad: then unpadded and padded are one computation, and the mean of both
+    times counts for each.
 
     Args:
         rig: runs them; it has loaded the adapters.
         steps: with adapters.
-        rounds: at least one; the longest steps are left out of the last.
+        rounds: at least one; steps whose additions are sure are left out of the last.
         tick: called ``len(steps) * rounds`` times.
     """
     order = random.Random(0)
@@ -74,19 +78,30 @@ def measure_lora(rig: Rig, steps: Sequence[Step], rounds: int, tick: Tick) -> di
     for number in range(rounds):
         for step in order.sample(steps, len(steps)):
             tick()
-            if number >= _LEAST_ROUNDS and sum(points[form, step].total_s for form in KernelForm) >= _ENOUGH_S:
+            groups = [
+                group
+                for group in order.sample(_GROUPS, len(_GROUPS))
+                if number < _LEAST_ROUNDS or not _is_enough([points[form, step] for form in group])
+            ]
+            if not groups:
                 continue
             base, adapted = prepared[step]
             rig.run(adapted)  # not kept: the step before it was another
             before_s = rig.run(base).seconds
-            for group in order.sample(_GROUPS, len(_GROUPS)):
+            for group in groups:
                 with_s = {form: rig.run(adapted, form).seconds for form in order.sample(group, len(group))}
                 after_s = rig.run(base).seconds
+                if len({sequence.rank for sequence in step if sequence.adapter is not None}) == 1:
+                    with_s = dict.fromkeys(with_s, statistics.mean(with_s.values()))
                 for form, seconds in with_s.items():
                     points[form, step].with_s.append(seconds)
                     points[form, step].base_s.append((before_s + after_s) / 2)
                 before_s = after_s
     return {form: [points[form, step] for step in steps] for form in KernelForm}
+
+
+def _is_enough(points: Sequence[LoraMeasurement]) -> bool:
+    return all(point.is_sure for point in points) or sum(point.total_s for point in points) >= _MOST_S
 
 
 def _work(step: Step, repeat: int) -> StepWork:
