@@ -14,6 +14,8 @@ from lorikeet.costs.profile import Fit, LoraCosts
 
 _OF_ADDED, _OF_BASE = 0.05, 0.02
 """Share of an addition, and of the step that it was measured against, that the model may miss it by."""
+_SURE_OF_ADDED, _SURE_OF_BASE = 0.05, 0.007
+"""Shares, of which the larger is a standard error that is small enough: what einsums add is soon known."""
 
 
 class LoraMeasurement(NamedTuple):
@@ -36,11 +38,11 @@ class LoraMeasurement(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether the standard error of the addition is at most a third of what the model may miss it by."""
+        """Whether the standard error of the addition is small, or next to nothing beside the step."""
         pair = np.array([self.base_s, self.with_s])
         base_s, added_s = float(np.median(pair[0])), _added_s(pair)
         error_s = base_s * float(np.std(pair[1] / pair[0], ddof=1)) / len(self.with_s) ** 0.5
-        return bool(error_s <= _tolerance_s(added_s, base_s) / 3)
+        return bool(error_s <= max(_SURE_OF_ADDED * added_s, _SURE_OF_BASE * base_s))
 
 
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
@@ -68,7 +70,7 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
     pairs = [np.array([measured.base_s, measured.with_s]) for measured in measurements]
     base_s = np.array([np.median(pair[0]) for pair in pairs])
     added_s = np.array([_added_s(pair) for pair in pairs])
-    tolerances = np.array([_tolerance_s(*point) for point in zip(added_s, base_s, strict=True)])
+    tolerances = _OF_ADDED * np.abs(added_s) + _OF_BASE * base_s
 
     def redraw(generator: np.random.Generator) -> Floats:
         return np.array([_added_s(generator.choice(pair, pair.shape[1], axis=1)) for pair in pairs])
@@ -87,10 +89,6 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
         decode_fit=_quality(found, base_s, decodes),
         prefill_fit=_quality(found, base_s, prefills),
     )
-
-
-def _tolerance_s(added_s: float, base_s: float) -> float:
-    return _OF_ADDED * abs(added_s) + _OF_BASE * base_s
 
 
 def _added_s(pair: Floats) -> float:
