@@ -3,7 +3,9 @@
 import gc
 import weakref
 
-from lorikeet.core.garbage import long_lived
+import pytest
+
+from lorikeet.core.garbage import long_lived, rarely_searched
 
 
 class Node:
@@ -30,3 +32,17 @@ def test_what_is_alive_is_not_searched_until_the_end() -> None:
         assert young() is None
     gc.collect()
     assert seen() is None
+
+
+def test_searches_are_rare_until_the_end_even_if_it_is_an_error() -> None:
+    before = gc.get_threshold()
+
+    @rarely_searched()
+    def fail() -> None:
+        assert gc.get_threshold()[0] > 10 * before[0]
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fail()
+        assert gc.get_threshold() == before

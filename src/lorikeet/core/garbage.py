@@ -4,6 +4,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_RARELY = 20_000
+"""Objects between two searches of the youngest; Python's own default is 700."""
+
 
 @contextmanager
 def long_lived() -> Iterator[None]:
@@ -18,3 +21,17 @@ def long_lived() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def rarely_searched() -> Iterator[None]:
+    """Let many more objects be made between two searches, for a run that nobody waits for step by step.
+
+    A simulated step makes hundreds of objects, next to none of them in a cycle.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_RARELY, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

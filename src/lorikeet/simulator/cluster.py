@@ -21,6 +21,7 @@ from lorikeet.cluster.build import (
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.garbage import rarely_searched
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile
@@ -48,6 +49,7 @@ class ClusterChoice(NamedTuple):
     provisioned: bool = True
 
 
+@rarely_searched()
 def simulate_cluster(
     settings: Settings,
     profile: CostProfile,

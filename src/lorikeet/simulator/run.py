@@ -10,6 +10,7 @@ from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.garbage import rarely_searched
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.cluster_figures import ClusterFigures
@@ -31,6 +32,7 @@ class Simulated(NamedTuple):
     cluster: ClusterFigures | None = None
 
 
+@rarely_searched()
 def simulate(
     settings: Settings,
     profile: CostProfile,
