@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,20 @@ engine = {{ max_running = 256, max_step_tokens = 2048 }}
     "write the same bytes",
 )
 def run(runs: StoredRuns) -> Result:
-    """Time the command twice, then count memory in processes of one and of two passes."""
+    """Time the command twice, then count memory in processes of one and of two passes; see where the time goes."""
     found = runs.get("simulate", _measure)
+    shares: dict[str, float] = runs.get("shares", _shares)
+    packages: defaultdict[str, float] = defaultdict(float)
+    for module, share in shares.items():
+        packages[".".join(module.split(".")[:2])] += share
+    most = ", ".join(
+        f"{package} {packages[package]:.0%}" for package in nlargest(5, packages, key=packages.__getitem__)
+    )
     seconds, digests = found["seconds"], found["digests"]
     memory = found["two_passes_bytes"] / found["one_pass_bytes"]
     failures = [
         *([f"{found['completed']} of {REQUESTS} requests completed"] if found["completed"] != REQUESTS else []),
-        *([f"a run takes {max(seconds):.0f} s"] if max(seconds) > SECONDS else []),
+        *([f"a run takes {max(seconds):.0f} s: {most}"] if max(seconds) > SECONDS else []),
         *([f"two passes peak at {memory:.2f} × one"] if memory > MEMORY else []),
         *(["two runs differ"] if len(set(digests)) > 1 else []),
     ]
@@ -57,13 +66,18 @@ def run(runs: StoredRuns) -> Result:
         notes=f"`lorikeet simulate` with max_running 256 and max_step_tokens 2048, modelled by {PROFILE}, FIFO, base "
         "model, from the start of the command to its end; report: --json with every request; memory: peak resident "
         "set of processes of their own; trace: Azure LLM inference dataset 2023 (CC-BY 4.0)",
+        details={"shares of a run's processor time by module": shares},
     )
+
+
+def _shares() -> dict[str, Any]:
+    with unpacked(AZURE_CONVERSATION) as trace, tempfile.TemporaryDirectory(prefix="lorikeet-costs4-") as scratch:
+        return _in_a_process("simulate_shares", _scenario(Path(scratch), trace))
 
 
 def _measure() -> dict[str, Any]:
     with unpacked(AZURE_CONVERSATION) as trace, tempfile.TemporaryDirectory(prefix="lorikeet-costs4-") as scratch:
-        scenario = Path(scratch) / "azure.toml"
-        scenario.write_text(SCENARIO.replace("TRACE", str(trace)))
+        scenario = _scenario(Path(scratch), trace)
         seconds, digests = [], []
         for number in range(2):
             report = Path(scratch) / f"report{number}.json"
@@ -74,7 +88,7 @@ def _measure() -> dict[str, Any]:
             written = report.read_bytes()
             digests.append(hashlib.sha256(written).hexdigest())
         figures = json.loads(written)["figures"]
-        one, two = (_passes(scenario, passes) for passes in (1, 2))
+        one, two = (_in_a_process("simulate_passes", scenario, passes) for passes in (1, 2))
     return {
         "seconds": seconds,
         "digests": digests,
@@ -86,7 +100,13 @@ def _measure() -> dict[str, Any]:
     }
 
 
-def _passes(scenario: Path, passes: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.accept.simulate_passes", str(scenario), str(passes)]
+def _scenario(folder: Path, trace: Path) -> Path:
+    file = folder / "azure.toml"
+    file.write_text(SCENARIO.replace("TRACE", str(trace)))
+    return file
+
+
+def _in_a_process(module: str, *arguments: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.accept.{module}", *map(str, arguments)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, cwd=ROOT).stdout)
     return found
