@@ -36,7 +36,7 @@ from lorikeet.engine.host_lora.delta import host_targets, write_delta
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
 from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows, start_worker_process
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
@@ -196,7 +196,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
     torch.set_num_threads(1)
     store = make_store(geometry)
     packing = pack(store.adapter.ranks, geometry, store.host.shape[1])
-    pieces = weights_in_place(packing, store.adapter.blocks, store.host, geometry).pieces
+    pieces = AdapterLayout(packing, geometry).weights(store.adapter.blocks, store.host).pieces
     targets = host_targets(geometry)
     y = torch.empty(TOKENS, sum(geometry.modules[module].out_features for module in QKV))
     connection.send_bytes(b"up")

@@ -37,8 +37,10 @@ void copy(const char* source, char* target, int64_t bytes) {
 
 }  // namespace
 
-// blocks [3, count]: addresses of the sources, addresses of the targets, bytes. None overlap.
-LORIKEET_EXPORT void lorikeet_copy(const int64_t* blocks, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) copy((const char*)blocks[i], (char*)blocks[count + i], blocks[2 * count + i]);
+// source, target: arenas of blocks of so many bytes, which do not overlap.
+// blocks [2, count]: numbers of the source's blocks, and of the target's.
+LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t bytes, const int64_t* blocks,
+                                   int64_t count) {
+  for (int64_t i = 0; i < count; ++i) copy(source + blocks[i] * bytes, target + blocks[count + i] * bytes, bytes);
   _mm_sfence();  // whoever is told that they are done sees them
 }

@@ -29,7 +29,7 @@ from lorikeet.kernels.base import (
     LoraWeights,
     Weight,
 )
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
 
@@ -118,7 +118,7 @@ def _adapter(rank: int, geometry: ModelGeometry) -> LoraWeights:
     arena = huge_pages.allocate(packing.blocks * block_elements, torch.bfloat16).normal_(std=_STD)
     arena = arena.view(packing.blocks, block_elements)
     blocks = [BlockId(block) for block in random.Random(rank).sample(range(packing.blocks), packing.blocks)]
-    return weights_in_place(packing, blocks, arena, geometry)
+    return AdapterLayout(packing, geometry).weights(blocks, arena)
 
 
 def _pack(rank: int, geometry: ModelGeometry) -> Any:

@@ -59,7 +59,8 @@ def group(name: str, targets: Tensor, device: Device | None = None) -> Group[str
     sources = torch.stack([BLOCK + i for i in range(len(targets))])
     made = device or Cpu()
     made.register(sources)
-    return Group(name, made.steps.mark(), list(sources), list(targets))
+    blocks = range(len(sources))
+    return Group(name, made.steps.mark(), sources, blocks, targets, blocks)
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_bl
 
 def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
     target = torch.zeros(1, 128)
-    queue = Queue(Group("wrong", Cpu().mark(), [BLOCK[:100]], [target[0]]), group("right", target))
+    queue = Queue(Group("wrong", Cpu().mark(), BLOCK[None, :100], [0], target, [0]), group("right", target))
     with copying(queue):
         queue.wait_for(2)
     (wrong, error), right = queue.done
@@ -180,12 +181,12 @@ def test_a_group_that_fails_late_or_in_part_is_told_when_nothing_of_it_is_in_fli
     first, second, third, fourth = (group(str(number), target, device) for number, target in enumerate(targets))
     device.failing.add(0)
     device.unmarked.add(3)
-    in_part = second._replace(targets=[second.targets[0], second.targets[1][:100]])
+    in_part = second._replace(target_blocks=[0, 2])
     with copying(queue := Queue(first, in_part, third, fourth), device=device):
         queue.wait_for(4)
     assert queue.done == [
         ("0", "the copy has failed"),
-        ("1", "the size of pair 1 does not match"),
+        ("1", "there is no block 2"),
         ("2", None),
         ("3", "the device has failed"),
     ]

@@ -19,7 +19,7 @@ from lorikeet.engine.host_lora.pool import HostPool, HostRows, start_worker_proc
 from lorikeet.engine.host_lora.start import worker_cores
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.kernels.base import LoraPieces
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from tests.adapters.builders import HIDDEN, geometry
@@ -43,7 +43,7 @@ class Store(NamedTuple):
     def pieces(self, name: str) -> LoraPieces:
         adapter = self.adapters[name]
         packing = pack(adapter.ranks, self.geometry, ELEMENTS)
-        return weights_in_place(packing, adapter.blocks, self.host, self.geometry).pieces
+        return AdapterLayout(packing, self.geometry).weights(adapter.blocks, self.host).pieces
 
     def expected(self, name: str, layer: int, x: Tensor) -> Tensor:
         """What the adapter adds, in fp64 from the numbers that are there."""

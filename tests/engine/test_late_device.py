@@ -29,9 +29,9 @@ def test_a_copy_is_done_when_somebody_waits_for_a_mark_behind_it() -> None:
     device, memory, arena = LateDevice(), torch.ones(2, 8), torch.zeros(2, 8)
     unregister, stream = device.register(memory), device.stream()
     before = stream.mark()
-    stream.copy([memory[0]], [arena[0]])
+    stream.copy(memory[0], arena[0])
     first = stream.mark()
-    stream.copy([memory[1]], [arena[1]])
+    stream.copy(memory[1], arena[1])
     before.wait()
     assert not arena.any()
     first.wait()
@@ -51,7 +51,7 @@ def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> 
         stream = device.stream()
         if follows:
             stream.follow(device.steps.mark())
-        stream.copy([memory[0]], [arena[0 if touches_same else 1]])
+        stream.copy(memory[0], arena[0 if touches_same else 1])
         assert bool(device.faults) == (touches_same and not follows)
 
 
@@ -59,12 +59,12 @@ def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
     device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
     device.register(memory)
     stream = device.stream()
-    stream.copy([memory[0]], [arena[0]])
+    stream.copy(memory[0], arena[0])
     stream.mark().wait()
     device.compute(reads=[Span.of(arena[0])], writes=[])
     assert device.faults == []
     stream.follow(device.steps.mark())
-    stream.copy([arena[0]], [memory[0]])
+    stream.copy(arena[0], memory[0])
     device.compute(reads=[Span.of(arena[0])], writes=[])
     assert device.faults == [], "both read"
     device.compute(reads=[], writes=[Span.of(arena[0])])
@@ -73,11 +73,11 @@ def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
 
 def test_memory_must_be_registered_while_it_is_copied() -> None:
     device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
-    device.stream().copy([memory[0]], [arena[0]])
+    device.stream().copy(memory[0], arena[0])
     assert device.faults == ["a copy is not between registered memory and the device"]
     device = LateDevice()
     unregister = device.register(memory)
-    device.stream().copy([memory[0]], [arena[0]])
+    device.stream().copy(memory[0], arena[0])
     unregister()
     assert device.faults == ["memory that copies touch is registered no longer"]
 

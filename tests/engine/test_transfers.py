@@ -35,7 +35,7 @@ from lorikeet.engine.loader_process import Filled, ReadEnded
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.engine.transfers import Transfers
 from lorikeet.engine.underway import STAGED_BLOCKS
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.packing import pack
 from tests.adapters.builders import geometry
@@ -195,7 +195,7 @@ def packed(ref: AdapterRef, rank: int = 0, size: int = 1) -> Tensor:
 def assert_holds(bench: Bench, ref: AdapterRef, rank: int = 0, size: int = 1) -> None:
     """Steps would find the adapter's weights, all of them."""
     packing, blocks = pack(ref.ranks, geometry(size), ELEMENTS), packed(ref, rank, size)
-    expected = weights_in_place(packing, range(packing.blocks), blocks, geometry(size)).pieces
+    expected = AdapterLayout(packing, geometry(size)).weights(range(packing.blocks), blocks).pieces
     found = bench.transfers.adapters.weights(ref.digest).pieces
     assert found.keys() == expected.keys()
     for module, pieces in expected.items():
@@ -416,7 +416,7 @@ def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, Ada
         "do not go together": bench.start(Tier.HOST, Tier.DEVICE, host[1:], device),
         "only adapters have a source": bench.start(Tier.SOURCE, Tier.DEVICE, (), device),
         f"takes {count} blocks, not {count - 1}": bench.start(Tier.SOURCE, Tier.HOST, host[1:], (), ref),
-        f"adapter 'small' takes {count} blocks": bench.start(Tier.HOST, Tier.DEVICE, host[1:], device[1:], ref),
+        f"the adapter takes {count} blocks": bench.start(Tier.HOST, Tier.DEVICE, host[1:], device[1:], ref),
     }
     for message, transfer_id in cases.items():
         assert message in (bench.wait(transfer_id).error or "")

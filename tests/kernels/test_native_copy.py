@@ -21,27 +21,41 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 sizes = st.one_of(st.integers(0, 70), st.integers(250, 260), st.integers(500, 5000))
 
 
-@given(st.lists(st.tuples(sizes, st.integers(64, 128), st.integers(64, 128)), max_size=4), st.integers(0, 2**32))
-def test_every_byte_arrives_and_no_other_changes(
-    library: ctypes.CDLL, pairs: list[tuple[int, int, int]], seed: int
+@given(sizes, st.integers(0, 64), st.integers(0, 64), st.data())
+def test_blocks_arrive_and_no_other_byte_changes(
+    library: ctypes.CDLL, size: int, source_start: int, target_start: int, data: st.DataObject
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    wide = [torch.randint(0, 256, (size + 192,), dtype=torch.uint8, generator=generator) for size, _, _ in pairs]
-    sources = [each[start : start + size] for each, (size, start, _) in zip(wide, pairs, strict=True)]
-    into = [torch.full((size + 192,), 77, dtype=torch.uint8) for size, _, _ in pairs]
-    targets = [each[start : start + size] for each, (size, _, start) in zip(into, pairs, strict=True)]
-    native_copy(library, sources, targets)
-    for source, target, each in zip(sources, targets, into, strict=True):
-        assert torch.equal(source, target)
-        target.fill_(77)
-        assert (each == 77).all()
+    generator = torch.Generator().manual_seed(size)
+    wide = torch.randint(0, 256, (64 + 5 * size,), dtype=torch.uint8, generator=generator)
+    source = wide[source_start : source_start + 5 * size].view(5, size)
+    into = torch.full((64 + 7 * size,), 77, dtype=torch.uint8)
+    target = into[target_start : target_start + 7 * size].view(7, size)
+    target_blocks = data.draw(st.lists(st.integers(0, 6), unique=True, max_size=5))
+    source_blocks = data.draw(st.lists(st.integers(0, 4), min_size=len(target_blocks), max_size=len(target_blocks)))
+    expected = into.clone()
+    for taken, put in zip(source_blocks, target_blocks, strict=True):
+        start = target_start + put * size
+        expected[start : start + size] = source[taken]
+    native_copy(library, source, source_blocks, target, target_blocks)
+    assert torch.equal(into, expected)
 
 
 @pytest.mark.parametrize(
-    "target", [torch.zeros(7), torch.zeros(8, dtype=torch.int32), torch.zeros(16)[::2]], ids=["shape", "dtype", "gaps"]
+    ("target", "source_blocks", "target_blocks"),
+    [
+        (torch.zeros(2, 7), [0, 1], [0, 1]),
+        (torch.zeros(2, 8, dtype=torch.int32), [0, 1], [0, 1]),
+        (torch.zeros(2, 16)[:, ::2], [0, 1], [0, 1]),
+        (torch.zeros(2, 8), [0, 1], [0]),
+        (torch.zeros(2, 8), [0, 1], [0, 2]),
+        (torch.zeros(4, 8), [0, 2], [0, 3]),
+        (torch.zeros(2, 8), [0, 1], [0, -1]),
+    ],
+    ids=["shape", "dtype", "gaps", "count", "behind-target", "behind-source", "before"],
 )
-def test_pairs_that_do_not_go_together_are_refused(library: ctypes.CDLL, target: torch.Tensor) -> None:
-    good = torch.zeros(8)
+def test_what_does_not_go_together_is_refused(
+    library: ctypes.CDLL, target: torch.Tensor, source_blocks: list[int], target_blocks: list[int]
+) -> None:
     with pytest.raises(RuntimeError, match="copied"):
-        native_copy(library, [torch.ones(8), torch.ones(8)], [good, target])
-    assert not good.any()
+        native_copy(library, torch.ones(2, 8), source_blocks, target, target_blocks)
+    assert not target.any()

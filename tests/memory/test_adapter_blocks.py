@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.memory.adapter_blocks import AdapterLayout, Layouts
 from lorikeet.memory.adapter_writing import write_pieces
 from lorikeet.memory.packing import pack
 
@@ -81,7 +83,7 @@ def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, rand
     blocks = random.sample(range(len(arena)), packing.blocks)
     weights = random_weights(ranks, geometry)
     assert list(write_pieces(weights, packing, blocks, arena)) == list(range(packing.blocks))
-    placed = weights_in_place(packing, blocks, torch.from_numpy(arena), geometry)
+    placed = AdapterLayout(packing, geometry).weights(blocks, torch.from_numpy(arena))
     views = placed.pieces
     assert list(views) == [(layer, module) for layer, module, _, _ in weights]
     for layer, module, a, bt in weights:
@@ -139,3 +141,29 @@ def test_an_adapter_passes_through_few_blocks_if_each_is_taken_in_time(
     for block in range(max(0, packing.blocks - ring), packing.blocks):
         take(block)
     assert np.array_equal(taken, expected)
+
+
+def test_adapters_of_the_same_ranks_share_a_layout_and_not_their_places() -> None:
+    geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
+    layouts = Layouts(geometry, 10)
+    first, second, other = (
+        AdapterRef(AdapterName(name), AdapterDigest(name), "", {"q": (rank,), "v": (1,)}, 0)
+        for name, rank in (("a", 3), ("b", 3), ("c", 2))
+    )
+    layout = layouts.of(first)
+    assert layouts.of(second) is layout
+    assert layouts.of(other) is not layout
+    arena = torch.zeros(8, 10)
+    here, there = layout.weights([0, 1], arena), layout.weights([5, 2], arena)
+    assert here.pieces[0, "v"][0][0].data_ptr() == arena[1].data_ptr() + 5 * 4
+    assert there.pieces[0, "v"][0][0].data_ptr() == arena[2].data_ptr() + 5 * 4
+    assert here.table[:, 0].tolist() == [arena[block].data_ptr() + at * 4 for block, at in ((0, 0), (1, 0), (1, 5))]
+    assert there.table[:, 0].tolist() == [arena[block].data_ptr() + at * 4 for block, at in ((5, 0), (2, 0), (2, 5))]
+
+
+@pytest.mark.parametrize("blocks", [[], [0], [0, 1, 2]])
+def test_an_adapter_lies_in_as_many_blocks_as_it_takes(blocks: list[int]) -> None:
+    geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
+    layout = AdapterLayout(pack({"q": (3,)}, geometry, 10), geometry)
+    with pytest.raises(ValueError, match=f"takes 2 blocks, not {len(blocks)}"):
+        layout.weights(blocks, torch.zeros(8, 10))

@@ -91,8 +91,19 @@ class LateStream:
     last: Work | None = None
     followed: list[Work] = field(default_factory=list)
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.device.begin_copy(self, sources, targets)
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self.device.begin_copy(self, [(source, target)])
+
+    def copy_blocks(
+        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+    ) -> None:
+        missing = next((i for i, block in enumerate(target_blocks) if block >= len(target)), None)
+        self.device.begin_copy(
+            self,
+            [(source[a], target[b]) for a, b in zip(source_blocks[:missing], target_blocks[:missing], strict=True)],
+        )
+        if missing is not None:
+            raise RuntimeError(f"there is no block {target_blocks[missing]}")
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, LateMark)
@@ -204,16 +215,14 @@ class LateDevice:
                     work.run()
             self._begin_step(reads, writes, lambda: None)
 
-    def begin_copy(self, stream: LateStream, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Begin those pairs that come before one that does not go together."""
-        pairs = list(zip(sources, targets, strict=True))
-        good = next((i for i, (source, target) in enumerate(pairs) if source.shape != target.shape), len(pairs))
+    def begin_copy(self, stream: LateStream, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Begin to copy from the first of each pair to the second."""
 
         def do() -> None:
-            for source, target in pairs[:good]:
+            for source, target in pairs:
                 target.copy_(source)
 
-        reads, writes = ([Span.of(pair[side]) for pair in pairs[:good]] for side in (0, 1))
+        reads, writes = ([Span.of(pair[side]) for pair in pairs] for side in (0, 1))
         with self._changed:
             for source, target in zip(reads, writes, strict=True):
                 ends = source.overlaps(self._registered) + target.overlaps(self._registered)
@@ -224,8 +233,6 @@ class LateDevice:
                 work.error = "the copy has failed"
             work.has_no_mark = self._begun in self.unmarked
             self._begun += 1
-        if good < len(pairs):
-            raise RuntimeError(f"the size of pair {good} does not match")
 
     def finish(self, work: Work) -> None:
         """Do something, and what comes before it."""

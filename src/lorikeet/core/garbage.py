@@ -1,4 +1,4 @@
-"""Python's search for cycles of objects, kept off what lives as long as its process."""
+"""Python's search for cycles of objects, kept from what must not wait for it."""
 
 import gc
 from collections.abc import Iterator

@@ -7,13 +7,11 @@ import time
 from torch import Tensor
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Transfer
 from lorikeet.kernels.base import LoraWeights
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.layer_groups import blocks_needed
-from lorikeet.memory.packing import packing_for
 
 
 class Arrival:
@@ -49,22 +47,22 @@ class Arrival:
         self._changed = threading.Condition()
 
     @classmethod
-    def of(cls, transfer: Transfer, arena: Tensor, geometry: ModelGeometry) -> "Arrival":
+    def of(cls, transfer: Transfer, arena: Tensor, layout: AdapterLayout) -> "Arrival":
         """Return the arrival of a transfer of which nothing has been copied yet.
 
         Args:
             transfer: of an adapter, from the host to the device.
             arena: of the device, ``[blocks, elements]``.
-            geometry: of the rank's share of the model.
+            layout: of the adapter.
 
         Raises:
             ValueError: it has not as many blocks as the adapter takes.
         """
         ref, groups = transfer.adapter, transfer.groups
         assert ref is not None
-        packing = packing_for(ref, geometry, arena.shape[1], len(transfer.device_blocks))
-        weights = weights_in_place(packing, transfer.device_blocks, arena, geometry)
-        needed = blocks_needed(packing, geometry.layers, groups)
+        packing, layers = layout.packing, layout.geometry.layers
+        weights = layout.weights(transfer.device_blocks, arena)
+        needed = blocks_needed(packing, layers, groups)
         last_group = packing.blocks - (groups[-1][1] - groups[-1][0]) if groups else 0
         return cls(ref, transfer.host_blocks, weights, needed, last_group)
 

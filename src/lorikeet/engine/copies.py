@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from lorikeet.engine.device import Mark, Stream
 from lorikeet.engine.priority import give_way
 from lorikeet.engine.transfer_counts import TransferCounts, Work
 
-GROUP_BYTES = 8 * 2**20
+GROUP_BYTES = 16 * 2**20
 """So much is copied at once, so that others have the link within a step's time, and a large adapter takes few wakings:
 on a CPU the step beside it waits for each."""
 
@@ -26,13 +26,26 @@ class Group(NamedTuple, Generic[Job]):
     Attributes:
         job: what they belong to.
         after: they are copied once the work before this mark is done.
-        sources, targets: ``[elements]`` each, blocks of an arena.
+        source, target: arenas, ``[blocks, elements]``.
+        source_blocks, target_blocks: which of theirs, as many.
     """
 
     job: Job
     after: Mark
-    sources: list[Tensor]
-    targets: list[Tensor]
+    source: Tensor
+    source_blocks: Sequence[int]
+    target: Tensor
+    target_blocks: Sequence[int]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are copied."""
+        return len(self.source_blocks)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is copied."""
+        return self.blocks * self.source.shape[1] * self.source.itemsize
 
 
 class _Begun(NamedTuple, Generic[Job]):
@@ -115,11 +128,11 @@ class Copier(Generic[Job]):
                 link_free_s = None
 
     def _begin(self, group: Group[Job]) -> _Begun[Job]:
-        self._counts.note(Work.COPY, len(group.sources))
+        self._counts.note(Work.COPY, group.blocks)
         began_s, mark, error = time.monotonic(), None, None
         try:
             self._stream.follow(group.after)
-            self._stream.copy(group.sources, group.targets)
+            self._stream.copy_blocks(group.source, group.source_blocks, group.target, group.target_blocks)
         except RuntimeError as failure:  # a device may refuse; its transfer fails, and no other
             error = str(failure)
         try:
@@ -138,7 +151,7 @@ class Copier(Generic[Job]):
             error = str(failure)
         if self._link_bytes_per_s:
             begins_s = began_s if link_free_s is None else link_free_s
-            link_free_s = begins_s + sum(block.nbytes for block in group.sources) / self._link_bytes_per_s
+            link_free_s = begins_s + group.size_bytes / self._link_bytes_per_s
             self._closing.wait(max(0.0, link_free_s - time.monotonic()))
         self._on_done(group, error)
         return link_free_s

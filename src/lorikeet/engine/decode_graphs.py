@@ -163,7 +163,7 @@ class DecodeGraphs:
         assert len(self._begun) < _STEPS_AT_ONCE
         self._graph.replay()
         told = self._told[self._launched % _STEPS_AT_ONCE]
-        self._device.steps.copy([self._chosen[: self._rows]], [told[: self._rows]])
+        self._device.steps.copy(self._chosen[: self._rows], told[: self._rows])
         self._begun.append(self._device.steps.mark())
         self._launched += 1
 
@@ -198,8 +198,8 @@ class DecodeGraphs:
         for table, own in zip(self._host[inputs:used].view(count, width).numpy(), blocks, strict=True):
             table[: len(own)] = own
         steps = self._device.steps
-        steps.copy([self._host[:used]], [self._sent[:used]])
-        steps.copy([self._sent[inputs:used].view(count, width)], [self._tables[:count, :width]])
+        steps.copy(self._host[:used], self._sent[:used])
+        steps.copy(self._sent[inputs:used].view(count, width), self._tables[:count, :width])
 
     def _capture(self, variant: _Variant) -> Graph:
         """Capture a step of rows that stand for no sequence: nothing is stored."""

@@ -25,13 +25,24 @@ class Mark(Protocol):
 class Stream(Protocol):
     """Work that is done in its order, beside that of other streams."""
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Begin to copy tensors between registered host memory and the device, or within the device.
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy a tensor between registered host memory and the device, or within the device.
 
-        They are in use until a mark says that they are not.
+        Both are in use until a mark says that they are not.
 
         Raises:
-            RuntimeError: the device has failed, or a pair does not go together.
+            RuntimeError: the device has failed, or they do not go together.
+        """
+        ...
+
+    def copy_blocks(
+        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+    ) -> None:
+        """Begin to copy blocks of an arena to as many of another; otherwise as :meth:`copy`.
+
+        Args:
+            source, target: ``[blocks, elements]``, as many elements in both.
+            source_blocks, target_blocks: which; none of the target's twice.
         """
         ...
 

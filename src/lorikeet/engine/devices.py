@@ -41,13 +41,19 @@ class Cpu:
         """Copies reach all memory."""
         return lambda: None
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy."""
+        target.copy_(source)
+
+    def copy_blocks(
+        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+    ) -> None:
         """Copy; past the caches, where the native library can be used."""
         if self._library is not None:
-            native_copy(self._library, sources, targets)
+            native_copy(self._library, source, source_blocks, target, target_blocks)
             return
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
+        for taken, put in zip(source_blocks, target_blocks, strict=True):
+            target[put].copy_(source[taken])
 
     def follow(self, mark: Mark) -> None:
         """All work is done."""
@@ -81,11 +87,18 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Give the copy to the device's copy engines."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def copy_blocks(
+        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+    ) -> None:
         """Give the copies to the device's copy engines."""
         with torch.cuda.stream(self._stream):
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+            for taken, put in zip(source_blocks, target_blocks, strict=True):
+                target[put].copy_(source[taken], non_blocking=True)
 
     def follow(self, mark: Mark) -> None:
         """Let the stream wait for an event of this device."""

@@ -11,7 +11,7 @@ from lorikeet.engine.batch_builder import BatchRow, build_batch
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.kernels.base import kv_view
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 
 _DIGEST = AdapterDigest("full-length")
@@ -54,7 +54,7 @@ def run_largest_step(model: RankModel, engine: EngineSettings, rank: int, longes
         sequence.add_blocks(range(first, first + count))  # type: ignore[arg-type]
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
         first += count
-    weights = weights_in_place(packing, range(packing.blocks), arena, geometry)
+    weights = AdapterLayout(packing, geometry).weights(range(packing.blocks), arena)
     batch = build_batch(rows, {_DIGEST: weights}, engine.block_tokens, model.device)
     kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
     model.decoder.forward(batch, kv)

@@ -29,9 +29,8 @@ from lorikeet.engine.loader import Loader, LoaderError
 from lorikeet.engine.loader_process import Filled, Read, ReadEnded, Setup
 from lorikeet.engine.transfer_counts import TransferCounts, Worker
 from lorikeet.engine.underway import STAGED_BLOCKS, Underway
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import Layouts
 from lorikeet.memory.host_arena import HostArena
-from lorikeet.memory.packing import packing_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Transfers:
     ) -> None:
         self._arena = arena
         self.device = device or device_at(arena.device)
-        self._geometry = geometry
+        self._layouts = Layouts(geometry, arena.shape[1])
         self._on_done = on_done
         self._most_reads = settings.load_threads
         # Twice, so that prefetches keep nobody who is awaited from being read.
@@ -121,9 +120,9 @@ class Transfers:
     def start(self, transfer: Transfer) -> None:
         """Begin a transfer. A newer one of the same adapter to the device takes the place of an older."""
         error, arrival = self._flaw(transfer), None
-        if transfer.groups and error is None:
+        if transfer.groups and transfer.adapter is not None and error is None:
             try:
-                arrival = Arrival.of(transfer, self._arena, self._geometry)
+                arrival = Arrival.of(transfer, self._arena, self._layouts.of(transfer.adapter))
             except ValueError as flaw:
                 error = str(flaw)
         underway = Underway(
@@ -241,11 +240,10 @@ class Transfers:
         assert ref is not None
         if underway.error is None:
             try:
-                packing = packing_for(ref, self._geometry, self._arena.shape[1], underway.blocks)
+                weights = self._layouts.of(ref).weights(transfer.device_blocks, self._arena)
             except ValueError as error:
                 underway.error = str(error)
         if underway.error is None:
-            weights = weights_in_place(packing, transfer.device_blocks, self._arena, self._geometry)
             self.adapters.arrived(ref.digest, transfer.transfer_id, weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)
@@ -335,11 +333,11 @@ class Transfers:
             underway.copying += len(blocks)
             for other in ready:
                 other.take_time()
-        on_host = [self._host_blocks[underway.host_blocks[block]] for block in blocks]
-        on_device = [self._arena[underway.transfer.device_blocks[block]] for block in blocks]
+        on_host = self._host_blocks, underway.host_blocks[blocks.start : blocks.stop]
+        on_device = self._arena, underway.transfer.device_blocks[blocks.start : blocks.stop]
         if target is Tier.DEVICE:
-            return Group(underway, underway.after, sources=on_host, targets=on_device)
-        return Group(underway, underway.after, sources=on_device, targets=on_host)
+            return Group(underway, underway.after, *on_host, *on_device)
+        return Group(underway, underway.after, *on_device, *on_host)
 
     def _turned(self, group: Group[Underway]) -> None:
         with self._lock:
@@ -349,7 +347,7 @@ class Transfers:
                 group.job.arrival.begin()
 
     def _copied(self, group: Group[Underway], error: str | None) -> None:
-        underway, blocks = group.job, len(group.sources)
+        underway, blocks = group.job, group.blocks
         with self._lock:
             underway.has_turn = False
             underway.copying -= blocks

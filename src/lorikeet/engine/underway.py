@@ -1,7 +1,6 @@
 """A transfer that has begun on a rank and has not ended there."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lorikeet.core.ids import BlockId
@@ -89,7 +88,7 @@ class Underway:
         goes_on = self.error is None or self.reading
         return goes_on and self.copied + self.copying < min(self.filled, self.to_copy)
 
-    def next_blocks(self, most: int) -> Sequence[int]:
+    def next_blocks(self, most: int) -> range:
         """Return which of its blocks are to be copied next: at most so many, and none of the group after."""
         begun = done = self.copied + self.copying
         for first, stop in self.transfer.groups:

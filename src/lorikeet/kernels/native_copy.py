@@ -3,27 +3,35 @@
 import ctypes
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 
-def native_copy(library: ctypes.CDLL, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy each source to its target, past the caches: for what is not read again soon.
+def native_copy(
+    library: ctypes.CDLL, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+) -> None:
+    """Copy blocks of an arena to those of another, past the caches: for what is not read again soon.
 
     Args:
         library: see ``kernels.library``.
-        sources, targets: contiguous, on the CPU; none overlap.
+        source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
+        source_blocks, target_blocks: which.
 
     Raises:
-        RuntimeError: a pair differs in shape or dtype, or is not contiguous; nothing is copied then.
+        RuntimeError: the arenas or the blocks do not go together, or a block is not there; nothing is copied then.
     """
-    for source, target in zip(sources, targets, strict=True):
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise RuntimeError(
-                f"{list(source.shape)} of {source.dtype} cannot be copied to {list(target.shape)} of {target.dtype}"
-            )
-        if not (source.is_contiguous() and target.is_contiguous()):
-            raise RuntimeError("only contiguous tensors can be copied")
-    addresses = ([each.data_ptr() for each in side] for side in (sources, targets))
-    blocks = torch.tensor([*addresses, [source.nbytes for source in sources]], dtype=torch.int64)
-    library.lorikeet_copy(blocks.data_ptr(), len(sources))
+    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise RuntimeError(
+            f"blocks {list(source.shape[1:])} of {source.dtype} cannot be copied to {list(target.shape[1:])} of "
+            f"{target.dtype}"
+        )
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise RuntimeError("only contiguous arenas can be copied")
+    if len(source_blocks) != len(target_blocks):
+        raise RuntimeError(f"{len(source_blocks)} blocks cannot be copied to {len(target_blocks)}")
+    blocks = np.array((source_blocks, target_blocks), dtype=np.int64)
+    if blocks.size and (blocks.min() < 0 or (blocks.max(axis=1) >= (len(source), len(target))).any()):
+        raise RuntimeError(f"blocks of arenas of {len(source)} and {len(target)} cannot be copied: one is not there")
+    library.lorikeet_copy(
+        source.data_ptr(), target.data_ptr(), source.shape[1] * source.itemsize, blocks.ctypes.data, len(source_blocks)
+    )

@@ -12,7 +12,7 @@ from lorikeet.core.ids import BlockId
 from lorikeet.engine.host_lora.delta import host_targets, write_delta
 from lorikeet.engine.host_lora.layout import Ring, Slice
 from lorikeet.kernels.base import LoraPieces, torch_dtype
-from lorikeet.memory.adapter_blocks import weights_in_place
+from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 
 
@@ -95,7 +95,7 @@ class SliceWorker:
         if pieces is None:
             adapter = self._adapters[number]
             packing = pack(adapter.ranks, self._geometry, self._arena.shape[1])
-            pieces = weights_in_place(packing, adapter.blocks, self._arena, self._geometry).pieces
+            pieces = AdapterLayout(packing, self._geometry).weights(adapter.blocks, self._arena).pieces
             self._pieces[number] = pieces
         return pieces
 
