@@ -5,8 +5,10 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #include "parallel.h"
 
@@ -24,6 +26,7 @@ inline void stream(char* p, Wide x) { _mm256_stream_si256((__m256i*)p, x); }
 
 constexpr int64_t kWidth = sizeof(Wide), kLine = 64, kStride = 256;
 constexpr int64_t kAhead = 1024;  // bytes by which lines are asked for before they are copied
+constexpr int64_t kTurn = 64 * 1024;  // bytes between two offers of the core
 
 void copy(const char* source, char* target, int64_t bytes) {
   int64_t done = std::min(bytes, int64_t(-uintptr_t(target) % kWidth));  // up to where vectors may be streamed
@@ -35,12 +38,29 @@ void copy(const char* source, char* target, int64_t bytes) {
   std::memcpy(target + done, source + done, bytes - done);
 }
 
+// As Python's time.monotonic().
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 
 // source, target: arenas of blocks of so many bytes, which do not overlap.
 // blocks [2, count]: numbers of the source's blocks, and of the target's.
+// until_s: time of the monotonic clock until which threads that want the core have it after every few bytes. A team that
+// computes loses more than the time that one of its threads is kept off its core: the others go to sleep meanwhile.
 LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t bytes, const int64_t* blocks,
-                                   int64_t count) {
-  for (int64_t i = 0; i < count; ++i) copy(source + blocks[i] * bytes, target + blocks[count + i] * bytes, bytes);
+                                   int64_t count, double until_s) {
+  bool gives_way = seconds() < until_s;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t done = 0; done < bytes; done += kTurn) {
+      const int64_t begin = blocks[i] * bytes + done, to = blocks[count + i] * bytes + done;
+      copy(source + begin, target + to, std::min(bytes - done, kTurn));
+      if (gives_way) {
+        std::this_thread::yield();
+        gives_way = seconds() < until_s;
+      }
+    }
+  }
   _mm_sfence();  // whoever is told that they are done sees them
 }

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,26 @@ def test_blocks_take_the_time_that_the_link_needs() -> None:
     with copying(queue, rate):
         queue.wait_for(5)
         assert time.monotonic() - started_s >= 20 * BLOCK.nbytes / rate
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_copying_gives_way_until_the_links_time_is_over(is_linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    untils_s: list[float] = []
+    copy = Cpu.copy_blocks
+
+    def noted(device: Cpu, *arguments: Any) -> None:
+        untils_s.append(arguments[-1])
+        copy(device, *arguments)
+
+    monkeypatch.setattr(Cpu, "copy_blocks", noted)
+    group_s = 4 * BLOCK.nbytes / (rate := BLOCK.nbytes * 1000.0)
+    queue = Queue(*(group("", torch.zeros(4, 128)) for _ in range(3)))
+    began_s = time.monotonic()
+    with copying(queue, rate if is_linked else 0.0):
+        queue.wait_for(3)
+    first_s = untils_s[0]
+    assert untils_s == ([pytest.approx(first_s + i * group_s) for i in range(3)] if is_linked else [0.0] * 3)
+    assert not is_linked or began_s + group_s <= first_s <= time.monotonic()
 
 
 def test_the_turn_of_a_group_begins_before_it_is_copied() -> None:

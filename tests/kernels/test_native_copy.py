@@ -1,6 +1,7 @@
 """Copying natively, on every instruction set of this machine."""
 
 import ctypes
+import math
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return load_library(request.param)
 
 
-sizes = st.one_of(st.integers(0, 70), st.integers(250, 260), st.integers(500, 5000))
+sizes = st.one_of(st.integers(0, 70), st.integers(250, 260), st.integers(500, 5000), st.integers(65_000, 140_000))
 
 
-@given(sizes, st.integers(0, 64), st.integers(0, 64), st.data())
+@given(sizes, st.integers(0, 64), st.integers(0, 64), st.sampled_from([0.0, math.inf]), st.data())
 def test_blocks_arrive_and_no_other_byte_changes(
-    library: ctypes.CDLL, size: int, source_start: int, target_start: int, data: st.DataObject
+    library: ctypes.CDLL, size: int, source_start: int, target_start: int, until_s: float, data: st.DataObject
 ) -> None:
     generator = torch.Generator().manual_seed(size)
     wide = torch.randint(0, 256, (64 + 5 * size,), dtype=torch.uint8, generator=generator)
@@ -36,7 +37,7 @@ def test_blocks_arrive_and_no_other_byte_changes(
     for taken, put in zip(source_blocks, target_blocks, strict=True):
         start = target_start + put * size
         expected[start : start + size] = source[taken]
-    native_copy(library, source, source_blocks, target, target_blocks)
+    native_copy(library, source, source_blocks, target, target_blocks, until_s)
     assert torch.equal(into, expected)
 
 

@@ -95,7 +95,12 @@ class LateStream:
         self.device.begin_copy(self, [(source, target)])
 
     def copy_blocks(
-        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+        until_s: float = 0.0,
     ) -> None:
         missing = next((i for i, block in enumerate(target_blocks) if block >= len(target)), None)
         self.device.begin_copy(

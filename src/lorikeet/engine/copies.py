@@ -50,7 +50,8 @@ class Group(NamedTuple, Generic[Job]):
 
 class _Begun(NamedTuple, Generic[Job]):
     group: Group[Job]
-    began_s: float
+    due_s: float
+    """When its share of the link's time is over; of a link that is not declared, in the past."""
     mark: Mark | None
     """None if the device has failed."""
     error: str | None
@@ -59,8 +60,8 @@ class _Begun(NamedTuple, Generic[Job]):
 class Copier(Generic[Job]):
     """A thread that copies in one direction, a few blocks at a time; it asks each time, so that the urgent go first.
 
-    Over a declared link each group takes its share of the link's time: it is copied at once, and done when its time is
-    over. The time of groups that follow each other adds up exactly, however late the thread wakes.
+    Over a declared link each group takes its share of the link's time, and is done when that is over; until then its
+    copying gives way to others. The times of groups that follow each other add up, however late the thread wakes.
 
     Args:
         name: of the thread.
@@ -110,7 +111,7 @@ class Copier(Generic[Job]):
         compute_alone()
         give_way()
         begun: deque[_Begun[Job]] = deque()
-        link_free_s: float | None = None
+        link_free_s = 0.0
         while begun or not self._closing.is_set():
             self._woken.clear()
             has_room = len(begun) < self._ahead and not self._closing.is_set()
@@ -118,40 +119,39 @@ class Copier(Generic[Job]):
             if group is not None:
                 if not begun:
                     self._on_turn(group)
-                begun.append(self._begin(group))
+                begun.append(self._begin(group, link_free_s or time.monotonic()))
+                link_free_s = begun[-1].due_s
             elif begun:
-                link_free_s = self._end(begun.popleft(), link_free_s)
+                self._end(begun.popleft())
                 if begun:
                     self._on_turn(begun[0].group)
             elif not self._closing.is_set():
                 self._woken.wait()
-                link_free_s = None
+                link_free_s = 0.0
 
-    def _begin(self, group: Group[Job]) -> _Begun[Job]:
+    def _begin(self, group: Group[Job], link_free_s: float) -> _Begun[Job]:
         self._counts.note(Work.COPY, group.blocks)
-        began_s, mark, error = time.monotonic(), None, None
+        due_s = link_free_s + group.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
+        mark, error = None, None
         try:
             self._stream.follow(group.after)
-            self._stream.copy_blocks(group.source, group.source_blocks, group.target, group.target_blocks)
+            self._stream.copy_blocks(group.source, group.source_blocks, group.target, group.target_blocks, due_s)
         except RuntimeError as failure:  # a device may refuse; its transfer fails, and no other
             error = str(failure)
         try:
             mark = self._stream.mark()  # some of the copies may have begun all the same
         except RuntimeError as failure:
             error = error or str(failure)
-        return _Begun(group, began_s, mark, error)
+        return _Begun(group, due_s, mark, error)
 
-    def _end(self, begun: _Begun[Job], link_free_s: float | None) -> float | None:
-        """See a group to its end; return when the link is free again, if it is a declared one."""
-        group, began_s, mark, error = begun
+    def _end(self, begun: _Begun[Job]) -> None:
+        """See a group to its end."""
+        group, due_s, mark, error = begun
         try:
             if mark is not None:
                 mark.wait()
         except RuntimeError as failure:
             error = str(failure)
-        if self._link_bytes_per_s:
-            begins_s = began_s if link_free_s is None else link_free_s
-            link_free_s = begins_s + group.size_bytes / self._link_bytes_per_s
-            self._closing.wait(max(0.0, link_free_s - time.monotonic()))
+        if due_s:
+            self._closing.wait(max(0.0, due_s - time.monotonic()))
         self._on_done(group, error)
-        return link_free_s

@@ -36,13 +36,19 @@ class Stream(Protocol):
         ...
 
     def copy_blocks(
-        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+        until_s: float = 0.0,
     ) -> None:
         """Begin to copy blocks of an arena to as many of another; otherwise as :meth:`copy`.
 
         Args:
             source, target: ``[blocks, elements]``, as many elements in both.
             source_blocks, target_blocks: which; none of the target's twice.
+            until_s: time of the monotonic clock until which nobody waits for them.
         """
         ...
 

@@ -46,11 +46,16 @@ class Cpu:
         target.copy_(source)
 
     def copy_blocks(
-        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+        until_s: float = 0.0,
     ) -> None:
-        """Copy; past the caches, where the native library can be used."""
+        """Copy; past the caches and giving way to other threads, where the native library can be used."""
         if self._library is not None:
-            native_copy(self._library, source, source_blocks, target, target_blocks)
+            native_copy(self._library, source, source_blocks, target, target_blocks, until_s)
             return
         for taken, put in zip(source_blocks, target_blocks, strict=True):
             target[put].copy_(source[taken])
@@ -93,7 +98,12 @@ class CudaStream:
             target.copy_(source, non_blocking=True)
 
     def copy_blocks(
-        self, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+        self,
+        source: Tensor,
+        source_blocks: Sequence[int],
+        target: Tensor,
+        target_blocks: Sequence[int],
+        until_s: float = 0.0,
     ) -> None:
         """Give the copies to the device's copy engines."""
         with torch.cuda.stream(self._stream):

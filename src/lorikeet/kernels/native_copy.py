@@ -8,7 +8,12 @@ from torch import Tensor
 
 
 def native_copy(
-    library: ctypes.CDLL, source: Tensor, source_blocks: Sequence[int], target: Tensor, target_blocks: Sequence[int]
+    library: ctypes.CDLL,
+    source: Tensor,
+    source_blocks: Sequence[int],
+    target: Tensor,
+    target_blocks: Sequence[int],
+    until_s: float = 0.0,
 ) -> None:
     """Copy blocks of an arena to those of another, past the caches: for what is not read again soon.
 
@@ -16,6 +21,7 @@ def native_copy(
         library: see ``kernels.library``.
         source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
         source_blocks, target_blocks: which.
+        until_s: time of the monotonic clock until which it gives way to every other thread.
 
     Raises:
         RuntimeError: the arenas or the blocks do not go together, or a block is not there; nothing is copied then.
@@ -33,5 +39,10 @@ def native_copy(
     if blocks.size and (blocks.min() < 0 or (blocks.max(axis=1) >= (len(source), len(target))).any()):
         raise RuntimeError(f"blocks of arenas of {len(source)} and {len(target)} cannot be copied: one is not there")
     library.lorikeet_copy(
-        source.data_ptr(), target.data_ptr(), source.shape[1] * source.itemsize, blocks.ctypes.data, len(source_blocks)
+        source.data_ptr(),
+        target.data_ptr(),
+        source.shape[1] * source.itemsize,
+        blocks.ctypes.data,
+        len(source_blocks),
+        until_s,
     )
