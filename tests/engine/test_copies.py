@@ -146,7 +146,9 @@ def test_copying_gives_way_until_the_links_time_is_over(is_linked: bool, monkeyp
     with copying(queue, rate if is_linked else 0.0):
         queue.wait_for(3)
     first_s = untils_s[0]
-    assert untils_s == ([pytest.approx(first_s + i * group_s) for i in range(3)] if is_linked else [0.0] * 3)
+    assert untils_s == (
+        [pytest.approx(first_s + i * group_s, rel=0, abs=1e-6) for i in range(3)] if is_linked else [0.0] * 3
+    )
     assert not is_linked or began_s + group_s <= first_s <= time.monotonic()
 
 
