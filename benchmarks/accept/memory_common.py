@@ -3,12 +3,13 @@
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
@@ -39,14 +40,23 @@ class MemoryRuns:
 
     Args:
         scratch: an empty folder, for adapters.
+        repeat: of line 6, which profiles the machine anew in each, quickly; None for lines 4 and 5, which share theirs.
     """
 
-    def __init__(self, scratch: Path) -> None:
-        self._peaks, self._live = StoredRuns("memory.6"), StoredRuns("memory.4")
+    def __init__(self, scratch: Path, repeat: int | None = None) -> None:
+        self._runs = StoredRuns("memory.4" if repeat is None else "memory.6")
+        self._ending = "" if repeat is None else f"-{repeat}"
         with unpacked(MOONCAKE_CONVERSATION) as file:
             self._trace = tuple(read_any(file))
         self.work = cache(self._work)
-        self._rigs = MachineRigs(self._peaks, self.work(1.0), RANKS, scratch)
+        self._rigs = MachineRigs(
+            self._runs,
+            self.work(1.0),
+            RANKS,
+            scratch,
+            profile_part=f"profile{self._ending}",
+            quick=repeat is not None,
+        )
         self._modelled = cache(self._model)
 
     def _work(self, rate: float) -> MemoryWork:
@@ -92,11 +102,13 @@ class MemoryRuns:
 
     def live(self, part: str, row: str, rate: float, *, paced: bool = True) -> dict[str, Any]:
         """Return a live run of line 4: its rate, the row's figures, and TTFT and TPOT of every request."""
-        return _whole(self._live.get(part, lambda: self._run(self._rigs.live, row, rate, paced=paced)))
+        return _whole(self._runs.get(part, partial(self._run, self._rigs.live, row, rate, paced=paced)))
 
-    def probe(self, part: str, row: str, rate: float) -> dict[str, Any]:
-        """Return a live run of line 6."""
-        return _whole(self._peaks.get(part, lambda: self._run(self._rigs.live, row, rate, paced=True)))
+    def probe(self, side: str, row: str, rate: float) -> dict[str, Any]:
+        """Return a live run of line 6 that others on the hardware disturbed little, if that can be had."""
+        part = f"live-{part_name(row)}-{side}{self._ending}"
+        measure = partial(self._run, self._rigs.live, row, rate, paced=True)
+        return _whole(self._runs.get(part, partial(undisturbed, measure)))
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
         """Return the same run by the profile."""
@@ -132,7 +144,7 @@ class MemoryRuns:
         def search() -> dict[str, Any]:
             return {"peak": msgspec.to_builtins(find_peak(attainment, 1.0, 1.0, precision=0.02))}
 
-        return msgspec.convert(self._peaks.get(f"peak-{part_name(row)}", search)["peak"], Peak)
+        return msgspec.convert(self._runs.get(f"peak-{part_name(row)}{self._ending}", search)["peak"], Peak)
 
     def peak_rate(self, row: str) -> float:
         """Return its rate.
@@ -161,10 +173,10 @@ class MemoryRuns:
 
 
 @contextmanager
-def memory_runs() -> Iterator[MemoryRuns]:
+def memory_runs(repeat: int | None = None) -> Iterator[MemoryRuns]:
     """Yield the runs, with a folder that is removed in the end."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-memory-") as scratch:
-        yield MemoryRuns(Path(scratch))
+        yield MemoryRuns(Path(scratch), repeat)
 
 
 def paired(

@@ -24,22 +24,31 @@ class MachineRigs:
         work: a workload; its adapters are those of the rigs.
         ranks: of the adapters in turn.
         scratch: an empty folder, for adapters.
+        profile_part: which of the parts is the profile.
         quick: the profile is the command's quick one, enough for a rate to run at.
     """
 
     def __init__(
-        self, runs: StoredRuns, work: MemoryWork, ranks: tuple[int, ...], scratch: Path, *, quick: bool = False
+        self,
+        runs: StoredRuns,
+        work: MemoryWork,
+        ranks: tuple[int, ...],
+        scratch: Path,
+        *,
+        profile_part: str = "profile",
+        quick: bool = False,
     ) -> None:
         self._runs = runs
         self._work = work
         self._options = WorkOptions(source="", ranks=ranks)
         self._scratch = scratch
+        self._profile_part = profile_part
         self._quick = quick
 
     @cached_property
     def profile(self) -> CostProfile:
         """This machine's."""
-        return machine_profile(self._runs, quick=self._quick)
+        return machine_profile(self._runs, self._profile_part, quick=self._quick)
 
     @cached_property
     def live(self) -> Rig:

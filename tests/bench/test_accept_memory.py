@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.accept import memory_large
 from benchmarks.accept.memory_4 import _failures, _ratios
-from benchmarks.accept.memory_common import OURS, S_LORA, STATIC, paired, part_name
+from benchmarks.accept.memory_6 import BELOW, BEYOND, Repeat, failures_of, ratios, shares
+from benchmarks.accept.memory_common import DISCARDING, OURS, RIVALS, S_LORA, STATIC, paired, part_name
 from benchmarks.accept.memory_page import memory_page, reduction
 from benchmarks.accept.pytest_runs import run_tests
 
@@ -43,6 +44,24 @@ def test_a_rival_must_be_beaten_by_its_own_bound(rival: str, ttft: float, tpot: 
     ours = [times([ttft, 2 * ttft, 3 * ttft], [0.1 * tpot, 0.2 * tpot, 0.3 * tpot])] * 2
     found = _failures(rival, _ratios(ours, theirs))
     assert [text.split(" ×")[0] for text in found] == complaints
+
+
+def test_peaks_are_medians_over_profiles_and_must_be_confirmed_by_the_median_probe() -> None:
+    def repeat(rivals_peak: float, below: float, beyond: float) -> Repeat:
+        peaks = {OURS: 6.0} | dict.fromkeys(RIVALS, rivals_peak)
+        return Repeat(0.3, peaks, {row: {BELOW: below, BEYOND: beyond} for row in peaks}, {}, [])
+
+    good = [repeat(2.0, 0.7, 1.3), repeat(3.0, 0.8, 1.2), repeat(6.0, 2.0, 0.9)]
+    assert ratios(good) == dict.fromkeys(RIVALS, 2.0)
+    assert shares(good)[OURS] == {BELOW: 0.8, BEYOND: 1.2}
+    assert failures_of(ratios(good), shares(good)) == []
+    bad = [repeat(5.0, 1.1, 1.0)] * 3
+    assert [text.split(" (")[0] for text in failures_of(ratios(bad), {OURS: shares(bad)[OURS]})] == [
+        f"1.20 × {S_LORA}",
+        f"{OURS} misses the limit live below its modelled peak",
+        f"{OURS} meets the limit live beyond its modelled peak",
+    ]
+    assert failures_of(ratios([repeat(5.1, 0.5, 2.0)]), {}) == [f"1.18 × {S_LORA}", f"1.18 × {DISCARDING}"]
 
 
 def test_reductions_are_means_over_the_loads() -> None:
