@@ -195,12 +195,15 @@ vllm:lora_adapter_load_seconds_sum{{engine="0"}} {sum}
 # TYPE vllm:num_preemptions counter
 vllm:num_preemptions_total{{engine="0"}} 1.0
 vllm:num_preemptions_total{{engine="1"}} 2.0
+# TYPE lorikeet:predictor_cpu_seconds counter
+lorikeet:predictor_cpu_seconds_total {sum}
 """
     before, after = (parse_counters(page.format(count=count, sum=total)) for count, total in ((1, 0.5), (3, 0.9)))
-    assert growth(before, after) == {
+    assert growth(before, after, 10.0) == {
         "adapter loads": 2.0,
         "preemptions": 0.0,
         "mean adapter load, s": pytest.approx(0.2),
+        "length predictor, share of a core": pytest.approx(0.04),
     }
-    assert growth({}, after)["preemptions"] == 3.0
-    assert growth({}, {}) == {}
+    assert growth({}, after, 10.0)["preemptions"] == 3.0
+    assert growth({}, {}, 10.0) == {}

@@ -1,5 +1,6 @@
 """Runs of a load generator: one, or a search for the peak load."""
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -87,10 +88,10 @@ class LoadRunner:
             ChoiceError: a rule of the recipe has no meaning for them.
         """
         requests = self._requests(count, rate)
-        before = read_counters(self._target.url, self._target.api_key)
+        before, began_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
         run = self._drive(requests, stage, self._concurrency)
-        after = read_counters(self._target.url, self._target.api_key)
-        return run._replace(rate=rate, server=growth(before, after))
+        after, ended_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
+        return run._replace(rate=rate, server=growth(before, after, ended_s - began_s))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
         """Search the highest rate at which the share ``attainment`` of requests meets the SLO.

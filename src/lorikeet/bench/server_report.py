@@ -16,9 +16,11 @@ MEANS = {
     "lorikeet:request_adapter_wait_seconds": "mean wait for an adapter, s",
     "vllm:time_to_first_token_seconds": "mean TTFT inside the server, s",
 }
-"""Samples and histograms that are read where they are there, and what they are called in a report."""
+SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a core"}
+"""Samples and histograms that are read where they are there, and what they are called in a report; of shares the
+samples are seconds."""
 
-_WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum"))}
+_WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
 
 
 def parse_counters(page: str) -> dict[str, float]:
@@ -45,8 +47,8 @@ def read_counters(url: str, api_key: str = "") -> dict[str, float]:
         return {}
 
 
-def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return what happened between two readings, under names for people.
+def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
+    """Return what happened between two readings, ``passed_s`` apart, under names for people.
 
     A counter that was not there before began at 0. Means without a value in between are left out.
     """
@@ -57,4 +59,5 @@ def growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
         for name, text in MEANS.items()
         if grown.get(f"{name}_count")
     }
-    return counts | means
+    shares = {text: grown[name] / passed_s for name, text in SHARES.items() if name in grown}
+    return counts | means | shares
