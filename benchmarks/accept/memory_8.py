@@ -24,6 +24,7 @@ from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.build import build_replica
+from lorikeet.engine.device import BlockCopy
 from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.torch_executor import TorchExecutor
@@ -79,11 +80,11 @@ class TimedCopies:
 
     def patch(self) -> Any:
         """Return a context in which copies are timed."""
-        copy = Cpu.copy_blocks
+        copy_blocks = Cpu.copy_blocks
 
-        def timed(device: Cpu, *arguments: Any) -> None:
+        def timed(device: Cpu, copy: BlockCopy, until_s: float) -> None:
             began_s = time.thread_time()
-            copy(device, *arguments)
+            copy_blocks(device, copy, until_s)
             self.cpu_s.append(time.thread_time() - began_s)
 
         return mock.patch.object(Cpu, "copy_blocks", timed)

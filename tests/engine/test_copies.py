@@ -8,14 +8,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lorikeet.engine.copies import Copier, Group
-from lorikeet.engine.device import Device
+from lorikeet.engine.device import BlockCopy, Device
 from lorikeet.engine.devices import Cpu
 from lorikeet.engine.priority import NICE
 from lorikeet.engine.transfer_counts import TransferCounts, Work, Worker
@@ -61,7 +60,7 @@ def group(name: str, targets: Tensor, device: Device | None = None) -> Group[str
     made = device or Cpu()
     made.register(sources)
     blocks = range(len(sources))
-    return Group(name, made.steps.mark(), sources, blocks, targets, blocks)
+    return Group(name, made.steps.mark(), BlockCopy(sources, blocks, targets, blocks))
 
 
 @contextmanager
@@ -111,7 +110,7 @@ def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_bl
 
 def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
     target = torch.zeros(1, 128)
-    queue = Queue(Group("wrong", Cpu().mark(), BLOCK[None, :100], [0], target, [0]), group("right", target))
+    queue = Queue(Group("wrong", Cpu().mark(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target))
     with copying(queue):
         queue.wait_for(2)
     (wrong, error), right = queue.done
@@ -133,11 +132,11 @@ def test_blocks_take_the_time_that_the_link_needs() -> None:
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_copying_gives_way_until_the_links_time_is_over(is_linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     untils_s: list[float] = []
-    copy = Cpu.copy_blocks
+    copy_blocks = Cpu.copy_blocks
 
-    def noted(device: Cpu, *arguments: Any) -> None:
-        untils_s.append(arguments[-1])
-        copy(device, *arguments)
+    def noted(device: Cpu, copy: BlockCopy, until_s: float) -> None:
+        untils_s.append(until_s)
+        copy_blocks(device, copy, until_s)
 
     monkeypatch.setattr(Cpu, "copy_blocks", noted)
     group_s = 4 * BLOCK.nbytes / (rate := BLOCK.nbytes * 1000.0)
@@ -204,7 +203,7 @@ def test_a_group_that_fails_late_or_in_part_is_told_when_nothing_of_it_is_in_fli
     first, second, third, fourth = (group(str(number), target, device) for number, target in enumerate(targets))
     device.failing.add(0)
     device.unmarked.add(3)
-    in_part = second._replace(target_blocks=[0, 2])
+    in_part = second._replace(copy=second.copy._replace(target_blocks=[0, 2]))
     with copying(queue := Queue(first, in_part, third, fourth), device=device):
         queue.wait_for(4)
     assert queue.done == [

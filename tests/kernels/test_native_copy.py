@@ -58,5 +58,5 @@ def test_what_does_not_go_together_is_refused(
     library: ctypes.CDLL, target: torch.Tensor, source_blocks: list[int], target_blocks: list[int]
 ) -> None:
     with pytest.raises(RuntimeError, match="copied"):
-        native_copy(library, torch.ones(2, 8), source_blocks, target, target_blocks)
+        native_copy(library, torch.ones(2, 8), source_blocks, target, target_blocks, 0.0)
     assert not target.any()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lorikeet.engine.batch_builder import BatchRow
 from lorikeet.engine.decode_graphs import DecodeGraphs
-from lorikeet.engine.device import Mark, Stream
+from lorikeet.engine.device import BlockCopy, Mark, Stream
 from lorikeet.kernels.base import Batch, LoraBatch
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.models.decoder import Decoder
@@ -94,14 +94,8 @@ class LateStream:
     def copy(self, source: Tensor, target: Tensor) -> None:
         self.device.begin_copy(self, [(source, target)])
 
-    def copy_blocks(
-        self,
-        source: Tensor,
-        source_blocks: Sequence[int],
-        target: Tensor,
-        target_blocks: Sequence[int],
-        until_s: float = 0.0,
-    ) -> None:
+    def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
+        source, source_blocks, target, target_blocks = copy
         missing = next((i for i, block in enumerate(target_blocks) if block >= len(target)), None)
         self.device.begin_copy(
             self,

@@ -3,13 +3,11 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from torch import Tensor
-
 from lorikeet.engine.cores import compute_alone
-from lorikeet.engine.device import Mark, Stream
+from lorikeet.engine.device import BlockCopy, Mark, Stream
 from lorikeet.engine.priority import give_way
 from lorikeet.engine.transfer_counts import TransferCounts, Work
 
@@ -26,26 +24,12 @@ class Group(NamedTuple, Generic[Job]):
     Attributes:
         job: what they belong to.
         after: they are copied once the work before this mark is done.
-        source, target: arenas, ``[blocks, elements]``.
-        source_blocks, target_blocks: which of theirs, as many.
+        copy: from where to where.
     """
 
     job: Job
     after: Mark
-    source: Tensor
-    source_blocks: Sequence[int]
-    target: Tensor
-    target_blocks: Sequence[int]
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks are copied."""
-        return len(self.source_blocks)
-
-    @property
-    def size_bytes(self) -> int:
-        """How much is copied."""
-        return self.blocks * self.source.shape[1] * self.source.itemsize
+    copy: BlockCopy
 
 
 class _Begun(NamedTuple, Generic[Job]):
@@ -130,12 +114,12 @@ class Copier(Generic[Job]):
                 link_free_s = 0.0
 
     def _begin(self, group: Group[Job], link_free_s: float) -> _Begun[Job]:
-        self._counts.note(Work.COPY, group.blocks)
-        due_s = link_free_s + group.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
+        self._counts.note(Work.COPY, group.copy.blocks)
+        due_s = link_free_s + group.copy.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
         mark, error = None, None
         try:
             self._stream.follow(group.after)
-            self._stream.copy_blocks(group.source, group.source_blocks, group.target, group.target_blocks, due_s)
+            self._stream.copy_blocks(group.copy, due_s)
         except RuntimeError as failure:  # a device may refuse; its transfer fails, and no other
             error = str(failure)
         try:

@@ -5,9 +5,33 @@ promised, are those of CUDA's streams and events (CUDA C++ Programming Guide, "A
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class BlockCopy(NamedTuple):
+    """Blocks of an arena, and those of another that they are copied to.
+
+    Attributes:
+        source, target: the arenas, ``[blocks, elements]``, as many elements in both.
+        source_blocks, target_blocks: which of theirs, as many; none of the target's twice.
+    """
+
+    source: Tensor
+    source_blocks: Sequence[int]
+    target: Tensor
+    target_blocks: Sequence[int]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are copied."""
+        return len(self.source_blocks)
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is copied."""
+        return self.blocks * self.source.shape[1] * self.source.itemsize
 
 
 class Mark(Protocol):
@@ -35,19 +59,11 @@ class Stream(Protocol):
         """
         ...
 
-    def copy_blocks(
-        self,
-        source: Tensor,
-        source_blocks: Sequence[int],
-        target: Tensor,
-        target_blocks: Sequence[int],
-        until_s: float = 0.0,
-    ) -> None:
-        """Begin to copy blocks of an arena to as many of another; otherwise as :meth:`copy`.
+    def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
+        """Begin to copy blocks of an arena to another; otherwise as :meth:`copy`.
 
         Args:
-            source, target: ``[blocks, elements]``, as many elements in both.
-            source_blocks, target_blocks: which; none of the target's twice.
+            copy: from where to where.
             until_s: time of the monotonic clock until which nobody waits for them.
         """
         ...

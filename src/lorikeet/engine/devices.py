@@ -1,13 +1,13 @@
 """The devices that there are; see ``engine.device`` for what is asked of them. Cuda has not run on one yet."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lorikeet.engine.device import Device, Graph, Mark, Stream
+from lorikeet.engine.device import BlockCopy, Device, Graph, Mark, Stream
 from lorikeet.kernels.library import NativeUnavailableError, best_library
 from lorikeet.kernels.native_copy import native_copy
 
@@ -45,20 +45,13 @@ class Cpu:
         """Copy."""
         target.copy_(source)
 
-    def copy_blocks(
-        self,
-        source: Tensor,
-        source_blocks: Sequence[int],
-        target: Tensor,
-        target_blocks: Sequence[int],
-        until_s: float = 0.0,
-    ) -> None:
+    def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
         """Copy; past the caches and giving way to other threads, where the native library can be used."""
         if self._library is not None:
-            native_copy(self._library, source, source_blocks, target, target_blocks, until_s)
+            native_copy(self._library, *copy, until_s)
             return
-        for taken, put in zip(source_blocks, target_blocks, strict=True):
-            target[put].copy_(source[taken])
+        for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
+            copy.target[put].copy_(copy.source[taken])
 
     def follow(self, mark: Mark) -> None:
         """All work is done."""
@@ -97,18 +90,11 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
-    def copy_blocks(
-        self,
-        source: Tensor,
-        source_blocks: Sequence[int],
-        target: Tensor,
-        target_blocks: Sequence[int],
-        until_s: float = 0.0,
-    ) -> None:
+    def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
         """Give the copies to the device's copy engines."""
         with torch.cuda.stream(self._stream):
-            for taken, put in zip(source_blocks, target_blocks, strict=True):
-                target[put].copy_(source[taken], non_blocking=True)
+            for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
+                copy.target[put].copy_(copy.source[taken], non_blocking=True)
 
     def follow(self, mark: Mark) -> None:
         """Let the stream wait for an event of this device."""

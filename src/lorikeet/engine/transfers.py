@@ -20,7 +20,7 @@ from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES, Copier, Group
-from lorikeet.engine.device import Device
+from lorikeet.engine.device import BlockCopy, Device
 from lorikeet.engine.devices import device_at
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.helper_process import HelperProcess
@@ -336,8 +336,8 @@ class Transfers:
         on_host = self._host_blocks, underway.host_blocks[blocks.start : blocks.stop]
         on_device = self._arena, underway.transfer.device_blocks[blocks.start : blocks.stop]
         if target is Tier.DEVICE:
-            return Group(underway, underway.after, *on_host, *on_device)
-        return Group(underway, underway.after, *on_device, *on_host)
+            return Group(underway, underway.after, BlockCopy(*on_host, *on_device))
+        return Group(underway, underway.after, BlockCopy(*on_device, *on_host))
 
     def _turned(self, group: Group[Underway]) -> None:
         with self._lock:
@@ -347,7 +347,7 @@ class Transfers:
                 group.job.arrival.begin()
 
     def _copied(self, group: Group[Underway], error: str | None) -> None:
-        underway, blocks = group.job, group.blocks
+        underway, blocks = group.job, group.copy.blocks
         with self._lock:
             underway.has_turn = False
             underway.copying -= blocks

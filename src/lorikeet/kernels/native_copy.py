@@ -13,7 +13,7 @@ def native_copy(
     source_blocks: Sequence[int],
     target: Tensor,
     target_blocks: Sequence[int],
-    until_s: float = 0.0,
+    until_s: float,
 ) -> None:
     """Copy blocks of an arena to those of another, past the caches: for what is not read again soon.
 
