@@ -47,8 +47,8 @@ double seconds() {
 
 // source, target: arenas of blocks of so many bytes, which do not overlap.
 // blocks [2, count]: numbers of the source's blocks, and of the target's.
-// until_s: time of the monotonic clock until which threads that want the core have it after every few bytes. A team that
-// computes loses more than the time that one of its threads is kept off its core: the others go to sleep meanwhile.
+// until_s: time of the monotonic clock until which threads that want the core have it after every few bytes: a team that
+// computes loses more than the time that one of its threads is kept off its core.
 LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t bytes, const int64_t* blocks,
                                    int64_t count, double until_s) {
   bool gives_way = seconds() < until_s;
