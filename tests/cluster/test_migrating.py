@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+import structlog
 
 from lorikeet.cluster.build import MigrationCosts, build_migration
 from lorikeet.cluster.client import ClusterClient
@@ -148,10 +149,12 @@ async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, ad
 
     handles = await begun(client, adapter, "again")
     before = client.describe().moves
-    reviewing = asyncio.create_task(Migration(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run())
-    await until(lambda: client.describe().moves > before)
-    reviewing.cancel()
-    await asyncio.wait({reviewing})
+    with structlog.testing.capture_logs() as logged:  # rendering the traceback would take longer than the requests
+        reviewing = asyncio.create_task(Migration(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run())
+        await until(lambda: client.describe().moves > before)
+        reviewing.cancel()
+        await asyncio.wait({reviewing})
+    assert [entry["log_level"] for entry in logged if "review" in entry["event"]] == ["error"]
     for handle in handles:
         handle.abort()
 
