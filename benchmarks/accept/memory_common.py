@@ -22,6 +22,11 @@ from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, spread
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
 from lorikeet.config import EngineSettings
+from lorikeet.engine.modelled_build import transfer_model
+from lorikeet.engine.recorded_times import Kind, compare_times
+from lorikeet.engine.recording import Recording
+from lorikeet.engine.replay import turns
+from lorikeet.rows import resolve_row
 
 ADAPTERS, RANKS, CHOICE = 100, (32, 64), "zipf:1.5"
 REQUESTS, LEAST_TURNS, MOST_TOKENS, STEP_TOKENS = 300, 3, 500, 256
@@ -105,10 +110,28 @@ class MemoryRuns:
         return _whole(self._runs.get(part, partial(self._run, self._rigs.live, row, rate, paced=paced)))
 
     def probe(self, side: str, row: str, rate: float) -> dict[str, Any]:
-        """Return a live run of line 6 that others on the hardware disturbed little, if that can be had."""
+        """Return a live run of line 6 that others on the hardware disturbed little, if that can be had.
+
+        Beside what ``live`` returns it has ``stolen`` and ``drift``, see ``undisturbed``.
+        """
+
+        def measure() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
+                record = Path(folder) / "run"
+                run = self._run(self._rigs.live, row, rate, paced=True, record=record)
+                return run | {"drift": self._drift(Recording(record))}
+
         part = f"live-{part_name(row)}-{side}{self._ending}"
-        measure = partial(self._run, self._rigs.live, row, rate, paced=True)
         return _whole(self._runs.get(part, partial(undisturbed, measure)))
+
+    def _drift(self, recording: Recording) -> float:
+        """Return by what share the recorded steps took longer than the profile says."""
+        engine = recording.header.engine
+        transfers = transfer_model(engine, self._rigs.profile)
+        pairs = compare_times(turns(recording), resolve_row(engine.row)[1], transfers)
+        steps = [pair for kind in (Kind.DECODE, Kind.PREFILL, Kind.MIXED) for pair in pairs[kind]]
+        recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
+        return recorded_s / modelled_s - 1
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
         """Return the same run by the profile."""
@@ -117,9 +140,12 @@ class MemoryRuns:
     def _model(self, row: str, rate: float) -> dict[str, Any]:
         return self._run(self._rigs.modelled, row, rate, paced=True)
 
-    def _run(self, rig: Rig, row: str, rate: float, *, paced: bool) -> dict[str, Any]:
-        work = self.work(rate)
-        done = run_row(rig, self.setting(paced=paced).settings(row), work)
+    def _run(self, rig: Rig, row: str, rate: float, *, paced: bool, record: Path | None = None) -> dict[str, Any]:
+        work, settings = self.work(rate), self.setting(paced=paced).settings(row)
+        if record is not None:
+            recorded = msgspec.structs.replace(settings.engine, record=str(record))
+            settings = msgspec.structs.replace(settings, engine=recorded)
+        done = run_row(rig, settings, work)
         exchanges = done.run.exchanges
         return {
             "rate": rate,

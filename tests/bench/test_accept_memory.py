@@ -49,7 +49,7 @@ def test_a_rival_must_be_beaten_by_its_own_bound(rival: str, ttft: float, tpot: 
 def test_peaks_are_medians_over_profiles_and_must_be_confirmed_by_the_median_probe() -> None:
     def repeat(rivals_peak: float, below: float, beyond: float) -> Repeat:
         peaks = {OURS: 6.0} | dict.fromkeys(RIVALS, rivals_peak)
-        return Repeat(0.3, peaks, {row: {BELOW: below, BEYOND: beyond} for row in peaks}, {}, [])
+        return Repeat(0.3, peaks, {row: {BELOW: below, BEYOND: beyond} for row in peaks}, {}, [], [])
 
     good = [repeat(2.0, 0.7, 1.3), repeat(3.0, 0.8, 1.2), repeat(6.0, 2.0, 0.9)]
     assert ratios(good) == dict.fromkeys(RIVALS, 2.0)
