@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.accept import memory_large
 from benchmarks.accept.memory_4 import _failures, _ratios
-from benchmarks.accept.memory_6 import BELOW, BEYOND, Repeat, failures_of, ratios, shares
+from benchmarks.accept.memory_6 import BELOW, BEYOND, Repeat, _share_of_limit, failures_of, ratios, shares
 from benchmarks.accept.memory_common import DISCARDING, OURS, RIVALS, S_LORA, STATIC, paired, part_name
 from benchmarks.accept.memory_page import memory_page, reduction
 from benchmarks.accept.pytest_runs import run_tests
@@ -62,6 +62,11 @@ def test_peaks_are_medians_over_profiles_and_must_be_confirmed_by_the_median_pro
         f"{OURS} meets the limit live beyond its modelled peak",
     ]
     assert failures_of(ratios([repeat(5.1, 0.5, 2.0)]), {}) == [f"1.18 × {S_LORA}", f"1.18 × {DISCARDING}"]
+
+
+def test_the_limit_of_a_probe_drifts_with_the_machine() -> None:
+    assert _share_of_limit({"figures": {"ttft_mean_s": 0.33}, "drift": 0.1}, 0.3) == pytest.approx(1.0)
+    assert _share_of_limit({"figures": {"ttft_mean_s": 0.27}, "drift": -0.1}, 0.3) == pytest.approx(1.0)
 
 
 def test_reductions_are_means_over_the_loads() -> None:
