@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -167,7 +168,10 @@ async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_ve
     source = world.folder / "sources" / "changing"
     shutil.copytree(world.folder / "sources" / CONTENTS[0], source)
     assert await world.load("name", "changing", replace=False) == 201
-    for turn in range(4):
+    turns = count()
+    replaced_in_mid_traffic = 0
+    while replaced_in_mid_traffic < 4:  # a test that stalls may find the engine done: such a turn does not count
+        turn = next(turns)
         content, successor = CONTENTS[turn % 3], CONTENTS[(turn + 1) % 3]
         running = [asyncio.create_task(world.ask("name", f"old-{turn}-{i}", 200)) for i in range(3)]
         running.append(asyncio.create_task(world.ask("base", f"base-{turn}", 200)))
@@ -176,7 +180,7 @@ async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_ve
         shutil.rmtree(source)
         shutil.copytree(world.folder / "sources" / successor, source)
         assert await world.load("name", "changing", replace=True) == 201
-        assert not any(task.done() for task in running), "they are in mid traffic"
+        replaced_in_mid_traffic += not any(task.done() for task in running)
         assert await asyncio.gather(*(world.ask("name", f"new-{turn}-{i}") for i in range(3))) == [200] * 3
         for i in range(3):
             world.check(f"new-{turn}-{i}", successor)
