@@ -38,6 +38,14 @@ def disturbance_words(stolen: float) -> str:
     )
 
 
+def drift_words() -> str:
+    """Return the rule for the notes of a line whose measurements tell how far the machine had left its profile."""
+    return (
+        f"measured {ATTEMPTS} times if others on the hardware took more than {MOST_STOLEN:.0%} or if its steps took "
+        f"{MOST_DRIFT:.0%} longer or shorter than its profile says, and the least disturbed counts"
+    )
+
+
 def _disturbance(result: dict[str, Any]) -> float:
     """Return what counts against a result, 1 for as much as it may be."""
     return max(float(result["stolen"]) / MOST_STOLEN, abs(float(result.get("drift", 0.0))) / MOST_DRIFT)

@@ -1,7 +1,9 @@
 """memory.4: the memory's rows beside each other, live, each rival at 80 % of its own peak."""
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+from benchmarks.accept.disturbance import drift_words
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.memory_common import (
     LOAD,
@@ -21,6 +23,19 @@ from lorikeet.bench.statistics import Ratio, mean_of, p95_of, ratio_over_request
 REPEATS, TTFT = 3, 0.6
 
 
+class Pair(NamedTuple):
+    """Runs of two rows in turns.
+
+    Attributes:
+        rate: of the requests, per second.
+        ours, theirs: see ``MemoryRuns.live``.
+    """
+
+    rate: float
+    ours: list[dict[str, Any]]
+    theirs: list[dict[str, Any]]
+
+
 @line(
     "memory.4",
     title="TTFT of elora beside elora:s-lora and vllm-static, live and interleaved, at 80 % of the rival's peak",
@@ -28,16 +43,16 @@ REPEATS, TTFT = 3, 0.6
     "interval); intervals of TPOT include or lie below 1; no invalid KV",
 )
 def run(runs: StoredRuns) -> Result:
-    """Run both sides of every pair in turns, then one unpaced pair."""
-    with memory_runs() as memory:
-        pairs = {rival: _pair(memory, rival) for rival in RIVALS}
-        rates = {rival: LOAD * memory.peak_rate(rival) for rival in RIVALS}
+    """Profile this machine for every pair and run both its sides in turns; one more pair without a declared link."""
+    pairs = {rival: _pair(rival) for rival in RIVALS}
+    with beside(S_LORA) as memory:
         unpaced = {
-            row: memory.live(f"unpaced-{part_name(row)}", row, rates[S_LORA], paced=False) for row in (OURS, S_LORA)
+            row: memory.live(f"unpaced-{part_name(row)}", row, pairs[S_LORA].rate, paced=False)
+            for row in (OURS, S_LORA)
         }
         words = memory.words()
-    ratios = {rival: _ratios(*sides) for rival, sides in pairs.items()}
-    invalid = max(run["figures"]["invalid_kv_share"] for ours, _ in pairs.values() for run in ours)
+    ratios = {rival: _ratios(pair.ours, pair.theirs) for rival, pair in pairs.items()}
+    invalid = max(run["figures"]["invalid_kv_share"] for pair in pairs.values() for run in pair.ours)
     failures = [failure for rival, found in ratios.items() for failure in _failures(rival, found)]
     if invalid > 0:
         failures.append(f"{invalid:.2%} of elora's KV was invalid")
@@ -56,29 +71,45 @@ def run(runs: StoredRuns) -> Result:
         interval=(first.low, first.high),
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"{words}; {REPEATS} interleaved repeats; 95 % bootstrap over requests; loads: "
-        + ", ".join(f"{rates[rival]:.2f}/s beside {rival}" for rival in RIVALS)
+        notes=f"{words}; {REPEATS} interleaved repeats; 95 % bootstrap over requests; loads by a quick profile right "
+        "before each pair: "
+        + ", ".join(f"{pair.rate:.2f}/s beside {rival}" for rival, pair in pairs.items())
         + "; mean TTFT, ms: "
-        + "; ".join(f"elora {_ms(ours)}, {rival} {_ms(theirs)}" for rival, (ours, theirs) in pairs.items())
-        + "; arrivals in this process; interval of the first ratio",
+        + "; ".join(f"elora {_ms(pair.ours)}, {rival} {_ms(pair.theirs)}" for rival, pair in pairs.items())
+        + "; steps took longer than the profile says by: "
+        + "; ".join(f"elora {_drift(pair.ours)}, {rival} {_drift(pair.theirs)}" for rival, pair in pairs.items())
+        + f"; a profile or run was {drift_words()}; arrivals in this process; interval of the first ratio",
         details={
             "rows": {
-                rival: {"elora": [run["figures"] for run in ours], rival: [run["figures"] for run in theirs]}
-                for rival, (ours, theirs) in pairs.items()
+                rival: {
+                    "elora": [run["figures"] for run in pair.ours],
+                    rival: [run["figures"] for run in pair.theirs],
+                }
+                for rival, pair in pairs.items()
             },
             "unpaced": {row: run["figures"] for row, run in unpaced.items()},
         },
     )
 
 
-def _pair(memory: MemoryRuns, rival: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the runs of ours and of the rival at the rival's load; which comes first changes from repeat to repeat."""
+def beside(rival: str) -> AbstractContextManager[MemoryRuns]:
+    """Return the runs of ours and of a rival, by a profile of their own."""
+    return memory_runs("memory.4", f"beside-{part_name(rival)}")
+
+
+def _pair(rival: str) -> Pair:
+    with beside(rival) as memory:
+        return run_pair(memory, rival)
+
+
+def run_pair(memory: MemoryRuns, rival: str) -> Pair:
+    """Run ours and the rival at the rival's load; which comes first changes from repeat to repeat."""
     rate = LOAD * memory.peak_rate(rival)
     sides: dict[str, list[dict[str, Any]]] = {OURS: [], rival: []}
     for repeat in range(REPEATS):
         for row in sorted(sides, reverse=bool(repeat % 2)):
-            sides[row].append(memory.live(f"{part_name(rival)}-{repeat}-{part_name(row)}", row, rate))
-    return sides[OURS], sides[rival]
+            sides[row].append(memory.live(f"{repeat}-{part_name(row)}", row, rate))
+    return Pair(rate, sides[OURS], sides[rival])
 
 
 def _ratios(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Ratio]:
@@ -101,3 +132,7 @@ def _failures(rival: str, found: dict[str, Ratio]) -> list[str]:
 
 def _ms(runs: list[dict[str, Any]]) -> str:
     return " ".join(f"{run['figures']['ttft_mean_s'] * 1e3:.0f}" for run in runs)
+
+
+def _drift(runs: list[dict[str, Any]]) -> str:
+    return " ".join(f"{run['drift']:.0%}" for run in runs)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.accept.disturbance import ATTEMPTS, MOST_DRIFT, MOST_STOLEN
+from benchmarks.accept.disturbance import drift_words
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.memory_common import (
     DISCARDING,
@@ -15,6 +15,7 @@ from benchmarks.accept.memory_common import (
     STATIC,
     UNLOADED_RATE,
     memory_runs,
+    part_name,
 )
 from benchmarks.accept.runs import StoredRuns
 
@@ -64,7 +65,7 @@ def run(runs: StoredRuns) -> Result:
     repeats = [_measure(number) for number in range(REPEATS)]
     times, live = ratios(repeats), shares(repeats)
     failures = failures_of(times, live)
-    with memory_runs(0) as memory:
+    with memory_runs("memory.6", "0") as memory:
         words = memory.words()
     return Result(
         figure={
@@ -82,9 +83,7 @@ def run(runs: StoredRuns) -> Result:
         f"({STATIC}) the ratio has no bound; each of {REPEATS} repeats measures this machine's quick profile, searches "
         "limit and peaks by that, and probes all rows in turns; figures are medians of the repeats; limits "
         + ", ".join(f"{each.slo_s:.3f}" for each in repeats)
-        + f" s; a profile or probe of which others on the hardware took more than {MOST_STOLEN:.0%}, or a probe whose "
-        f"steps took {MOST_DRIFT:.0%} longer or shorter than its profile says, was measured {ATTEMPTS} times, and the "
-        "least disturbed counts: of the probes others took "
+        + f" s; a profile or probe was {drift_words()}: of the probes others took "
         + ", ".join(f"{stolen:.1%}" for each in repeats for stolen in each.stolen)
         + ", and their steps took longer by "
         + ", ".join(f"{drift:.0%}" for each in repeats for drift in each.drift),
@@ -120,10 +119,14 @@ def _share_of_limit(run: Mapping[str, Any], slo_s: float) -> float:
 
 def _measure(number: int) -> Repeat:
     rows = (OURS, *RIVALS) if number % 2 == 0 else (*reversed(RIVALS), OURS)
-    with memory_runs(number) as memory:
+    with memory_runs("memory.6", str(number)) as memory:
         peaks = {row: memory.peak_rate(row) for row in rows}
         probes = {
-            row: {side: memory.probe(side, row, times * peaks[row]) for side, times in SIDES.items()} for row in rows
+            row: {
+                side: memory.live(f"live-{part_name(row)}-{side}", row, times * peaks[row])
+                for side, times in SIDES.items()
+            }
+            for row in rows
         }
         return Repeat(
             slo_s=memory.slo_s,

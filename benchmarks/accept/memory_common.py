@@ -41,28 +41,27 @@ LOAD = 0.8
 
 
 class MemoryRuns:
-    """Runs of one workload, stored as parts of the lines that they belong to.
+    """Runs of one workload by one quick profile of this machine, which drifts from one quarter of an hour to the next.
 
     Args:
         scratch: an empty folder, for adapters.
-        repeat: of line 6, which profiles the machine anew in each, quickly; None for lines 4 and 5, which share theirs.
+        line: which keeps them as its parts.
+        name: of the profile and of all that is run by it; ends the names of the parts.
     """
 
-    def __init__(self, scratch: Path, repeat: int | None = None) -> None:
-        self._runs = StoredRuns("memory.4" if repeat is None else "memory.6")
-        self._ending = "" if repeat is None else f"-{repeat}"
+    def __init__(self, scratch: Path, line: str, name: str) -> None:
+        self._runs = StoredRuns(line)
+        self._name = name
         with unpacked(MOONCAKE_CONVERSATION) as file:
             self._trace = tuple(read_any(file))
         self.work = cache(self._work)
         self._rigs = MachineRigs(
-            self._runs,
-            self.work(1.0),
-            RANKS,
-            scratch,
-            profile_part=f"profile{self._ending}",
-            quick=repeat is not None,
+            self._runs, self.work(1.0), RANKS, scratch, profile_part=self._part("profile"), quick=True
         )
         self._modelled = cache(self._model)
+
+    def _part(self, name: str) -> str:
+        return f"{name}-{self._name}"
 
     def _work(self, rate: float) -> MemoryWork:
         """Return the same conversations at any rate, closer together or further apart."""
@@ -106,26 +105,22 @@ class MemoryRuns:
     # --- runs ----------------------------------------------------------------------------------------
 
     def live(self, part: str, row: str, rate: float, *, paced: bool = True) -> dict[str, Any]:
-        """Return a live run of line 4: its rate, the row's figures, and TTFT and TPOT of every request."""
-        return _whole(self._runs.get(part, partial(self._run, self._rigs.live, row, rate, paced=paced)))
+        """Return a live run that others on the hardware disturbed little, if that can be had.
 
-    def probe(self, side: str, row: str, rate: float) -> dict[str, Any]:
-        """Return a live run of line 6 that others on the hardware disturbed little, if that can be had.
-
-        Beside what ``live`` returns it has ``stolen`` and ``drift``, see ``undisturbed``.
+        Returns:
+            Its rate, the row's figures, TTFT and TPOT of every request, ``stolen``, and ``drift``: by what share its
+            steps took longer than the profile says. See ``undisturbed``.
         """
 
         def measure() -> dict[str, Any]:
             with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
                 record = Path(folder) / "run"
-                run = self._run(self._rigs.live, row, rate, paced=True, record=record)
+                run = self._run(self._rigs.live, row, rate, paced=paced, record=record)
                 return run | {"drift": self._drift(Recording(record))}
 
-        part = f"live-{part_name(row)}-{side}{self._ending}"
-        return _whole(self._runs.get(part, partial(undisturbed, measure)))
+        return _whole(self._runs.get(self._part(part), partial(undisturbed, measure)))
 
     def _drift(self, recording: Recording) -> float:
-        """Return by what share the recorded steps took longer than the profile says."""
         engine = recording.header.engine
         transfers = transfer_model(engine, self._rigs.profile)
         pairs = compare_times(turns(recording), resolve_row(engine.row)[1], transfers)
@@ -133,12 +128,12 @@ class MemoryRuns:
         recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
         return recorded_s / modelled_s - 1
 
-    def modelled(self, row: str, rate: float) -> dict[str, Any]:
-        """Return the same run by the profile."""
-        return self._modelled(row, rate)
+    def modelled(self, row: str, rate: float, drift: float = 0.0) -> dict[str, Any]:
+        """Return the same run by the profile, on a machine that is as much slower than it says as ``drift``."""
+        return self._modelled(row, rate, drift)
 
-    def _model(self, row: str, rate: float) -> dict[str, Any]:
-        return self._run(self._rigs.modelled, row, rate, paced=True)
+    def _model(self, row: str, rate: float, drift: float) -> dict[str, Any]:
+        return self._run(self._rigs.drifted(drift), row, rate, paced=True)
 
     def _run(self, rig: Rig, row: str, rate: float, *, paced: bool, record: Path | None = None) -> dict[str, Any]:
         work, settings = self.work(rate), self.setting(paced=paced).settings(row)
@@ -170,7 +165,7 @@ class MemoryRuns:
         def search() -> dict[str, Any]:
             return {"peak": msgspec.to_builtins(find_peak(attainment, 1.0, 1.0, precision=0.02))}
 
-        return msgspec.convert(self._runs.get(f"peak-{part_name(row)}{self._ending}", search)["peak"], Peak)
+        return msgspec.convert(self._runs.get(self._part(f"peak-{part_name(row)}"), search)["peak"], Peak)
 
     def peak_rate(self, row: str) -> float:
         """Return its rate.
@@ -199,10 +194,10 @@ class MemoryRuns:
 
 
 @contextmanager
-def memory_runs(repeat: int | None = None) -> Iterator[MemoryRuns]:
-    """Yield the runs, with a folder that is removed in the end."""
+def memory_runs(line: str, name: str) -> Iterator[MemoryRuns]:
+    """Yield the runs, with a folder that is removed in the end; see ``MemoryRuns``."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-memory-") as scratch:
-        yield MemoryRuns(Path(scratch), repeat)
+        yield MemoryRuns(Path(scratch), line, name)
 
 
 def paired(

@@ -12,12 +12,13 @@ from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.stretch import stretched
 
 _DTYPE = "bfloat16"
 
 
 class MachineRigs:
-    """Both rigs, each made when it is first asked for.
+    """The rigs; the live one, and the one by the profile as it is, are made when they are first asked for.
 
     Args:
         runs: the parts of the line that keeps the profile.
@@ -58,7 +59,11 @@ class MachineRigs:
     @cached_property
     def modelled(self) -> Rig:
         """By the profile."""
-        return modelled_rig(self.profile, self._work, self._options)
+        return self.drifted(0.0)
+
+    def drifted(self, drift: float) -> Rig:
+        """Return one by the profile as it is on a machine that has become slower by so large a share."""
+        return modelled_rig(stretched(self.profile, 1 + drift), self._work, self._options)
 
 
 def with_default_model(setting: MemorySetting) -> MemorySetting:

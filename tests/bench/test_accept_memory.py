@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.accept import memory_large
 from benchmarks.accept.memory_4 import _failures, _ratios
+from benchmarks.accept.memory_5 import _check
 from benchmarks.accept.memory_6 import BELOW, BEYOND, Repeat, _share_of_limit, failures_of, ratios, shares
 from benchmarks.accept.memory_common import DISCARDING, OURS, RIVALS, S_LORA, STATIC, paired, part_name
 from benchmarks.accept.memory_page import memory_page, reduction
@@ -46,6 +47,18 @@ def test_a_rival_must_be_beaten_by_its_own_bound(rival: str, ttft: float, tpot: 
     assert [text.split(" ×")[0] for text in found] == complaints
 
 
+def test_the_model_is_off_by_the_ratio_of_ratios_of_means() -> None:
+    live = {OURS: [{"figures": {"ttft_mean_s": s}} for s in (1.0, 3.0)], STATIC: [{"figures": {"ttft_mean_s": 4.0}}]}
+    modelled = {OURS: [{"figures": {"ttft_mean_s": 3.0}}], STATIC: [{"figures": {"ttft_mean_s": 5.0}}]}
+    assert _check(STATIC, "ttft_mean_s", live, modelled) == {
+        "what": "TTFT ÷ vllm-static",
+        "live": 0.5,
+        "modelled": 0.6,
+        "error": pytest.approx(0.2),
+        "seconds": {OURS: [2.0, 3.0], STATIC: [4.0, 5.0]},
+    }
+
+
 def test_peaks_are_medians_over_profiles_and_must_be_confirmed_by_the_median_probe() -> None:
     def repeat(rivals_peak: float, below: float, beyond: float) -> Repeat:
         peaks = {OURS: 6.0} | dict.fromkeys(RIVALS, rivals_peak)
@@ -77,12 +90,13 @@ def test_reductions_are_means_over_the_loads() -> None:
 def test_the_page_has_a_line_for_every_row_split_and_case() -> None:
     both = {"low": figures(0.2), "high": figures(0.4)}
     failed = {"low": figures(0.2, ttft_mean_s=None, tpot_mean_s=None, completed=0), "high": figures(0.4)}
-    check = {"what": "TTFT ÷ x", "live": 0.5, "modelled": 0.55, "error": 0.1, "seconds": {OURS: [0.1, 0.11]}}
+    check = {"what": "TTFT ÷ x", "live": 0.5, "modelled": 0.55, "error": 0.1, "as_profiled": 0.6}
+    check["seconds"] = {OURS: [0.1, 0.11]}
     loads = {OURS: [figures(0.1)], STATIC: [figures(0.2)], S_LORA: [figures(0.4)]}
     case = {"scenario": "agent", "adapters": 20, "peaks": {OURS: 4.0, STATIC: 2.0, S_LORA: None}, "loads": loads}
     page = memory_page("words", (1.0, 2.0), [check], {OURS: both, "elora:wom": both}, {0.2: both, 0.05: failed}, [case])
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert "| TTFT ÷ x | 0.500 | 0.550 | +10.0% | elora 100.0 → 110.0 |" in rows
+    assert "| TTFT ÷ x | 0.500 | 0.550 | +10.0% | 0.600 | elora 100.0 → 110.0 |" in rows
     (ablation,) = (row for row in rows if row.startswith("| elora:wom "))
     assert ablation.startswith("| elora:wom | 200 | 400 | 1.00 | 1.00 | 1.51 (VIII-E) | 20.0 | 1.00 | 1.34 |")
     assert ablation.endswith("| 50% |  | 25% (paper 49%) | 4 | 0 |")
