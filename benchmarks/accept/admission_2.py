@@ -14,8 +14,8 @@ from benchmarks.accept.admission_common import (
     figures_of,
     modelled_knee,
     part_name,
+    profile_rig,
     run_modelled,
-    setting_of_profile,
     setting_words,
     two_processes,
 )
@@ -96,7 +96,7 @@ def large_requests(case: Case, work: MemoryWork) -> np.ndarray:
     """
     predictor = make_predictor(case.predictor, work.requests, case.seed)
     assert predictor is not None
-    adapters = setting_of_profile(case, work)[0].adapters
+    adapters = profile_rig(case, work)[0].adapters
     sizes = np.array(
         [
             (each.input_tokens, predictor.predict(each, index), _bytes_of(adapters, each.adapter))

@@ -1,13 +1,15 @@
 """admission.3: Chameleon beside S-LoRA live, on both sides of FIFO's knee."""
 
 import tempfile
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.accept import chameleon_figures as paper
+from benchmarks.accept.admission_cases import without_times
 from benchmarks.accept.admission_common import (
     FIFO,
     GROWTH,
@@ -23,18 +25,21 @@ from benchmarks.accept.admission_common import (
     mean_growth,
     part_name,
     run_on,
+    two_processes,
     workload_words,
 )
+from benchmarks.accept.disturbance import drift_words
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
-from lorikeet.bench.memory_bench import MemorySetting, Rig
-from lorikeet.bench.memory_work import MemoryWork
+from lorikeet.bench.memory_bench import MemorySetting, modelled_rig
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.statistics import Ratio, p50_of, p95_of, ratio_over_requests
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.costs.profile import CostProfile
 
 SCALE = 1 / 8
 POOL_REQUESTS = 12
@@ -43,8 +48,37 @@ RUN_S, REPEATS = 300.0, 3
 LOADS = {name: paper.LOADS[name].per_s / paper.KNEE_RPS for name in ("low", "high")}
 """Of the knee: 0.69 and 1.03."""
 P50_RATIO = 0.7
-SIDES = {"below": 0.9, "beyond": 1.1}
-"""Of the modelled knee: where the live queue is looked at."""
+SIDES = {"below": 0.85, "beyond": 1.15}
+"""Of the modelled knee: where the live queue is looked at, further away than a run may drift from its profile."""
+
+Pair = dict[str, list[dict[str, Any]]]
+"""Runs of both rows, by repeat."""
+
+
+class Side(NamedTuple):
+    """The live queue on one side of the knee.
+
+    Attributes:
+        knee: the modelled one, right before.
+        run: of FIFO.
+    """
+
+    knee: dict[str, Any]
+    run: dict[str, Any]
+
+
+class Load(NamedTuple):
+    """Both rows at one load.
+
+    Attributes:
+        knee: the modelled one, right before.
+        pair: the runs.
+        words: what was run on what.
+    """
+
+    knee: dict[str, Any]
+    pair: Pair
+    words: str
 
 
 @line(
@@ -55,14 +89,12 @@ SIDES = {"below": 0.9, "beyond": 1.1}
 )
 def run(runs: StoredRuns) -> Result:
     """Find the knee by the profile of this machine, look at both sides of it live, and run both rows in turns."""
-    with tempfile.TemporaryDirectory(prefix="lorikeet-admission-") as scratch:
-        both = LiveRuns(runs, Path(scratch))
-        knee = both.knee()
-        sides = {side: both.growth(side, share * knee["rate"]) for side, share in SIDES.items()}
-        pairs = {load: both.pair(load, share * knee["rate"]) for load, share in LOADS.items()}
-        words = both.words()
-    ratios = {load: ratios_of(pair) for load, pair in pairs.items()}
-    failures = failures_of(ratios, sides)
+    sides = {name: _side(runs, name) for name in SIDES}
+    loads = {name: _load(runs, name) for name in LOADS}
+    growths = {name: float(side.run["growth"]) for name, side in sides.items()}
+    ratios = {name: ratios_of(load.pair) for name, load in loads.items()}
+    knees = {name: side.knee for name, side in sides.items()} | {name: load.knee for name, load in loads.items()}
+    failures = failures_of(ratios, growths)
     first = ratios["high"]["P50"]
     return Result(
         figure={
@@ -71,42 +103,69 @@ def run(runs: StoredRuns) -> Result:
                 for load, found in ratios.items()
                 for name, ratio in found.items()
             },
-            "knee": f"{knee['rate']:.2f}/s",
-            "growth, live": {side: f"{each:+.1%}" for side, each in sides.items()},
+            "growth, live": {name: f"{each:+.1%}" for name, each in growths.items()},
+            "knee": {name: f"{knee['rate']:.2f}/s" for name, knee in knees.items()},
         },
         interval=(first.low, first.high),
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"{words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over requests; mean "
-        + "TTFT, s: "
-        + "; ".join(f"{load} {_means(pair)}" for load, pair in pairs.items())
-        + f"; knee: {WORDS_OF_KNEE}, modelled by this machine's profile; interval of the first ratio",
+        notes=f"{loads['low'].words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over "
+        "requests; mean TTFT, s: "
+        + "; ".join(f"{name} {_by_row(load.pair, _mean)}" for name, load in loads.items())
+        + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side; "
+        "steps took longer than that profile says by: "
+        + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
+        + "; "
+        + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
+        + f"; a profile or run was {drift_words()}; sides at "
+        + " and ".join(f"{share:g}" for share in SIDES.values())
+        + " of the knee for half an hour; interval of the first ratio",
         details={
-            "knee": knee,
+            "knees": knees,
             "rows": {
-                load: {
-                    row: [{name: value for name, value in each.items() if name != "ttft_s"} for each in made]
-                    for row, made in pair.items()
-                }
-                for load, pair in pairs.items()
+                name: {row: [without_times(each) for each in made] for row, made in load.pair.items()}
+                for name, load in loads.items()
             },
         },
     )
 
 
+def _side(runs: StoredRuns, name: str) -> Side:
+    with live_runs(runs, name) as live:
+        rate = SIDES[name] * live.knee["rate"]
+        return Side(live.knee, live.run("growth", Case(row=FIFO, rate=rate, requests=round(rate * HALF_HOUR_S))))
+
+
+def _load(runs: StoredRuns, name: str) -> Load:
+    """Run both rows at a load; which comes first changes from repeat to repeat."""
+    pair: Pair = {OURS: [], FIFO: []}
+    with live_runs(runs, name) as live:
+        rate = LOADS[name] * live.knee["rate"]
+        for repeat in range(REPEATS):
+            for row in sorted(pair, reverse=bool(repeat % 2)):
+                case = Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=SEED)
+                pair[row].append(live.run(f"{repeat}-{part_name(row)}", case))
+        return Load(live.knee, pair, live.words())
+
+
 class LiveRuns:
-    """Runs of one workload on this machine, live and by its profile, stored as parts of the line.
+    """Runs of one workload on this machine by one quick profile of it, stored as parts of the line.
+
+    The machine drifts from one quarter of an hour to the next, and the knee with it.
 
     Args:
         runs: the parts.
+        name: of the profile and of all that is run by it; begins the names of the parts.
         scratch: an empty folder, for adapters.
     """
 
-    def __init__(self, runs: StoredRuns, scratch: Path) -> None:
+    def __init__(self, runs: StoredRuns, name: str, scratch: Path) -> None:
         self._runs = runs
+        self._name = name
         # Enough requests to know the mean one.
         self._work = make_work(Case(row=FIFO, rate=1.0, requests=10_000), SCALE)
-        self._rigs = MachineRigs(runs, self._work, PAPER_RANKS, scratch)
+        profile_part = f"{name}-profile"
+        self._rigs = MachineRigs(runs, self._work, PAPER_RANKS, scratch, profile_part=profile_part, quick=True)
 
     @cached_property
     def setting(self) -> MemorySetting:
@@ -123,35 +182,27 @@ class LiveRuns:
             )
         )
 
-    # --- runs ----------------------------------------------------------------------------------------
-
+    @cached_property
     def knee(self) -> dict[str, Any]:
         """Return FIFO's knee by the profile."""
-        return self._runs.get("knee", lambda: find_knee(FIFO, 1.0, self._modelled_growth))
+        return self._runs.get(f"{self._name}-knee", self._search_knee)
 
-    def _modelled_growth(self, rate: float) -> float:
-        def each(cases: Iterable[Case]) -> list[float]:
-            return [self._run(self._rigs.modelled, case)["growth"] for case in cases]
+    def _search_knee(self) -> dict[str, Any]:
+        modelled = partial(_modelled_growth, self._rigs.profile, self.setting)
+        with two_processes() as pool:
+            return find_knee(FIFO, 1.0, lambda rate: mean_growth(FIFO, rate, partial(pool.map, modelled)))
 
-        return mean_growth(FIFO, rate, each)
+    def run(self, part: str, case: Case) -> dict[str, Any]:
+        """Return a case's figures, live, with ``stolen`` and ``drift``; see ``MachineRigs.run_live``."""
 
-    def growth(self, side: str, rate: float) -> float:
-        """Return by how much of the arrivals FIFO's waiting requests become more in half an hour, live."""
-        case = Case(row=FIFO, rate=rate, requests=round(rate * HALF_HOUR_S))
-        return float(self._runs.get(f"knee-{side}", lambda: self._run(self._rigs.live, case))["growth"])
+        def measure() -> dict[str, Any]:
+            work = make_work(case, SCALE)
+            return self._rigs.run_live(
+                self.setting.settings(case.row),
+                lambda rig, settings: figures_of(run_on(rig, settings, case, work)),
+            )
 
-    def pair(self, load: str, rate: float) -> dict[str, list[dict[str, Any]]]:
-        """Return the live runs of both rows; which comes first changes from repeat to repeat."""
-        made: dict[str, list[dict[str, Any]]] = {OURS: [], FIFO: []}
-        for repeat in range(REPEATS):
-            for row in sorted(made, reverse=bool(repeat % 2)):
-                case = Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=SEED)
-                name = f"{load}-{repeat}-{part_name(row)}"
-                made[row].append(self._runs.get(name, lambda case=case: self._run(self._rigs.live, case)))  # type: ignore[misc]
-        return made
-
-    def _run(self, rig: Rig, case: Case) -> dict[str, Any]:
-        return figures_of(run_on(rig, self.setting, case, make_work(case, SCALE)))
+        return self._runs.get(f"{self._name}-{part}", measure)
 
     def words(self) -> str:
         """Say what is run on what."""
@@ -164,13 +215,27 @@ class LiveRuns:
         )
 
 
+@contextmanager
+def live_runs(runs: StoredRuns, name: str) -> Iterator[LiveRuns]:
+    """Yield the runs, with a folder that is removed in the end; see ``LiveRuns``."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-admission-") as scratch:
+        yield LiveRuns(runs, name, Path(scratch))
+
+
+def _modelled_growth(profile: CostProfile, setting: MemorySetting, case: Case) -> float:
+    """Run a case by a profile in any process."""
+    work = make_work(case, SCALE)
+    rig = modelled_rig(profile, work, WorkOptions(source="", ranks=PAPER_RANKS))
+    return run_on(rig, setting.settings(case.row), case, work).growth
+
+
 def mean_request_bytes(work: MemoryWork, adapters: dict[str, AdapterRef], token_bytes: int) -> float:
     """Return what a request takes at its end, with its adapter, on average."""
     tokens = fmean(each.input_tokens + each.output_tokens for each in work.requests)
     return token_bytes * tokens + fmean(adapters[each.adapter].weight_bytes for each in work.requests if each.adapter)
 
 
-def ratios_of(pair: dict[str, list[dict[str, Any]]]) -> dict[str, Ratio]:
+def ratios_of(pair: Pair) -> dict[str, Ratio]:
     """Return P50 and P95 TTFT of ours ÷ FIFO's."""
     ttft = paired(pair[OURS], pair[FIFO], "ttft_s")
     return {"P50": ratio_over_requests(*ttft, p50_of), "P95": ratio_over_requests(*ttft, p95_of)}
@@ -197,8 +262,16 @@ def failures_of(ratios: dict[str, dict[str, Ratio]], sides: dict[str, float]) ->
     ]
 
 
-def _means(pair: dict[str, list[dict[str, Any]]]) -> str:
-    return ", ".join(f"{row} " + " ".join(f"{each['ttft_mean_s']:.2f}" for each in made) for row, made in pair.items())
+def _by_row(pair: Pair, words: Callable[[dict[str, Any]], str]) -> str:
+    return ", ".join(f"{row} " + " ".join(map(words, made)) for row, made in pair.items())
+
+
+def _mean(run: dict[str, Any]) -> str:
+    return f"{run['ttft_mean_s']:.2f}"
+
+
+def _drift(run: dict[str, Any]) -> str:
+    return f"{run['drift']:.0%}"
 
 
 def _words(ratio: Ratio) -> str:

@@ -16,9 +16,9 @@ from benchmarks.accept.admission_common import (
     figures_of,
     make_work,
     part_name,
+    profile_rig,
     run_modelled,
     run_on,
-    setting_of_profile,
     two_processes,
 )
 from benchmarks.accept.runs import StoredRuns
@@ -153,7 +153,7 @@ def _alone_s(row: str, rank: int, adapter: str | None) -> float:
     case = Case(row=row, rate=0.01, requests=2, predictor="none", adapters=1, ranks=(rank,))
     requests = [WorkloadRequest(at_s, adapter, *MEDIAN) for at_s in (0.0, 100.0)]
     work = make_work(case)._replace(requests=requests)
-    return run_on(*setting_of_profile(case, work), case, work).ttft_s[1]
+    return run_on(*profile_rig(case, work), case, work).ttft_s[1]
 
 
 # --- figures -----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread
 from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.config import Settings
 from lorikeet.core.clock import Clock
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.messages import EngineStats, MemoryStats, StepOutputs
@@ -141,6 +142,12 @@ class Outcome(NamedTuple):
         return [self.watch.admitted_s[index] - each.arrival_s for index, each in enumerate(self.work.requests)]
 
     @property
+    def growth(self) -> float:
+        """By how much of the arrivals the waiting requests become more; see ``growth``."""
+        last_s = self.work.requests[-1].arrival_s
+        return growth(self.watch.samples, last_s) * last_s / len(self.work.requests)
+
+    @property
     def ttft_s(self) -> list[float]:
         """Of every request.
 
@@ -184,14 +191,14 @@ def make_work(case: Case, length_scale: float = 1.0) -> MemoryWork:
 def run_modelled(case: Case) -> Outcome:
     """Run a case in Chameleon's setting."""
     work = make_work(case)
-    return run_on(*setting_of_profile(case, work), case, work)
+    return run_on(*profile_rig(case, work), case, work)
 
 
-def setting_of_profile(case: Case, work: MemoryWork) -> tuple[Rig, MemorySetting]:
-    """Return what modelled runs run on."""
+def profile_rig(case: Case, work: MemoryWork) -> tuple[Rig, Settings]:
+    """Return where modelled runs run, and as what."""
     profile = load_profile(PROFILE)
     rig = modelled_rig(profile, work, WorkOptions(source="", adapters=case.adapters, ranks=case.ranks))
-    return rig, MemorySetting(
+    setting = MemorySetting(
         memory_bytes=profile.pool_bytes,
         host_memory_bytes=HOST_BYTES,
         max_running=MAX_RUNNING,
@@ -199,11 +206,12 @@ def setting_of_profile(case: Case, work: MemoryWork) -> tuple[Rig, MemorySetting
         max_repeat=1,
         max_model_tokens=MAX_MODEL_TOKENS,
     )
+    return rig, setting.settings(case.row)
 
 
-def run_on(rig: Rig, setting: MemorySetting, case: Case, work: MemoryWork) -> Outcome:
+def run_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Outcome:
     """Run a case's requests on a fresh replica, all of whose adapters have been read into the host tier."""
-    with warm_replica(rig, setting.settings(case.row), work) as ((engine, _, _), clock, coalesced):
+    with warm_replica(rig, settings, work) as ((engine, _, _), clock, coalesced):
         began, watch = engine.memory_stats(), QueueWatch(engine, clock)
         run = run_workload(
             engine,
@@ -248,7 +256,7 @@ def figures_of(outcome: Outcome) -> dict[str, Any]:
         "adapter_hit_rate": (memory.adapter_hits - began.adapter_hits) / queries,
         "prefetch_accuracy": (memory.prefetched_used - began.prefetched_used) / prefetched if prefetched else None,
         "to_device_bytes": copied - (began.transfers["host-device"].bytes if "host-device" in began.transfers else 0),
-        "growth": growth(outcome.watch.samples, last_s) * last_s / len(ttft_s),
+        "growth": outcome.growth,
         "queue": None if outcome.queue is None else msgspec.to_builtins(outcome.queue, str_keys=True),
     }
 
@@ -289,12 +297,6 @@ def mean_growth(row: str, rate: float, each: Callable[[Iterable[Case]], Iterable
     return fmean(each(Case(row=row, rate=rate, requests=requests, seed=seed) for seed in KNEE_SEEDS))
 
 
-def relative_growth(case: Case) -> float:
-    """Return by how much of its arrivals the waiting requests of a run become more."""
-    outcome = run_modelled(case)
-    return growth(outcome.watch.samples, outcome.work.requests[-1].arrival_s) / case.rate
-
-
 def find_knee(row: str, start: float, growth_at: Callable[[float], float]) -> dict[str, Any]:
     """Search the highest rate at which the waiting queue of a row does not grow.
 
@@ -325,7 +327,11 @@ def modelled_knee(row: str = FIFO) -> dict[str, Any]:
 
 def _search_knee(row: str) -> dict[str, Any]:
     with two_processes() as pool:
-        return find_knee(row, 1.2, lambda rate: mean_growth(row, rate, lambda cases: pool.map(relative_growth, cases)))
+        return find_knee(row, 1.2, lambda rate: mean_growth(row, rate, lambda cases: pool.map(_modelled_growth, cases)))
+
+
+def _modelled_growth(case: Case) -> float:
+    return run_modelled(case).growth
 
 
 def two_processes() -> ProcessPoolExecutor:

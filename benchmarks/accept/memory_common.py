@@ -3,13 +3,12 @@
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.traces import MOONCAKE_CONVERSATION, unpacked
@@ -21,12 +20,7 @@ from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, spread
 from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
-from lorikeet.config import EngineSettings
-from lorikeet.engine.modelled_build import transfer_model
-from lorikeet.engine.recorded_times import Kind, compare_times
-from lorikeet.engine.recording import Recording
-from lorikeet.engine.replay import turns
-from lorikeet.rows import resolve_row
+from lorikeet.config import EngineSettings, Settings
 
 ADAPTERS, RANKS, CHOICE = 100, (32, 64), "zipf:1.5"
 REQUESTS, LEAST_TURNS, MOST_TOKENS, STEP_TOKENS = 300, 3, 500, 256
@@ -108,43 +102,29 @@ class MemoryRuns:
         """Return a live run that others on the hardware disturbed little, if that can be had.
 
         Returns:
-            Its rate, the row's figures, TTFT and TPOT of every request, ``stolen``, and ``drift``: by what share its
-            steps took longer than the profile says. See ``undisturbed``.
+            Its rate, the row's figures, TTFT and TPOT of every request, ``stolen`` and ``drift``; see
+            ``MachineRigs.run_live``.
         """
 
         def measure() -> dict[str, Any]:
-            with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
-                record = Path(folder) / "run"
-                run = self._run(self._rigs.live, row, rate, paced=paced, record=record)
-                return run | {"drift": self._drift(Recording(record))}
+            settings = self.setting(paced=paced).settings(row)
+            return self._rigs.run_live(settings, lambda rig, settings: self._run(rig, settings, rate))
 
-        return _whole(self._runs.get(self._part(part), partial(undisturbed, measure)))
-
-    def _drift(self, recording: Recording) -> float:
-        engine = recording.header.engine
-        transfers = transfer_model(engine, self._rigs.profile)
-        pairs = compare_times(turns(recording), resolve_row(engine.row)[1], transfers)
-        steps = [pair for kind in (Kind.DECODE, Kind.PREFILL, Kind.MIXED) for pair in pairs[kind]]
-        recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
-        return recorded_s / modelled_s - 1
+        return _whole(self._runs.get(self._part(part), measure))
 
     def modelled(self, row: str, rate: float, drift: float = 0.0) -> dict[str, Any]:
         """Return the same run by the profile, on a machine that is as much slower than it says as ``drift``."""
         return self._modelled(row, rate, drift)
 
     def _model(self, row: str, rate: float, drift: float) -> dict[str, Any]:
-        return self._run(self._rigs.drifted(drift), row, rate, paced=True)
+        return self._run(self._rigs.drifted(drift), self.setting().settings(row), rate)
 
-    def _run(self, rig: Rig, row: str, rate: float, *, paced: bool, record: Path | None = None) -> dict[str, Any]:
-        work, settings = self.work(rate), self.setting(paced=paced).settings(row)
-        if record is not None:
-            recorded = msgspec.structs.replace(settings.engine, record=str(record))
-            settings = msgspec.structs.replace(settings, engine=recorded)
-        done = run_row(rig, settings, work)
+    def _run(self, rig: Rig, settings: Settings, rate: float) -> dict[str, Any]:
+        done = run_row(rig, settings, self.work(rate))
         exchanges = done.run.exchanges
         return {
             "rate": rate,
-            "figures": row_figures(row, done),
+            "figures": row_figures(settings.engine.row, done),
             "ttft_s": [exchange.ttft_s for exchange in exchanges],
             "tpot_s": [exchange.tpot_s for exchange in exchanges],
         }

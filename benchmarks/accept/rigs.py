@@ -1,18 +1,28 @@
 """Where lines run rows of the default model on this machine: live, and by its profile."""
 
+import tempfile
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.inprocess import THREADS
 from benchmarks.accept.machine_profile import machine_profile
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.config import Settings
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.stretch import stretched
+from lorikeet.engine.modelled_build import transfer_model
+from lorikeet.engine.recorded_times import Kind, compare_times
+from lorikeet.engine.recording import Recording
+from lorikeet.engine.replay import turns
+from lorikeet.rows import resolve_row
 
 _DTYPE = "bfloat16"
 
@@ -64,6 +74,34 @@ class MachineRigs:
     def drifted(self, drift: float) -> Rig:
         """Return one by the profile as it is on a machine that has become slower by so large a share."""
         return modelled_rig(stretched(self.profile, 1 + drift), self._work, self._options)
+
+    def run_live(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
+        """Run live, if it can be had with little disturbance by others on the hardware.
+
+        Args:
+            settings: of the replica.
+            run: runs it.
+
+        Returns:
+            What ``run`` returned, ``stolen``, and ``drift``: by what share the steps took longer than the profile
+            says. See ``undisturbed``.
+        """
+
+        def measure() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
+                record = Path(folder) / "run"
+                recorded = msgspec.structs.replace(settings.engine, record=str(record))
+                made = run(self.live, msgspec.structs.replace(settings, engine=recorded))
+                return made | {"drift": self._drift(Recording(record))}
+
+        return undisturbed(measure)
+
+    def _drift(self, recording: Recording) -> float:
+        engine = recording.header.engine
+        pairs = compare_times(turns(recording), resolve_row(engine.row)[1], transfer_model(engine, self.profile))
+        steps = [pair for kind in (Kind.DECODE, Kind.PREFILL, Kind.MIXED) for pair in pairs[kind]]
+        recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
+        return recorded_s / modelled_s - 1
 
 
 def with_default_model(setting: MemorySetting) -> MemorySetting:
