@@ -261,7 +261,7 @@ def _readings(runs: Runs) -> str:
                 _seconds(cases.percentile(runs, name, 50)),
                 _seconds(cases.percentile(runs, name, 99)),
                 f"{cases.reduction(runs, row, 'high', 99):.0%}",
-                ", ".join(str(len(each["queue"]["quotas"])) for each in made),
+                ", ".join(str(len(each["queue"]["quota_tokens"])) for each in made),
                 f"{counts['squashed'] / requests:.2%}",
                 f"{counts['bypassed'] / requests:.2%}",
                 str(sum(each["preempted"] for each in made) - counts["squashed"]),

@@ -39,11 +39,15 @@ def outcome(row: str) -> Outcome:
 
 
 def figures(ttft_s: list[float], **changes: Any) -> dict[str, Any]:
+    """Return what a run tells, with figures to check by hand; a name that no run tells is an error."""
     given: dict[str, Any] = {"requests": len(ttft_s), "ttft_s": ttft_s, "ttft_mean_s": float(np.mean(ttft_s))}
     given |= {f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)}
     given |= {"tbt_p99_s": 0.12, "rank_p99_s": {"8": 1.0, "128": 4.0}, "over_time_p99_s": [1.0, None, 3.0]}
     given |= {"adapter_hit_rate": 0.5, "prefetch_accuracy": 0.25, "preempted": 3, "to_device_bytes": 1000}
-    given["queue"] = {"quotas": [1, 2, 3], "squashed": 1, "bypassed": 2}
+    given["queue"] = {"quota_tokens": (1, 2, 3), "squashed": 1, "bypassed": 2}
+    told = figures_of(outcome(OURS))
+    assert given.keys() <= told.keys()
+    assert given["queue"].keys() <= told["queue"].keys()
     return given | changes
 
 
