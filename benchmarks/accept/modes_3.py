@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from benchmarks.accept.admission_common import part_name
-from benchmarks.accept.disturbance import ATTEMPTS, MOST_STOLEN, undisturbed
+from benchmarks.accept.disturbance import drift_words
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.modes_phases import PHASES, WORDS, Phased
 from benchmarks.accept.offline import interval_words
@@ -19,6 +19,7 @@ from lorikeet.bench.choices import Range
 from lorikeet.bench.memory_bench import MemorySetting, Rig, run_row, settle
 from lorikeet.bench.peak import find_peak
 from lorikeet.bench.statistics import Ratio, mean_of, ratio_over_requests
+from lorikeet.config import Settings
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.executor import Executor
@@ -90,8 +91,7 @@ def run(runs: StoredRuns) -> Result:
         + "; ".join(f"{row} {_means(each)}" for row, each in made.items())
         + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's quick profile; a "
         "time merged pays if its steps and both switches took less than its model says they had taken unmerged; "
-        f"a run of which others on the hardware took more than {MOST_STOLEN:.0%} was measured {ATTEMPTS} times, and "
-        f"the least disturbed counts: they took {_stolen(made)}; "
+        f"steps took longer than that profile says by: {_drift(made)}; a run was {drift_words()}; "
         "interval of the first ratio; modelled, with P99 TTFT: "
         + "; ".join(f"{row} {_means([each])}, {_p99_s(each):.2f} s" for row, each in modelled.items()),
         details={
@@ -120,8 +120,10 @@ class _Live:
 
         def search() -> dict[str, Any]:
             rig = self._rigs.modelled
-            limit_s = SLO_TIMES * _ttft_mean_s(_run(rig, UNMERGED, UNLOADED_RATE))
-            found = find_peak(lambda rate: limit_s / _ttft_mean_s(_run(rig, UNMERGED, rate)), 1.0, 1.0, precision=0.02)
+            limit_s = SLO_TIMES * _ttft_mean_s(_run(rig, _settings(UNMERGED), UNLOADED_RATE))
+            found = find_peak(
+                lambda rate: limit_s / _ttft_mean_s(_run(rig, _settings(UNMERGED), rate)), 1.0, 1.0, precision=0.02
+            )
             return {"rate": found.rate}
 
         rate = self._runs.get("peak", search)["rate"]
@@ -131,22 +133,26 @@ class _Live:
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
         """Return a run by the profile."""
-        return self._runs.get(part_name(f"modelled-{row}"), lambda: _run(self._rigs.modelled, row, rate))
+        return self._runs.get(part_name(f"modelled-{row}"), lambda: _run(self._rigs.modelled, _settings(row), rate))
 
     def run(self, row: str, rate: float, repeat: int) -> dict[str, Any]:
-        """Return a live run that others on the hardware disturbed little, if that can be had."""
-        measure = partial(_run, self._rigs.live, row, rate)
-        return self._runs.get(part_name(f"{row}-{repeat}"), partial(undisturbed, measure))
+        """Return a live run, with ``stolen`` and ``drift``; see ``MachineRigs.run_live``."""
+        measure = partial(self._rigs.run_live, _settings(row), partial(_run, rate=rate))
+        return self._runs.get(part_name(f"{row}-{repeat}"), measure)
 
 
-def _stolen(made: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    return ", ".join(f"{each['stolen']:.1%}" for done in made.values() for each in done)
+def _drift(made: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    return ", ".join(f"{each['drift']:+.0%}" for done in made.values() for each in done)
 
 
-def _run(rig: Rig, row: str, rate: float) -> dict[str, Any]:
+def _settings(row: str) -> Settings:
     setting = MemorySetting(memory_bytes=MEMORY_BYTES, host_memory_bytes=HOST_BYTES, max_model_tokens=1024)
+    return with_default_model(setting).settings(row)
+
+
+def _run(rig: Rig, settings: Settings, rate: float) -> dict[str, Any]:
     log = _Log()
-    done = run_row(rig, with_default_model(setting).settings(row), WORK.work(rate), on_warm=log.attach)
+    done = run_row(rig, settings, WORK.work(rate), on_warm=log.attach)
     return {
         "phases": WORK.figures(done.run.exchanges),
         "stretches": log.stretches(),
