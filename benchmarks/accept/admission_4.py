@@ -3,7 +3,7 @@
 from benchmarks.accept import admission_cases as cases
 from benchmarks.accept import chameleon_figures as paper
 from benchmarks.accept.admission_common import FIFO, OURS, WORDS_OF_KNEE, modelled_knee, setting_words
-from benchmarks.accept.admission_page import admission_page
+from benchmarks.accept.admission_page import admission_page, last_answers_s
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.runs import ROOT, StoredRuns
 
@@ -24,6 +24,12 @@ def run(runs: StoredRuns) -> Result:
     PAGE.write_text(admission_page(setting_words(), knee, found))
     made, peaks = found["runs"], found["peaks"]
     ours_s, theirs_s = (cases.percentile(made, cases.part(row, "high"), 99) for row in (OURS, FIFO))
+    first_s, last_s = last_answers_s(made)
+    cause = (
+        f"P99 TTFT at high load is {ours_s:.1f} s beside {theirs_s:.1f} s; all systems serve as much per second there "
+        f"(the last answer ends after {first_s:,.0f} to {last_s:,.0f} s), so an order only chooses who waits; "
+        "docs/chameleon.md, why P99 is as high"
+    )
     passed = ours_s <= BOUND * theirs_s
     return Result(
         figure={
@@ -40,7 +46,7 @@ def run(runs: StoredRuns) -> Result:
             },
         },
         passed=passed,
-        cause="" if passed else f"P99 TTFT at high load is {ours_s:.1f} s beside {theirs_s:.1f} s",
+        cause="" if passed else cause,
         notes=f"{setting_words()}; knee: {WORDS_OF_KNEE}; page: docs/chameleon.md",
         details={
             **{name: each for name, each in found.items() if name != "runs"},

@@ -36,7 +36,8 @@ HIGH_S, HIGH_SEEDS = 58 * 60.0, (SEED, SEED + 1)
 """Beyond the knee a queue grows, so the length of the run decides; two workloads make more than 10,000 requests."""
 CACHES = ("chameleon:lru", "chameleon:fairshare", "chameleon:lru-full", "chameleon:fairshare-full")
 PREFETCH = "chameleon:prefetch"
-SCHEDULERS = ("chameleon:sjf", "chameleon:sjf-aging")
+SJF = "chameleon:sjf"
+SCHEDULERS = (SJF, "chameleon:sjf-aging")
 OUTPUT_ONLY = "chameleon:output-only"
 READINGS = tuple(
     f"{OURS},admission={name}" for name in ADMISSION if name.startswith(f"{OURS}:") and name != OUTPUT_ONLY

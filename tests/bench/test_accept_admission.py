@@ -43,6 +43,7 @@ def figures(ttft_s: list[float], **changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"requests": len(ttft_s), "ttft_s": ttft_s, "ttft_mean_s": float(np.mean(ttft_s))}
     given |= {f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)}
     given |= {"tbt_p99_s": 0.12, "rank_p99_s": {"8": 1.0, "128": 4.0}, "over_time_p99_s": [1.0, None, 3.0]}
+    given |= {"duration_s": 3480.0, "drained_s": 3600.0 + sum(ttft_s)}
     given |= {"adapter_hit_rate": 0.5, "prefetch_accuracy": 0.25, "preempted": 3, "to_device_bytes": 1000}
     given["queue"] = {"quota_tokens": (1, 2, 3), "squashed": 1, "bypassed": 2}
     told = figures_of(outcome(OURS))
@@ -245,5 +246,8 @@ def test_the_page_sets_every_figure_beside_the_printed_one() -> None:
     assert "| chameleon:output-only, 60% | 1.50 | 2.00 | 1.00 |  | 3.00 |" in rows
     assert "| chameleon:lazy | 1.50 | 2.00 | 75% | 3, 3 | 50.00% | 100.00% | 4 |" in rows
     assert "| 128 | 100.0 | 150.0 | 200.0 | 50.0% | 25.0% |" in rows
-    assert "move 300 × as many bytes" in " ".join(page.split())
-    assert "154 TFLOP/s then" in " ".join(page.split())
+    words = " ".join(page.split())
+    assert "move 300 × as many bytes" in words
+    assert "154 TFLOP/s then" in words
+    assert "ends 3,603 to 3,612 s after the first arrival, with arrivals over 3,480 s" in words
+    assert "P95 is 2.00 s beside FIFO's 8.00 s" in words
