@@ -57,7 +57,7 @@ def run(runs: StoredRuns) -> Result:
         *(f"{name} failed" for name in (*done.failed, *traffic.failed)),
         *(f"“{name}” did not pass" for name in missing),
         *([f"only {steps} steps were run"] if steps < STEPS else []),
-        *(f"nothing was {name}" for name in ("bypassed", "squashed") if not counts[name]),
+        *(f"nothing was {name}" for name in ("bypassed", "squashed", "joined") if not counts[name]),
     ]
     return Result(
         figure={"examples": len(EXAMPLES) - len(missing), "steps": steps, **counts},

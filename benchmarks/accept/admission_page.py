@@ -68,7 +68,8 @@ admit at every step, and each has its part of the backlog: P95 {ours[95]} s, P99
 
 _READINGS = """\
 The same with what the paper leaves open taken otherwise ([why](decisions/chameleon-queues.md)). "Sent back" is the
-share of requests that were squashed (paper: at most {squashed:.0%}), "bypassed" of those that passed another one."""
+share of requests that were squashed (paper: at most {squashed:.0%}), "bypassed" of those that passed another one,
+"joined" of those that came before others since their adapter was in use."""
 
 _UNLOADED = """\
 The median request of the trace alone ({input} + {output} tokens), TTFT in ms: of the base model, with its adapter on
@@ -291,7 +292,7 @@ def _readings(runs: Runs) -> str:
         name = cases.part(row, "high")
         made = cases.of(runs, name)
         requests = sum(each["requests"] for each in made)
-        counts = {key: sum(each["queue"][key] for each in made) for key in ("squashed", "bypassed")}
+        counts = {key: sum(each["queue"][key] for each in made) for key in ("squashed", "bypassed", "joined")}
         rows.append(
             (
                 row.rpartition("=")[2],
@@ -301,11 +302,12 @@ def _readings(runs: Runs) -> str:
                 ", ".join(str(len(each["queue"]["quota_tokens"])) for each in made),
                 f"{counts['squashed'] / requests:.2%}",
                 f"{counts['bypassed'] / requests:.2%}",
+                f"{counts['joined'] / requests:.1%}",
                 str(sum(each["preempted"] for each in made) - counts["squashed"]),
             )
         )
-    headings = ("admission", "P50 TTFT, s", "P99", "less", "classes at the end", "sent back", "bypassed", "preempted")
-    return _table(headings, rows)
+    counted = ("sent back", "bypassed", "joined", "preempted")
+    return _table(("admission", "P50 TTFT, s", "P99", "less", "classes at the end", *counted), rows)
 
 
 def _alone(unloaded: Mapping[str, Mapping[str, float]]) -> str:

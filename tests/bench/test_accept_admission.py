@@ -45,7 +45,7 @@ def figures(ttft_s: list[float], **changes: Any) -> dict[str, Any]:
     given |= {"tbt_p99_s": 0.12, "rank_p99_s": {"8": 1.0, "128": 4.0}, "over_time_p99_s": [1.0, None, 3.0]}
     given |= {"duration_s": 3480.0, "drained_s": 3600.0 + sum(ttft_s)}
     given |= {"adapter_hit_rate": 0.5, "prefetch_accuracy": 0.25, "preempted": 3, "to_device_bytes": 1000}
-    given["queue"] = {"quota_tokens": (1, 2, 3), "squashed": 1, "bypassed": 2}
+    given["queue"] = {"quota_tokens": (1, 2, 3), "squashed": 1, "bypassed": 2, "joined": 0}
     told = figures_of(outcome(OURS))
     assert given.keys() <= told.keys()
     assert given["queue"].keys() <= told["queue"].keys()
@@ -244,7 +244,7 @@ def test_the_page_sets_every_figure_beside_the_printed_one() -> None:
     assert "| chameleon | 1.30 | 1.30 | 1.5 |" in rows
     assert "| chameleon:lru | 1.00 | 4.00 | 1.99 | 75% | 18% | 50% |" in rows
     assert "| chameleon:output-only, 60% | 1.50 | 2.00 | 1.00 |  | 3.00 |" in rows
-    assert "| chameleon:lazy | 1.50 | 2.00 | 75% | 3, 3 | 50.00% | 100.00% | 4 |" in rows
+    assert "| chameleon:lazy | 1.50 | 2.00 | 75% | 3, 3 | 50.00% | 100.00% | 0.0% | 4 |" in rows
     assert "| 128 | 100.0 | 150.0 | 200.0 | 50.0% | 25.0% |" in rows
     words = " ".join(page.split())
     assert "move 300 × as many bytes" in words

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -270,6 +271,87 @@ def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_g
     raise AssertionError("it waits")
 
 
+def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
+    """Else a class whose heads always lack room would keep the next class from ever being tried."""
+    world = World(total_tokens=1000)
+    queue = with_quotas(world, (10_000, 10_000), (0.5,))
+    queue._class_of = lambda sizes: int(sizes.input_tokens > 500)  # type: ignore[method-assign]
+    for number in range(2):
+        queue.add(ask(f"first{number}", 400, 1, number), 0.0)
+    assert admit(queue, world, 0.0) == ["first0", "first1"]
+    queue.add(ask("small0", 300, 1, 2.0), 2.0)
+    assert admit(queue, world, 2.0) == []
+    queue.add(ask("large", 600, 1, 3.0), 3.0)
+    queue.add(ask("small1", 300, 1, 4.0), 4.0)
+    assert admit(queue, world, 4.0) == []
+    for name, now, admitted in (("first0", 5.0, ["small0"]), ("first1", 6.0, ["large"])):
+        gone, _ = world.running_now.pop(RequestId(name))
+        queue.ended(gone, now)
+        assert admit(queue, world, now) == admitted
+
+
+def joining_world(quotas: tuple[int, ...] = (10_000, 10_000)) -> tuple[World, ChameleonQueue, AdapterRef]:
+    """One request runs under an adapter of 100 tokens, in a pool of which 60 tokens are free."""
+    world, big = World(total_tokens=200), make_adapter("big", 25)
+    queue = with_quotas(world, quotas, (0.5,), charge=Charge.SHARED, join_from=0.5)
+    queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
+    queue.add(ask("first", 40, 10, 0.0, big), 0.0)
+    assert admit(queue, world, 0.0) == ["first"]
+    assert world.free_tokens() == 60
+    return world, queue, big
+
+
+def test_who_joins_others_under_an_adapter_that_is_large_beside_itself_comes_first() -> None:
+    world, queue, big = joining_world()
+    world.total_tokens = 400
+    for request in (
+        ask("head", 20, 10, 1.0, make_adapter("other", 60)),
+        ask("long", 195, 10, 2.0, big),
+        ask("joins", 150, 10, 3.0, big),
+    ):
+        queue.add(request, 4.0)
+    policy = queue.admit(4.0)
+    assert next(policy).request_id == "joins", "100 tokens of adapter are less than half of 205"
+    policy.close()
+    assert admit(queue, world, 4.0) == ["joins"]
+    assert (queue.stats().joined, queue.stats().bypassed) == (1, 0)
+    assert sum(held(queue)) == (40 + 10 + 100) + (150 + 10), "the adapter is paid once"
+
+
+def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
+    world, queue, big = joining_world((160, 10_000))
+    for name, prompt in (("joins0", 5), ("joins1", 4)):
+        queue.add(ask(name, prompt, 3, 1.0, big), 1.0)
+    queue.add(ask("head", 95, 3, 0.5), 1.0)
+    policy = queue.admit(1.0)
+    assert next(policy).request_id == "joins0", "8 of the 10 tokens that are left"
+    queue.remove(next(each for each in queue.waiting() if each.request_id == "joins0"), 1.0)
+    policy.close()
+    queue._ledger.hold(RequestId("first"), 0, 4)
+    assert admit(queue, world, 1.0) == [], "7 tokens are more than the 6 that are left"
+
+
+def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_the_longest_run() -> None:
+    world, queue, big = joining_world()
+    queue._longest_run_s = {0: 10.0}
+    queue.add(ask("head", 70, 10, 1.0), 1.0)
+    assert admit(queue, world, 1.0) == [], "it lacks 10 tokens"
+    for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
+        queue.add(ask(f"joins{len(world.running_now) - 1}", 20, 10, now, big), now)
+        assert admit(queue, world, now) == admitted
+
+
+def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
+    queue = ChameleonQueue(World(), Options())
+    queue.view.pace.note(100, 4, 0.1)
+    found = []
+    for number in range(5000):
+        before = queue.figures().refreshes
+        queue.add(ask(f"r{number}", 10 + 3 * (number % 60), 5, 0.1 * number), 0.1 * number)
+        found += [number + 1] * (queue.figures().refreshes - before)
+    assert found == [100, 200, 400, 800, 1600, 4600], "five minutes hold 3,000, and are over then"
+
+
 def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
     world, queue = bypass_world()
     queue._options = Options(lazy_squash=True)
@@ -431,14 +513,16 @@ class Traffic:
         self.check()
 
     def check_order(self, admitted: list[str]) -> None:
-        """Whoever was admitted before an older one of its class that still waits has passed it."""
+        """Whoever was admitted before an older one of its class that still waits has passed it, or joined others."""
         for name in admitted:
             del self.waiting[RequestId(name)]
+        users = Counter(request.digest for request, _ in self.world.running_now.values())
         for queue in self.queue._waiting:
             for entry in queue[:1]:
                 for name in admitted:
                     mine = self.queue._admitted[RequestId(name)]
-                    if self.queue._waiting[mine.number] is queue and mine.passed is None:
+                    joined = self.options.join_from < float("inf") and users[mine.waiting.request.digest] > 1
+                    if self.queue._waiting[mine.number] is queue and mine.passed is None and not joined:
                         assert mine.waiting.request.arrival_s <= entry.request.arrival_s
 
     def check(self) -> None:
@@ -475,6 +559,7 @@ OPTIONS = [
     Options(refresh_s=20.0, least_samples=20, share=Share.PRIORITY, floor=False, charge=Charge.IF_ABSENT),
     Options(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
     Options(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=Charge.SHARED),
+    Options(refresh_s=8.0, least_samples=10, overcommit=1.5, charge=Charge.SHARED, join_from=0.5),
 ]
 
 
@@ -485,7 +570,7 @@ def test_tokens_add_up_after_every_step_and_everybody_is_served(seed: int, optio
     traffic.run(RUN_STEPS)
     figures = traffic.queue.figures()
     count("step: step", traffic.steps)
-    for name in ("admitted", "bypassed", "squashed", "refreshes", "infeasible_refreshes"):
+    for name in ("admitted", "bypassed", "squashed", "joined", "refreshes", "infeasible_refreshes"):
         count(name, getattr(figures, name))
 
 

@@ -178,14 +178,14 @@ async def test_merging_and_cold_starts_are_told(server: Running) -> None:
 
 
 async def test_classes_of_the_admission_queue_are_told(server: Running) -> None:
-    queue = QueueStats((5, 0), (300, 700), (310, 20), refreshes=2, bypassed=7, squashed=1)
+    queue = QueueStats((5, 0), (300, 700), (310, 20), refreshes=2, bypassed=7, squashed=1, joined=4)
     server.engine.stats = msgspec.structs.replace(STATS, queue=queue)
     samples = await page(server)
     for name, by_class in (("waiting", (5, 0)), ("quota_tokens", (300, 700)), ("held_tokens", (310, 20))):
         told = [value(samples, f"lorikeet:queue_{name}", **{"class": number}) for number in ("0", "1")]
         assert tuple(told) == by_class, name
-    names = ("refreshes", "bypassed", "squashed")
-    assert [value(samples, f"lorikeet:queue_{name}_total") for name in names] == [2, 7, 1]
+    names = ("refreshes", "bypassed", "squashed", "joined")
+    assert [value(samples, f"lorikeet:queue_{name}_total") for name in names] == [2, 7, 1, 4]
     server.engine.stats = STATS
     assert "lorikeet:queue_waiting" not in await page(server)
 

@@ -219,6 +219,7 @@ class QueueStats(msgspec.Struct, frozen=True):
         refreshes: how often classes and quotas were found anew, since the start.
         bypassed: requests admitted before an older one whose adapter lacked room.
         squashed: those of them that were sent back, since they had not ended in time.
+        joined: requests tried before all others, since others ran under their adapter.
     """
 
     waiting: tuple[int, ...]
@@ -227,6 +228,7 @@ class QueueStats(msgspec.Struct, frozen=True):
     refreshes: int
     bypassed: int
     squashed: int
+    joined: int
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -142,6 +142,7 @@ class EngineCollector(Collector):
             "lorikeet:queue_bypassed", "Requests that passed one whose adapter lacked room.", queue.bypassed
         )
         yield make.count("lorikeet:queue_squashed", "Those of them that were sent back.", queue.squashed)
+        yield make.count("lorikeet:queue_joined", "Requests that joined others under their adapter.", queue.joined)
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:

@@ -39,6 +39,9 @@ class Options:
     bypass: bool = True
     refresh_s: float = REFRESH_S
     least_samples: int = LEAST_SAMPLES
+    join_from: float = float("inf")
+    """Who joins others under an adapter saves its room; those come first whose adapter is at least so large, as a
+    multiple of their own tokens."""
 
 
 class QueueFigures(QueueStats, frozen=True):

@@ -25,11 +25,11 @@ from lorikeet.scheduling.multilevel.stuck import StuckHeads
 from lorikeet.scheduling.multilevel.window import Window
 
 PATIENCE = 0.5
-"""Of the longest run of a class: so long others may take the room that its head waits for."""
+"""Of the longest run of a class: so long those who join others may take the room that its head waits for."""
 SLO_FACTOR = 5.0
 """Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
 _LOOK_PAST = 64
-"""Most younger requests that are looked at when the head is blocked by its adapter."""
+"""Most requests of a class that are looked at behind its head."""
 _LARGEST_PERCENTILE = 99.9
 """Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
 
@@ -43,6 +43,7 @@ class ChameleonQueue(AdmissionQueue):
     Every step each class admits from the front of its queue what its quota allows; what classes without waiters have
     left then goes to the others, smallest class first (Algorithm 1). A request whose adapter lacks room may be passed
     by younger ones that will have ended by the time that it can start; one that has not ended by then is sent back.
+    Before all that come those who join running requests under an adapter that is large beside themselves.
 
     Args:
         view: of the engine.
@@ -60,7 +61,7 @@ class ChameleonQueue(AdmissionQueue):
         self._users: Counter[str | None] = Counter()
         self._before: dict[RequestId, Waiting] = {}
         self._stuck = StuckHeads()
-        self._is_unsure = True
+        self._enough = options.least_samples
         self._arrivals, self._ends = Window(3), Window(4)
         self._began_s: float | None = None
         self._counts: Counter[str] = Counter()
@@ -82,9 +83,9 @@ class ChameleonQueue(AdmissionQueue):
         if not request.is_resumed:
             self._arrivals.add(now, *sizes)
         # Limits and durations come from the pace.
-        first = self._is_unsure and self.view.pace.is_known and self._knows_enough(now)
+        early = self.view.pace.is_known and self._knows_more(now)
         # One that comes back may do so while others are being admitted, from queues that must stay as they are.
-        if not request.is_resumed and (now >= self.due_s or first):
+        if not request.is_resumed and (now >= self.due_s or early):
             self._refresh(now)
         number = self._class_of(sizes)
         entry = Waiting(request, expected, sizes)
@@ -132,13 +133,18 @@ class ChameleonQueue(AdmissionQueue):
     # --- admission -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Admission:
-        """Two phases (Algorithm 1): every class by its own quota, then with what others without waiters have left."""
+        """Two phases (Algorithm 1): every class by its own quota, then with what others without waiters have left.
+
+        Before them, those who join others.
+        """
         if now >= self.due_s and len(self):
             self._refresh(now)
         self._last_s = now
         blocked: set[int] = set()
         refused: set[RequestId] = set()
         left: dict[int, int] = {}
+        for number in range(len(self._waiting)):
+            yield from self._join(number, refused, now)
         for number, queue in enumerate(self._waiting):
             own = {number: max(0, self._ledger.available(number))}
             if queue:
@@ -151,6 +157,27 @@ class ChameleonQueue(AdmissionQueue):
             if queue and number not in blocked:
                 yield from self._put_batch(number, left, blocked, refused, now)
 
+    def _join(self, number: int, refused: set[RequestId], now: float) -> Admission:
+        """Admit those of a class, by its own quota, who share the adapter of running requests and save much by that."""
+        lenders = {number: max(0, self._ledger.available(number))}
+        for entry in self._waiting[number][:_LOOK_PAST]:
+            is_saving = entry.sizes.adapter_tokens >= self._options.join_from * self._tokens(entry)
+            if not is_saving or not self._users[entry.request.digest]:
+                continue
+            need = self._need(entry)
+            if need > lenders[number] or room_for(entry.request, self.view) > self.view.free_tokens():
+                continue
+            if self._must_leave_room(entry, number, now, joins=True):
+                continue
+            match (yield entry.request):
+                case None:
+                    self._take(entry, number, need, lenders, now)
+                    self._counts["joined"] += 1
+                case Wait.TRANSFER | Wait.SLOT:
+                    refused.add(entry.request.request_id)
+                case _:
+                    return
+
     def _put_batch(
         self, number: int, lenders: dict[int, int], blocked: set[int], refused: set[RequestId], now: float
     ) -> Admission:
@@ -162,7 +189,10 @@ class ChameleonQueue(AdmissionQueue):
                 place += 1
                 continue
             need = self._need(entry)
-            if not self._can_pay(need, number, lenders) or self._must_leave_room(entry, number, now):
+            if not self._can_pay(need, number, lenders):
+                return
+            if self._must_leave_room(entry, number, now):
+                self._stuck.note(number, entry, now)
                 return
             match (yield entry.request):
                 case None:
@@ -195,16 +225,18 @@ class ChameleonQueue(AdmissionQueue):
             if room_for(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
                 self._take(entry, number, need, lenders, now, passed=head.request)
 
-    def _must_leave_room(self, entry: Waiting, number: int, now: float) -> bool:
-        """Whether a request would take room that the head of another class has waited for too long.
+    def _must_leave_room(self, entry: Waiting, number: int, now: float, *, joins: bool = False) -> bool:
+        """Whether a request would take room that the oldest of the heads without room waits for.
 
         Where more tokens are lent than there is room for, small classes could otherwise go on taking whatever becomes
-        free. Too long is half of what the class's longest request ran, so that the head starts within that time.
+        free. Those who join others may take it until the head has waited for half of what its class's longest request
+        ran, so that it starts within that time.
         """
-        head, runs_s, view = self._stuck.longest(), self._longest_run_s, self.view
-        if head is None or head.number == number:
+        head, runs_s, view = self._stuck.oldest(), self._longest_run_s, self.view
+        if head is None or head.entry is entry or (head.number == number and not joins):
             return False
-        if now - head.since_s < PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0)):
+        patience_s = PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0))
+        if joins and now - head.since_s < patience_s:
             return False
         return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
 
@@ -309,9 +341,10 @@ class ChameleonQueue(AdmissionQueue):
         self.due_s = now + options.refresh_s
         self._counts["refreshes"] += 1
         arrived, ended = self._arrivals.since(since_s), self._ends.since(since_s)
-        self._is_unsure = len(arrived) < options.least_samples
         self._stuck.clear()
-        if self._is_unsure:
+        is_unsure = len(arrived) < options.least_samples
+        self._enough = options.least_samples if is_unsure else 2 * len(arrived)
+        if is_unsure:
             self._classes, quotas, feasible = _ONE_CLASS, (self._ledger.total_tokens,), True
         else:
             inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
@@ -356,9 +389,11 @@ class ChameleonQueue(AdmissionQueue):
             loads.append(ClassLoad(float(largest), duration_s, len(members) / over_s, slo_s))
         return loads
 
-    def _knows_enough(self, now: float) -> bool:
-        least = self._options.least_samples
-        return len(self._arrivals) >= least and len(self._arrivals.since(now - self._options.refresh_s)) >= least
+    def _knows_more(self, now: float) -> bool:
+        """Whether enough has arrived lately to find classes, or twice as much as when they were found."""
+        if len(self._arrivals) < self._enough:
+            return False
+        return len(self._arrivals.since(now - self._options.refresh_s)) >= self._enough
 
     def _class_of(self, sizes: Sizes) -> int:
         return self._classes_of([sizes])[0]
@@ -379,8 +414,8 @@ class ChameleonQueue(AdmissionQueue):
     def stats(self) -> QueueStats:
         """See ``AdmissionQueue``."""
         waiting, held = tuple(map(len, self._waiting)), tuple(self._ledger.held)
-        refreshes, bypassed, squashed = (self._counts[name] for name in ("refreshes", "bypassed", "squashed"))
-        return QueueStats(waiting, self._ledger.quotas, held, refreshes, bypassed, squashed)
+        counts = {name: self._counts[name] for name in ("refreshes", "bypassed", "squashed", "joined")}
+        return QueueStats(waiting, self._ledger.quotas, held, **counts)
 
     def _note_gap(self, number: int, gap_s: float) -> None:
         self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)

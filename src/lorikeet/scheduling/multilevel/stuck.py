@@ -34,6 +34,6 @@ class StuckHeads:
         """Classes are others from now on."""
         self._by_class.clear()
 
-    def longest(self) -> Stuck | None:
-        """Return who has waited for the longest."""
-        return min(self._by_class.values(), key=lambda stuck: stuck.since_s, default=None)
+    def oldest(self) -> Stuck | None:
+        """Return who arrived first."""
+        return min(self._by_class.values(), key=lambda stuck: stuck.entry.request.arrival_s, default=None)

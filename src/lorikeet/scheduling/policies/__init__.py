@@ -16,7 +16,7 @@ from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.policies.priority import PriorityFirst
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S, ShortestFirst
 
-_CHAMELEON = Options(charge=Charge.SHARED, overcommit=1.15)
+_CHAMELEON = Options(charge=Charge.SHARED, overcommit=1.5, join_from=0.5)
 _OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
     "literal": {"k_rule": KRule.LITERAL},
     "lazy": {"lazy_squash": True},
@@ -28,6 +28,7 @@ _OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
     "charge-per-request": {"charge": Charge.PER_REQUEST},
     "charge-if-absent": {"charge": Charge.IF_ABSENT},
     "no-overcommit": {"overcommit": 1.0},
+    "no-joining": {"join_from": float("inf")},
 }
 
 ADMISSION: dict[str, AdmissionPolicy] = {
