@@ -290,6 +290,17 @@ def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
         assert admit(queue, world, now) == admitted
 
 
+def test_nobody_leaves_room_to_a_head_that_lacks_tokens() -> None:
+    world = World(total_tokens=160)
+    queue = with_quotas(world, (60, 100), (0.5,))
+    queue._class_of = lambda sizes: int(sizes.input_tokens > 50)  # type: ignore[method-assign]
+    for name, prompt, arrival_s in (("first", 55, 0.0), ("large", 75, 1.0)):
+        queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
+    assert admit(queue, world, 1.0) == ["first"], "40 of 100 tokens are left"
+    queue.add(ask("small", 45, 5, 2.0), 2.0)
+    assert admit(queue, world, 2.0) == ["small"], "60 of 105 tokens of room are left"
+
+
 def joining_world(quotas: tuple[int, ...] = (10_000, 10_000)) -> tuple[World, ChameleonQueue, AdapterRef]:
     """One request runs under an adapter of 100 tokens, in a pool of which 60 tokens are free."""
     world, big = World(total_tokens=200), make_adapter("big", 25)
@@ -339,6 +350,26 @@ def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_
     for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
         queue.add(ask(f"joins{len(world.running_now) - 1}", 20, 10, now, big), now)
         assert admit(queue, world, now) == admitted
+
+
+def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waiting_for_ever() -> None:
+    world, big = World(total_tokens=2000), make_adapter("big", 25)
+    queue = with_quotas(world, (300,), (), charge=Charge.SHARED, join_from=0.5)
+    queue._longest_run_s = {0: 10.0}
+    queue.add(ask("first", 20, 30, 0.0, big), 0.0)
+    assert admit(queue, world, 0.0) == ["first"]
+    queue.add(ask("head", 180, 20, 1.0), 1.0)
+    for step in range(2, 40):
+        for number in range(3):
+            queue.add(ask(f"joins{step}-{number}", 20, 30, float(step), big), step)
+        if "head" in admit(queue, world, step):
+            assert 6 <= step < 20, "it gives way to them for five seconds, and then for as long as they run"
+            return
+        if step % 2:
+            gone = next(iter(world.running_now.values()))[0]
+            del world.running_now[gone.request_id]
+            queue.ended(gone, step)
+    raise AssertionError("it waits")
 
 
 def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
@@ -559,7 +590,7 @@ OPTIONS = [
     Options(refresh_s=20.0, least_samples=20, share=Share.PRIORITY, floor=False, charge=Charge.IF_ABSENT),
     Options(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
     Options(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=Charge.SHARED),
-    Options(refresh_s=8.0, least_samples=10, overcommit=1.5, charge=Charge.SHARED, join_from=0.5),
+    Options(refresh_s=8.0, least_samples=10, overcommit=2.0, charge=Charge.SHARED, join_from=0.5),
 ]
 
 

@@ -21,11 +21,11 @@ from lorikeet.scheduling.multilevel.ledger import Ledger
 from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
 from lorikeet.scheduling.multilevel.quotas import ClassLoad, assign_quotas
 from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
-from lorikeet.scheduling.multilevel.stuck import StuckHeads
+from lorikeet.scheduling.multilevel.stuck import Stuck, StuckHeads
 from lorikeet.scheduling.multilevel.window import Window
 
 PATIENCE = 0.5
-"""Of the longest run of a class: so long those who join others may take the room that its head waits for."""
+"""Of the longest run of a class: so long those who join others may take what its head waits for."""
 SLO_FACTOR = 5.0
 """Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
 _LOOK_PAST = 64
@@ -158,14 +158,18 @@ class ChameleonQueue(AdmissionQueue):
                 yield from self._put_batch(number, left, blocked, refused, now)
 
     def _join(self, number: int, refused: set[RequestId], now: float) -> Admission:
-        """Admit those of a class, by its own quota, who share the adapter of running requests and save much by that."""
-        lenders = {number: max(0, self._ledger.available(number))}
+        """Admit those of a class, by its own quota, who share the adapter of running requests and save much by that.
+
+        Once the head of the class has waited for long, they leave it its tokens.
+        """
+        lenders, head = {number: max(0, self._ledger.available(number))}, self._stuck.of(number)
+        kept = self._need(head.entry) if head is not None and self._has_waited(head, now) else 0
         for entry in self._waiting[number][:_LOOK_PAST]:
             is_saving = entry.sizes.adapter_tokens >= self._options.join_from * self._tokens(entry)
             if not is_saving or not self._users[entry.request.digest]:
                 continue
             need = self._need(entry)
-            if need > lenders[number] or room_for(entry.request, self.view) > self.view.free_tokens():
+            if need > lenders[number] - kept or room_for(entry.request, self.view) > self.view.free_tokens():
                 continue
             if self._must_leave_room(entry, number, now, joins=True):
                 continue
@@ -190,6 +194,7 @@ class ChameleonQueue(AdmissionQueue):
                 continue
             need = self._need(entry)
             if not self._can_pay(need, number, lenders):
+                self._stuck.note(number, entry, now, lacks_room=False)
                 return
             if self._must_leave_room(entry, number, now):
                 self._stuck.note(number, entry, now)
@@ -229,16 +234,19 @@ class ChameleonQueue(AdmissionQueue):
         """Whether a request would take room that the oldest of the heads without room waits for.
 
         Where more tokens are lent than there is room for, small classes could otherwise go on taking whatever becomes
-        free. Those who join others may take it until the head has waited for half of what its class's longest request
-        ran, so that it starts within that time.
+        free. Those who join others may take it until the head has waited for long.
         """
-        head, runs_s, view = self._stuck.oldest(), self._longest_run_s, self.view
+        head, view = self._stuck.oldest_without_room(), self.view
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
-        patience_s = PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0))
-        if joins and now - head.since_s < patience_s:
+        if joins and not self._has_waited(head, now):
             return False
         return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
+
+    def _has_waited(self, head: Stuck, now: float) -> bool:
+        """Whether a head has waited for half of what its class's longest request ran; so it starts within that time."""
+        runs_s = self._longest_run_s
+        return now - head.since_s >= PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0))
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
         """Whether the tokens suffice; who needs more than a whole quota is admitted when nobody holds any of it.

@@ -1,4 +1,4 @@
-"""Heads of classes that have found no room, and since when."""
+"""Heads of classes that lack tokens or room, and since when."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,12 @@ from lorikeet.scheduling.multilevel.entries import Waiting
 
 
 class Stuck(NamedTuple):
-    """The head of class ``number``, without room since ``since_s``."""
+    """The head of class ``number``, which has found no room or no tokens since ``since_s``; now it lacks the former."""
 
     number: int
     entry: Waiting
     since_s: float
+    lacks_room: bool
 
 
 class StuckHeads:
@@ -20,10 +21,11 @@ class StuckHeads:
     def __init__(self) -> None:
         self._by_class: dict[int, Stuck] = {}
 
-    def note(self, number: int, entry: Waiting, now: float) -> None:
-        """The head of a class has found no room, perhaps once more."""
-        if number not in self._by_class or self._by_class[number].entry is not entry:
-            self._by_class[number] = Stuck(number, entry, now)
+    def note(self, number: int, entry: Waiting, now: float, *, lacks_room: bool = True) -> None:
+        """The head of a class could not be admitted, perhaps once more."""
+        before = self._by_class.get(number)
+        since_s = before.since_s if before is not None and before.entry is entry else now
+        self._by_class[number] = Stuck(number, entry, since_s, lacks_room)
 
     def forget(self, number: int, request: Request) -> None:
         """A request waits no more."""
@@ -34,6 +36,11 @@ class StuckHeads:
         """Classes are others from now on."""
         self._by_class.clear()
 
-    def oldest(self) -> Stuck | None:
-        """Return who arrived first."""
-        return min(self._by_class.values(), key=lambda stuck: stuck.entry.request.arrival_s, default=None)
+    def of(self, number: int) -> Stuck | None:
+        """Return the head of a class, if it is stuck."""
+        return self._by_class.get(number)
+
+    def oldest_without_room(self) -> Stuck | None:
+        """Return who of those that lack room arrived first."""
+        without = (stuck for stuck in self._by_class.values() if stuck.lacks_room)
+        return min(without, key=lambda stuck: stuck.entry.request.arrival_s, default=None)

@@ -16,7 +16,7 @@ from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.policies.priority import PriorityFirst
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S, ShortestFirst
 
-_CHAMELEON = Options(charge=Charge.SHARED, overcommit=1.5, join_from=0.5)
+_CHAMELEON = Options(charge=Charge.SHARED, overcommit=2.0, join_from=0.5)
 _OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
     "literal": {"k_rule": KRule.LITERAL},
     "lazy": {"lazy_squash": True},
