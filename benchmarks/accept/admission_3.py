@@ -34,10 +34,11 @@ from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
-from lorikeet.bench.memory_bench import MemorySetting, modelled_rig
+from lorikeet.bench.memory_bench import MemorySetting, Rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.statistics import Ratio, p50_of, p95_of, ratio_over_requests
 from lorikeet.bench.synthetic import PAPER_RANKS
+from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.costs.profile import CostProfile
 
@@ -49,7 +50,9 @@ LOADS = {name: paper.LOADS[name].per_s / paper.KNEE_RPS for name in ("low", "hig
 """Of the knee: 0.69 and 1.03."""
 P50_RATIO = 0.7
 SIDES = {"below": 0.85, "beyond": 1.15}
-"""Of the modelled knee: where the live queue is looked at, further away than a run may drift from its profile."""
+"""Of the knee: where the live queue is looked at, further away than a run may drift from what was measured before."""
+SLOWER_S = 120.0
+"""How long FIFO runs to tell by how much the machine is slower under the load than its profile says."""
 
 Pair = dict[str, list[dict[str, Any]]]
 """Runs of both rows, by repeat."""
@@ -59,7 +62,7 @@ class Side(NamedTuple):
     """The live queue on one side of the knee.
 
     Attributes:
-        knee: the modelled one, right before.
+        knee: see ``LiveRuns.knee``.
         run: of FIFO.
     """
 
@@ -71,7 +74,7 @@ class Load(NamedTuple):
     """Both rows at one load.
 
     Attributes:
-        knee: the modelled one, right before.
+        knee: see ``LiveRuns.knee``.
         pair: the runs.
         words: what was run on what.
     """
@@ -112,8 +115,10 @@ def run(runs: StoredRuns) -> Result:
         notes=f"{loads['low'].words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over "
         "requests; mean TTFT, s: "
         + "; ".join(f"{name} {_by_row(load.pair, _mean)}" for name, load in loads.items())
-        + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side; "
-        "steps took longer than that profile says by: "
+        + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side, "
+        f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes there: "
+        + ", ".join(f"{name} {knee['slower']:.0%}" for name, knee in knees.items())
+        + "; in the runs they took longer than then by: "
         + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
         + "; "
         + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
@@ -131,37 +136,37 @@ def run(runs: StoredRuns) -> Result:
 
 
 def _side(runs: StoredRuns, name: str) -> Side:
-    with live_runs(runs, name) as live:
-        rate = SIDES[name] * live.knee["rate"]
-        return Side(live.knee, live.run("growth", Case(row=FIFO, rate=rate, requests=round(rate * HALF_HOUR_S))))
+    with live_runs(runs, name, SIDES[name]) as live:
+        return Side(live.knee, live.run("growth", Case(row=FIFO, rate=live.rate, requests=live.arrivals(HALF_HOUR_S))))
 
 
 def _load(runs: StoredRuns, name: str) -> Load:
     """Run both rows at a load; which comes first changes from repeat to repeat."""
     pair: Pair = {OURS: [], FIFO: []}
-    with live_runs(runs, name) as live:
-        rate = LOADS[name] * live.knee["rate"]
+    with live_runs(runs, name, LOADS[name]) as live:
         for repeat in range(REPEATS):
             for row in sorted(pair, reverse=bool(repeat % 2)):
-                case = Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=SEED)
+                case = Case(row=row, rate=live.rate, requests=live.arrivals(RUN_S), seed=SEED)
                 pair[row].append(live.run(f"{repeat}-{part_name(row)}", case))
         return Load(live.knee, pair, live.words())
 
 
 class LiveRuns:
-    """Runs of one workload on this machine by one quick profile of it, stored as parts of the line.
+    """Runs of one workload at one load on this machine by one quick profile of it, stored as parts of the line.
 
     The machine drifts from one quarter of an hour to the next, and the knee with it.
 
     Args:
         runs: the parts.
         name: of the profile and of all that is run by it; begins the names of the parts.
+        load: share of the knee.
         scratch: an empty folder, for adapters.
     """
 
-    def __init__(self, runs: StoredRuns, name: str, scratch: Path) -> None:
+    def __init__(self, runs: StoredRuns, name: str, load: float, scratch: Path) -> None:
         self._runs = runs
         self._name = name
+        self._load = load
         # Enough requests to know the mean one.
         self._work = make_work(Case(row=FIFO, rate=1.0, requests=10_000), SCALE)
         profile_part = f"{name}-profile"
@@ -184,23 +189,40 @@ class LiveRuns:
 
     @cached_property
     def knee(self) -> dict[str, Any]:
-        """Return FIFO's knee by the profile."""
-        return self._runs.get(f"{self._name}-knee", self._search_knee)
+        """Return FIFO's knee on this machine.
+
+        Beside ``growth`` by rates, ``rate``: it, ``modelled``: by the profile, ``slower``: by what share steps take
+        longer than the profile says. If all steps take so much longer, so much less can be served.
+        """
+        modelled = self._runs.get(f"{self._name}-knee", self._search_knee)
+        rate = float(modelled["rate"])
+        slower = self._runs.get(f"{self._name}-slower", partial(self._measure_slower, self._load * rate))["slower"]
+        return modelled | {"rate": rate / (1 + slower), "modelled": rate, "slower": slower}
+
+    @property
+    def rate(self) -> float:
+        """Requests per second at the load."""
+        return self._load * float(self.knee["rate"])
+
+    def arrivals(self, duration_s: float) -> int:
+        """Return how many requests come in so long a time."""
+        return round(self.rate * duration_s)
 
     def _search_knee(self) -> dict[str, Any]:
         modelled = partial(_modelled_growth, self._rigs.profile, self.setting)
         with two_processes() as pool:
             return find_knee(FIFO, 1.0, lambda rate: mean_growth(FIFO, rate, partial(pool.map, modelled)))
 
+    def _measure_slower(self, rate: float) -> dict[str, Any]:
+        case = Case(row=FIFO, rate=rate, requests=round(rate * SLOWER_S))
+        return self._rigs.measure_slower(self.setting.settings(FIFO), partial(_run_case, case=case))
+
     def run(self, part: str, case: Case) -> dict[str, Any]:
         """Return a case's figures, live, with ``stolen`` and ``drift``; see ``MachineRigs.run_live``."""
 
         def measure() -> dict[str, Any]:
-            work = make_work(case, SCALE)
-            return self._rigs.run_live(
-                self.setting.settings(case.row),
-                lambda rig, settings: figures_of(run_on(rig, settings, case, work)),
-            )
+            settings = self.setting.settings(case.row)
+            return self._rigs.run_live(settings, partial(_run_case, case=case), self.knee["slower"])
 
         return self._runs.get(f"{self._name}-{part}", measure)
 
@@ -216,10 +238,14 @@ class LiveRuns:
 
 
 @contextmanager
-def live_runs(runs: StoredRuns, name: str) -> Iterator[LiveRuns]:
+def live_runs(runs: StoredRuns, name: str, load: float) -> Iterator[LiveRuns]:
     """Yield the runs, with a folder that is removed in the end; see ``LiveRuns``."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-admission-") as scratch:
-        yield LiveRuns(runs, name, Path(scratch))
+        yield LiveRuns(runs, name, load, Path(scratch))
+
+
+def _run_case(rig: Rig, settings: Settings, case: Case) -> dict[str, Any]:
+    return figures_of(run_on(rig, settings, case, make_work(case, SCALE)))
 
 
 def _modelled_growth(profile: CostProfile, setting: MemorySetting, case: Case) -> float:

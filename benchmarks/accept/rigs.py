@@ -75,26 +75,39 @@ class MachineRigs:
         """Return one by the profile as it is on a machine that has become slower by so large a share."""
         return modelled_rig(stretched(self.profile, 1 + drift), self._work, self._options)
 
-    def run_live(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
+    def run_live(
+        self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]], slower: float = 0.0
+    ) -> dict[str, Any]:
         """Run live, if it can be had with little disturbance by others on the hardware.
 
         Args:
             settings: of the replica.
             run: runs it.
+            slower: by what share steps are known to take longer than the profile says.
 
         Returns:
-            What ``run`` returned, ``stolen``, and ``drift``: by what share the steps took longer than the profile
-            says. See ``undisturbed``.
+            What ``run`` returned, ``stolen``, and ``drift``: by what share the steps took longer than that. See
+            ``undisturbed``.
         """
 
         def measure() -> dict[str, Any]:
-            with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
-                record = Path(folder) / "run"
-                recorded = msgspec.structs.replace(settings.engine, record=str(record))
-                made = run(self.live, msgspec.structs.replace(settings, engine=recorded))
-                return made | {"drift": self._drift(Recording(record))}
+            made, longer = self._run_recorded(settings, run)
+            return made | {"drift": (1 + longer) / (1 + slower) - 1}
 
         return undisturbed(measure)
+
+    def measure_slower(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
+        """Return by what share steps take longer live than the profile says, as ``slower``, and ``stolen``."""
+        return undisturbed(lambda: {"slower": self._run_recorded(settings, run)[1]})
+
+    def _run_recorded(
+        self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]
+    ) -> tuple[dict[str, Any], float]:
+        with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
+            record = Path(folder) / "run"
+            recorded = msgspec.structs.replace(settings.engine, record=str(record))
+            made = run(self.live, msgspec.structs.replace(settings, engine=recorded))
+            return made, self._drift(Recording(record))
 
     def _drift(self, recording: Recording) -> float:
         engine = recording.header.engine

@@ -1,6 +1,7 @@
 """What the lines of admission make of their runs."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from benchmarks.accept.admission_common import (
     run_modelled,
 )
 from benchmarks.accept.admission_page import admission_page
+from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.statistics import Ratio
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
 from lorikeet.costs.catalog import load_profile
@@ -185,6 +187,16 @@ def test_both_loads_and_both_sides_of_the_knee_count(
     texts = admission_3.failures_of(ratios, {"below": sides[0], "beyond": sides[1]})
     assert len(texts) == len(complaints)
     assert all(text.startswith(begin) for text, begin in zip(texts, complaints, strict=True))
+
+
+def test_the_knee_of_a_machine_that_is_slower_than_its_profile_says_is_as_much_lower(tmp_path: Path) -> None:
+    runs = StoredRuns("admission.3", tmp_path, "code")
+    for part, made in (("high-knee", {"rate": 3.3, "growth": {}}), ("high-slower", {"slower": 0.1, "stolen": 0.0})):
+        runs.get(part, lambda made=made: made)  # type: ignore[misc]
+    live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
+    assert live.knee == {"rate": pytest.approx(3.0), "modelled": 3.3, "slower": 0.1, "growth": {}}
+    assert live.rate == pytest.approx(3.09)
+    assert live.arrivals(100.0) == 309
 
 
 def test_the_mean_request_has_an_adapter() -> None:
