@@ -14,11 +14,13 @@ from benchmarks.accept.admission_common import (
     FIFO,
     GROWTH,
     HALF_HOUR_S,
+    KNEE_SEEDS,
     OURS,
     PREDICTOR,
     SEED,
     WORDS_OF_KNEE,
     Case,
+    Outcome,
     figures_of,
     find_knee,
     make_work,
@@ -41,6 +43,7 @@ from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.stretch import stretched
 
 SCALE = 1 / 8
 POOL_REQUESTS = 12
@@ -51,6 +54,8 @@ LOADS = {name: paper.LOADS[name].per_s / paper.KNEE_RPS for name in ("low", "hig
 P50_RATIO = 0.7
 SIDES = {"below": 0.85, "beyond": 1.15}
 """Of the knee: where the live queue is looked at, further away than a run may drift from what was measured before."""
+OVERLOAD = 1.3
+"""Of the knee: where it shows how much each row can serve."""
 SLOWER_S = 120.0
 """How long FIFO runs to tell by how much the machine is slower under the load than its profile says."""
 
@@ -76,11 +81,13 @@ class Load(NamedTuple):
     Attributes:
         knee: see ``LiveRuns.knee``.
         pair: the runs.
+        modelled: both rows by the profile; see ``LiveRuns.modelled``.
         words: what was run on what.
     """
 
     knee: dict[str, Any]
     pair: Pair
+    modelled: dict[str, list[float]]
     words: str
 
 
@@ -97,7 +104,7 @@ def run(runs: StoredRuns) -> Result:
     growths = {name: float(side.run["growth"]) for name, side in sides.items()}
     ratios = {name: ratios_of(load.pair) for name, load in loads.items()}
     knees = {name: side.knee for name, side in sides.items()} | {name: load.knee for name, load in loads.items()}
-    failures = failures_of(ratios, growths)
+    failures, modelled = failures_of(ratios, growths), loads["high"].modelled
     first = ratios["high"]["P50"]
     return Result(
         figure={
@@ -106,12 +113,20 @@ def run(runs: StoredRuns) -> Result:
                 for load, found in ratios.items()
                 for name, ratio in found.items()
             },
+            "by the profile": {
+                f"{name} at {load} load": f"{min(found.modelled[name]):.2f} to {max(found.modelled[name]):.2f}"
+                for load, found in loads.items()
+                for name in ratios[load]
+            },
+            "served per second ÷ FIFO's, by the profile": {
+                f"at {load:.2f}": f"{fmean(modelled[_served(load)]):.3f}" for load in (LOADS["high"], OVERLOAD)
+            },
             "growth, live": {name: f"{each:+.1%}" for name, each in growths.items()},
             "knee": {name: f"{knee['rate']:.2f}/s" for name, knee in knees.items()},
         },
         interval=(first.low, first.high),
         passed=not failures,
-        cause="; ".join(failures),
+        cause="; ".join([*failures, _served_words(modelled)] if failures else []),
         notes=f"{loads['low'].words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over "
         "requests; mean TTFT, s: "
         + "; ".join(f"{name} {_by_row(load.pair, _mean)}" for name, load in loads.items())
@@ -122,7 +137,8 @@ def run(runs: StoredRuns) -> Result:
         + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
         + "; "
         + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
-        + f"; a profile or run was {drift_words()}; sides at "
+        + f"; a profile or run was {drift_words()}; by the profile: {len(KNEE_SEEDS)} workloads, what is served per "
+        "second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
         details={
@@ -148,7 +164,7 @@ def _load(runs: StoredRuns, name: str) -> Load:
             for row in sorted(pair, reverse=bool(repeat % 2)):
                 case = Case(row=row, rate=live.rate, requests=live.arrivals(RUN_S), seed=SEED)
                 pair[row].append(live.run(f"{repeat}-{part_name(row)}", case))
-        return Load(live.knee, pair, live.words())
+        return Load(live.knee, pair, live.modelled, live.words())
 
 
 class LiveRuns:
@@ -226,6 +242,34 @@ class LiveRuns:
 
         return self._runs.get(f"{self._name}-{part}", measure)
 
+    @cached_property
+    def modelled(self) -> dict[str, list[float]]:
+        """Return what both rows do by the profile, on a machine as slow as this one, as ours ÷ FIFO's by workload.
+
+        P50 and P95 of TTFT at the load, and how much is served per second at the load and far beyond the knee, where
+        the last answer comes so much sooner.
+        """
+        return self._runs.get(f"{self._name}-modelled", self._compare_modelled)
+
+    def _compare_modelled(self) -> dict[str, list[float]]:
+        profile = stretched(self._rigs.profile, 1 + self.knee["slower"])
+        found: dict[str, list[float]] = {}
+        for load in (self._load, OVERLOAD):
+            rate = load * self.knee["rate"]
+            cases = [
+                Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=seed)
+                for seed in KNEE_SEEDS
+                for row in (OURS, FIFO)
+            ]
+            with two_processes() as pool:
+                made = list(pool.map(partial(_modelled_figures, profile, self.setting), cases))
+            pairs = list(zip(made[::2], made[1::2], strict=True))
+            found[_served(load)] = [theirs["drained_s"] / ours["drained_s"] for ours, theirs in pairs]
+            if load == self._load:
+                for name, key in (("P50", "ttft_p50_s"), ("P95", "ttft_p95_s")):
+                    found[name] = [ours[key] / theirs[key] for ours, theirs in pairs]
+        return found
+
     def words(self) -> str:
         """Say what is run on what."""
         setting, token_bytes = self.setting, self._rigs.modelled.geometry.block_bytes(1)
@@ -249,10 +293,31 @@ def _run_case(rig: Rig, settings: Settings, case: Case) -> dict[str, Any]:
 
 
 def _modelled_growth(profile: CostProfile, setting: MemorySetting, case: Case) -> float:
+    return _run_modelled(profile, setting, case).growth
+
+
+def _modelled_figures(profile: CostProfile, setting: MemorySetting, case: Case) -> dict[str, Any]:
+    return without_times(figures_of(_run_modelled(profile, setting, case)))
+
+
+def _run_modelled(profile: CostProfile, setting: MemorySetting, case: Case) -> Outcome:
     """Run a case by a profile in any process."""
     work = make_work(case, SCALE)
     rig = modelled_rig(profile, work, WorkOptions(source="", ranks=PAPER_RANKS))
-    return run_on(rig, setting.settings(case.row), case, work).growth
+    return run_on(rig, setting.settings(case.row), case, work)
+
+
+def _served(load: float) -> str:
+    return f"served at {load:.2f}"
+
+
+def _served_words(modelled: dict[str, list[float]]) -> str:
+    high = LOADS["high"]
+    return (
+        f"by the profile {OURS} serves {fmean(modelled[_served(high)]):.3f} × as much per second as {FIFO} at "
+        f"{high:.2f} of the knee ({fmean(modelled[_served(OVERLOAD)]):.3f} × at {OVERLOAD:g}): as far as it serves no "
+        "more, whoever waits for less time makes others wait for longer"
+    )
 
 
 def mean_request_bytes(work: MemoryWork, adapters: dict[str, AdapterRef], token_bytes: int) -> float:
