@@ -118,7 +118,7 @@ def _measure() -> dict[str, Any]:
     assert (len(queue), len(engine.admitted)) == (WAITING, RUNNING)
     classes = len(queue.stats().quota_tokens)
     # Nobody has been waited for too long yet: else those who could join others leave their room to the first head.
-    queue._longest_run_s.update(dict.fromkeys(range(classes), RUN_S))
+    queue._stuck.longest_run_s.update(dict.fromkeys(range(classes), RUN_S))
     engine.asked = 0
     tried = sum(1 for _ in _decide(queue, now))
     asked = engine.asked

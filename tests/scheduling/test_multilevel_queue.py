@@ -19,6 +19,7 @@ from lorikeet.scheduling.admission import AdmissionQueue, Running
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes
 from lorikeet.scheduling.multilevel.entries import Waiting
+from lorikeet.scheduling.multilevel.loads import Came, class_loads
 from lorikeet.scheduling.multilevel.options import Charge, Options
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.quotas import Share
@@ -217,7 +218,7 @@ def test_one_that_was_sent_back_passes_nobody_after_it_has_given_way_once_more()
     world, queue = bypass_world()
     entry = Waiting(ask("x", 40, 20, 2.0), 20, Sizes(40, 20, 0), may_pass=False)
     queue._waiting[0].append(entry)
-    queue._idle_since_s[0] = 1.0
+    queue._gaps.begin(0, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
     world.running_now.pop(RequestId("x"))
     queue.ended(entry.request, 3.0, goes_on=True)
@@ -256,7 +257,7 @@ def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_g
     world = World(total_tokens=1000)
     queue = with_quotas(world, (1010, 140), (0.5,))
     queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
-    queue._longest_run_s = {0: 10.0, 1: 10.0}
+    queue._stuck.longest_run_s = {0: 10.0, 1: 10.0}
     for number in range(50):
         queue.add(ask(f"s{number}", 19, 1, number), 0.0)
     assert len(admit(queue, world, 0.0)) == 50
@@ -344,7 +345,7 @@ def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
 
 def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_the_longest_run() -> None:
     world, queue, big = joining_world()
-    queue._longest_run_s = {0: 10.0}
+    queue._stuck.longest_run_s = {0: 10.0}
     queue.add(ask("head", 70, 10, 1.0), 1.0)
     assert admit(queue, world, 1.0) == [], "it lacks 10 tokens"
     for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
@@ -355,7 +356,7 @@ def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_
 def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waiting_for_ever() -> None:
     world, big = World(total_tokens=2000), make_adapter("big", 25)
     queue = with_quotas(world, (300,), (), charge=Charge.SHARED, join_from=0.5)
-    queue._longest_run_s = {0: 10.0}
+    queue._stuck.longest_run_s = {0: 10.0}
     queue.add(ask("first", 20, 30, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     queue.add(ask("head", 180, 20, 1.0), 1.0)
@@ -468,10 +469,9 @@ def test_a_gap_that_goes_on_is_told() -> None:
 
 
 def test_a_class_in_which_nobody_is_has_no_load() -> None:
-    queue = ChameleonQueue(World())
-    queue._classes = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ())
-    sizes = np.array([0.1, 0.2, 0.9])
-    loads = queue._loads(np.ones((3, 3)), sizes, np.empty((0, 4)), 10.0)
+    classes, nothing = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ()), np.empty(0)
+    came = Came(classes, np.ones((3, 3)), np.array([0.1, 0.2, 0.9]), nothing, nothing.astype(np.int64), 10.0)
+    loads = class_loads(came, Pace(), 100.0)
     assert [load.rate_per_s for load in loads] == [0.2, 0.0, 0.1]
     assert loads[1].least_tokens == 0
 

@@ -17,17 +17,15 @@ from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView,
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes, find_classes
 from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
+from lorikeet.scheduling.multilevel.gaps import Gaps
 from lorikeet.scheduling.multilevel.ledger import Ledger
+from lorikeet.scheduling.multilevel.loads import Came, class_loads
 from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, assign_quotas
+from lorikeet.scheduling.multilevel.quotas import assign_quotas
 from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
-from lorikeet.scheduling.multilevel.stuck import Stuck, StuckHeads
+from lorikeet.scheduling.multilevel.stuck import StuckHeads
 from lorikeet.scheduling.multilevel.window import Window
 
-PATIENCE = 0.5
-"""Of the longest run of a class: so long those who join others may take what its head waits for."""
-SLO_FACTOR = 5.0
-"""Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
 _LOOK_PAST = 64
 """Most requests of a class that are looked at behind its head."""
 _LARGEST_PERCENTILE = 99.9
@@ -65,10 +63,8 @@ class ChameleonQueue(AdmissionQueue):
         self._arrivals, self._ends = Window(3), Window(4)
         self._began_s: float | None = None
         self._counts: Counter[str] = Counter()
-        self._idle_since_s: dict[int, float] = {}
-        self._longest_gap_s: dict[int, float] = {}
+        self._gaps = Gaps()
         self._last_s = 0.0
-        self._longest_run_s: dict[int, float] = {}
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -101,7 +97,7 @@ class ChameleonQueue(AdmissionQueue):
                     del queue[place]
                     self._stuck.forget(number, request)
                     if not queue:
-                        self._note_gap(number, now - self._idle_since_s.pop(number))
+                        self._gaps.end(number, now)
                     return
         raise KeyError(request.request_id)
 
@@ -120,7 +116,7 @@ class ChameleonQueue(AdmissionQueue):
             self._before[request.request_id] = entry.waiting
             return
         self._ends.add(now, *entry.waiting.sizes, ran_s)
-        self._longest_run_s[entry.number] = max(self._longest_run_s.get(entry.number, 0.0), ran_s)
+        self._stuck.ran(entry.number, ran_s)
 
     def waiting(self) -> Iterable[Request]:
         """Return them by class, the smallest first, and by arrival."""
@@ -133,10 +129,7 @@ class ChameleonQueue(AdmissionQueue):
     # --- admission -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Admission:
-        """Two phases (Algorithm 1): every class by its own quota, then with what others without waiters have left.
-
-        Before them, those who join others.
-        """
+        """Those who join; then two phases (Algorithm 1): by each class's quota, then by what empty ones have left."""
         if now >= self.due_s and len(self):
             self._refresh(now)
         self._last_s = now
@@ -163,7 +156,7 @@ class ChameleonQueue(AdmissionQueue):
         Once the head of the class has waited for long, they leave it its tokens.
         """
         lenders, head = {number: max(0, self._ledger.available(number))}, self._stuck.of(number)
-        kept = self._need(head.entry) if head is not None and self._has_waited(head, now) else 0
+        kept = self._need(head.entry) if head is not None and self._stuck.has_waited(head, now) else 0
         for entry in self._waiting[number][:_LOOK_PAST]:
             is_saving = entry.sizes.adapter_tokens >= self._options.join_from * self._tokens(entry)
             if not is_saving or not self._users[entry.request.digest]:
@@ -239,14 +232,9 @@ class ChameleonQueue(AdmissionQueue):
         head, view = self._stuck.oldest_without_room(), self.view
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
-        if joins and not self._has_waited(head, now):
+        if joins and not self._stuck.has_waited(head, now):
             return False
         return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
-
-    def _has_waited(self, head: Stuck, now: float) -> bool:
-        """Whether a head has waited for half of what its class's longest request ran; so it starts within that time."""
-        runs_s = self._longest_run_s
-        return now - head.since_s >= PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0))
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
         """Whether the tokens suffice; who needs more than a whole quota is admitted when nobody holds any of it.
@@ -257,13 +245,7 @@ class ChameleonQueue(AdmissionQueue):
         return need <= sum(lenders.values()) or (need > ledger.quotas[number] and ledger.held[number] <= 0)
 
     def _take(
-        self,
-        entry: Waiting,
-        number: int,
-        need: int,
-        lenders: dict[int, int],
-        now: float,
-        passed: Request | None = None,
+        self, entry: Waiting, number: int, need: int, lenders: dict[int, int], now: float, passed: Request | None = None
     ) -> None:
         """Note that a request was admitted: the first lender pays as much as it has, then the next."""
         request = entry.request
@@ -281,9 +263,9 @@ class ChameleonQueue(AdmissionQueue):
         self._users[request.digest] += 1
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
-        self._note_gap(number, now - self._idle_since_s.pop(number))
+        self._gaps.end(number, now)
         if self._waiting[number]:
-            self._idle_since_s[number] = now
+            self._gaps.begin(number, now)
 
     def _need(self, entry: Waiting) -> int:
         """Return the tokens that a request holds while it runs: input, expected output, adapter (section 3)."""
@@ -322,9 +304,8 @@ class ChameleonQueue(AdmissionQueue):
     def _could_start(self, entry: Admitted, kv_tokens: int, helped: set[RequestId]) -> bool:
         """Whether the request that was passed still waits, and only if this one left would find room."""
         head, last = entry.passed, self._users[entry.waiting.request.digest] == 1
-        if head is None or head.request_id in helped:
-            return False
-        if not any(each.request is head for each in chain.from_iterable(self._waiting)):
+        waits = any(each.request is head for each in chain.from_iterable(self._waiting))
+        if head is None or head.request_id in helped or not waits:
             return False
         freed = kv_tokens + (int(entry.waiting.sizes.adapter_tokens) if last else 0)
         if not 0 < room_for(head, self.view) - self.view.free_tokens() <= freed:
@@ -360,7 +341,9 @@ class ChameleonQueue(AdmissionQueue):
             sizes = weighted_sizes(arrived, self._largest, options.weights)
             self._classes = find_classes(sizes, options.k_rule)
             over_s = max(min(options.refresh_s, now - self._began_s), 1e-9)
-            loads = self._loads(arrived, sizes, ended, over_s)
+            ended_in = np.array(self._classes_of(ended[:, :3]))
+            came = Came(self._classes, arrived, sizes, ended[:, 3], ended_in, over_s)
+            loads = class_loads(came, self.view.pace, options.largest_percentile)
             quotas, feasible = assign_quotas(
                 loads, self._ledger.total_tokens, floor=options.floor, share=options.share, overload=options.overload
             )
@@ -371,31 +354,10 @@ class ChameleonQueue(AdmissionQueue):
             each.number = number
         self._ledger.divide(quotas, {name: each.number for name, each in self._admitted.items()})
         waiting = sorted(chain.from_iterable(self._waiting), key=lambda entry: entry.request.arrival_s)
-        idle_since_s = self._idle_since_s
-        self._waiting, self._idle_since_s = [[] for _ in quotas], {}
+        self._waiting = [[] for _ in quotas]
         for entry, number in zip(waiting, self._classes_of([entry.sizes for entry in waiting]), strict=True):
             self._waiting[number].append(entry)
-            self._idle_since_s.setdefault(number, idle_since_s.get(number, now))
-        for number in idle_since_s.keys() - self._idle_since_s.keys():  # classes that are no more, or empty now
-            self._note_gap(number, now - idle_since_s[number])
-
-    def _loads(self, arrived: np.ndarray, sizes: np.ndarray, ended: np.ndarray, over_s: float) -> list[ClassLoad]:
-        """Return what comes to each class; one of which nobody has ended yet takes as long as a request alone."""
-        arrived_in = self._classes.of(sizes)
-        ended_in = np.array(self._classes_of(ended[:, :3]))
-        loads = []
-        for number in range(len(self._classes.centroids)):
-            members, ran_s = arrived[arrived_in == number], ended[ended_in == number, 3]
-            if not len(members):  # many samples are gathered in bins, and a boundary may lie inside one
-                loads.append(ClassLoad(0.0, 0.0, 0.0, float("inf")))
-                continue
-            mean = members.mean(axis=0)
-            alone_s = self.view.pace.alone_s(float(mean[0]), float(mean[1]))
-            largest = np.percentile(members.sum(axis=1), self._options.largest_percentile)
-            duration_s = float(ran_s.mean()) if len(ran_s) else alone_s
-            slo_s = SLO_FACTOR * alone_s if alone_s else float("inf")
-            loads.append(ClassLoad(float(largest), duration_s, len(members) / over_s, slo_s))
-        return loads
+        self._gaps.go_on({number for number, queue in enumerate(self._waiting) if queue}, now)
 
     def _knows_more(self, now: float) -> bool:
         """Whether enough has arrived lately to find classes, or twice as much as when they were found."""
@@ -415,7 +377,7 @@ class ChameleonQueue(AdmissionQueue):
 
     def _insert(self, entry: Waiting, number: int, now: float) -> None:
         insort(self._waiting[number], entry, key=lambda other: other.request.arrival_s)
-        self._idle_since_s.setdefault(number, now)
+        self._gaps.begin(number, now)
 
     # --- figures -------------------------------------------------------------------------------------
 
@@ -425,18 +387,13 @@ class ChameleonQueue(AdmissionQueue):
         counts = {name: self._counts[name] for name in ("refreshes", "bypassed", "squashed", "joined")}
         return QueueStats(waiting, self._ledger.quotas, held, **counts)
 
-    def _note_gap(self, number: int, gap_s: float) -> None:
-        self._longest_gap_s[number] = max(self._longest_gap_s.get(number, 0.0), gap_s)
-
     def figures(self) -> QueueFigures:
         """Return what there is to tell, gaps that go on included."""
-        for number, since_s in self._idle_since_s.items():
-            self._note_gap(number, self._last_s - since_s)
         return QueueFigures(
             **msgspec.structs.asdict(self.stats()),
             boundaries=self._classes.boundaries,
             infeasible_refreshes=self._counts["infeasible"],
             admitted=self._counts["admitted"],
-            longest_gap_s=dict(self._longest_gap_s),
-            longest_run_s=dict(self._longest_run_s),
+            longest_gap_s=self._gaps.longest_s(self._last_s),
+            longest_run_s=dict(self._stuck.longest_run_s),
         )

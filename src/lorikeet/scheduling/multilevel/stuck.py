@@ -5,6 +5,9 @@ from typing import NamedTuple
 from lorikeet.core.request import Request
 from lorikeet.scheduling.multilevel.entries import Waiting
 
+PATIENCE = 0.5
+"""Of the longest run of a class: so long those who join others may take what its head waits for."""
+
 
 class Stuck(NamedTuple):
     """The head of class ``number``, which has found no room or no tokens since ``since_s``; now it lacks the former."""
@@ -16,10 +19,24 @@ class Stuck(NamedTuple):
 
 
 class StuckHeads:
-    """One for each class at most."""
+    """One for each class at most.
+
+    Attributes:
+        longest_run_s: by class number, the longest time from admission to the end.
+    """
 
     def __init__(self) -> None:
         self._by_class: dict[int, Stuck] = {}
+        self.longest_run_s: dict[int, float] = {}
+
+    def ran(self, number: int, ran_s: float) -> None:
+        """A request of a class has ended after so long a time."""
+        self.longest_run_s[number] = max(self.longest_run_s.get(number, 0.0), ran_s)
+
+    def has_waited(self, head: Stuck, now: float) -> bool:
+        """Whether a head has waited for half of what its class's longest request ran; so it starts within that time."""
+        runs_s = self.longest_run_s
+        return now - head.since_s >= PATIENCE * runs_s.get(head.number, max(runs_s.values(), default=0.0))
 
     def note(self, number: int, entry: Waiting, now: float, *, lacks_room: bool = True) -> None:
         """The head of a class could not be admitted, perhaps once more."""
