@@ -137,8 +137,8 @@ def run(runs: StoredRuns) -> Result:
         + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
         + "; "
         + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
-        + f"; a profile or run was {drift_words()}; by the profile: {len(KNEE_SEEDS)} workloads, what is served per "
-        "second by the time until the last answer; sides at "
+        + f"; a profile or run was {drift_words('in those minutes')}; by the profile: {len(KNEE_SEEDS)} workloads, "
+        "what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
         details={

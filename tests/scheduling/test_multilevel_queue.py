@@ -19,7 +19,7 @@ from lorikeet.scheduling.admission import AdmissionQueue, Running
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
 from lorikeet.scheduling.multilevel.classes import Classes
 from lorikeet.scheduling.multilevel.entries import Waiting
-from lorikeet.scheduling.multilevel.loads import Came, class_loads
+from lorikeet.scheduling.multilevel.loads import class_load
 from lorikeet.scheduling.multilevel.options import Charge, Options
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.quotas import Share
@@ -469,9 +469,9 @@ def test_a_gap_that_goes_on_is_told() -> None:
 
 
 def test_a_class_in_which_nobody_is_has_no_load() -> None:
-    classes, nothing = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ()), np.empty(0)
-    came = Came(classes, np.ones((3, 3)), np.array([0.1, 0.2, 0.9]), nothing, nothing.astype(np.int64), 10.0)
-    loads = class_loads(came, Pace(), 100.0)
+    numbers = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ()).of(np.array([0.1, 0.2, 0.9]))
+    arrived = [np.ones((3, 3))[numbers == number] for number in range(3)]
+    loads = [class_load(each, np.empty(0), 10.0, Pace(), 100.0) for each in arrived]
     assert [load.rate_per_s for load in loads] == [0.2, 0.0, 0.1]
     assert loads[1].least_tokens == 0
 

@@ -19,7 +19,7 @@ from lorikeet.scheduling.multilevel.classes import Classes, find_classes
 from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
 from lorikeet.scheduling.multilevel.gaps import Gaps
 from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.loads import Came, class_loads
+from lorikeet.scheduling.multilevel.loads import class_load
 from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
 from lorikeet.scheduling.multilevel.quotas import assign_quotas
 from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
@@ -27,7 +27,7 @@ from lorikeet.scheduling.multilevel.stuck import StuckHeads
 from lorikeet.scheduling.multilevel.window import Window
 
 _LOOK_PAST = 64
-"""Most requests of a class that are looked at behind its head."""
+"""Most requests of a class that are looked at for some that may come before their turn."""
 _LARGEST_PERCENTILE = 99.9
 """Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
 
@@ -304,8 +304,8 @@ class ChameleonQueue(AdmissionQueue):
     def _could_start(self, entry: Admitted, kv_tokens: int, helped: set[RequestId]) -> bool:
         """Whether the request that was passed still waits, and only if this one left would find room."""
         head, last = entry.passed, self._users[entry.waiting.request.digest] == 1
-        waits = any(each.request is head for each in chain.from_iterable(self._waiting))
-        if head is None or head.request_id in helped or not waits:
+        waiting = chain.from_iterable(self._waiting)
+        if head is None or head.request_id in helped or not any(each.request is head for each in waiting):
             return False
         freed = kv_tokens + (int(entry.waiting.sizes.adapter_tokens) if last else 0)
         if not 0 < room_for(head, self.view) - self.view.free_tokens() <= freed:
@@ -341,9 +341,9 @@ class ChameleonQueue(AdmissionQueue):
             sizes = weighted_sizes(arrived, self._largest, options.weights)
             self._classes = find_classes(sizes, options.k_rule)
             over_s = max(min(options.refresh_s, now - self._began_s), 1e-9)
-            ended_in = np.array(self._classes_of(ended[:, :3]))
-            came = Came(self._classes, arrived, sizes, ended[:, 3], ended_in, over_s)
-            loads = class_loads(came, self.view.pace, options.largest_percentile)
+            arrived_in, ended_in = self._classes.of(sizes), np.array(self._classes_of(ended[:, :3]))
+            came = ((arrived[arrived_in == n], ended[ended_in == n, 3]) for n in range(len(self._classes.centroids)))
+            loads = [class_load(*each, over_s, self.view.pace, options.largest_percentile) for each in came]
             quotas, feasible = assign_quotas(
                 loads, self._ledger.total_tokens, floor=options.floor, share=options.share, overload=options.overload
             )
