@@ -79,6 +79,16 @@ async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Pro
     assert told.failed == [(copy, "no room")]
 
 
+async def test_a_copy_that_fails_as_nobody_foresaw_keeps_nobody_waiting() -> None:
+    told, transport = Told(), Copies()
+    carrier = Carrier(transport, {A.digest: A}, told)
+    transport.error = MemoryError("too large")
+    carrier.copy(Provision(0, A.digest, R1))
+    await until(lambda: not carrier.counts.under_way)
+    assert told.failed == [(Provision(0, A.digest, R1), "MemoryError('too large')")]
+    assert carrier.counts.failed == 1
+
+
 async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_comes_there() -> None:
     told, transport = Told(), Copies()
     carrier = Carrier(transport, {A.digest: A}, told)

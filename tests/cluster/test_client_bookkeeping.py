@@ -70,25 +70,33 @@ class Cluster:
     Attributes:
         hosts: by replica, made when they are asked for.
         service: places.
-        pool_dir: for adapters.
+        pool_dir: for adapters; the settings name it if it ``stays``.
         client: of all this.
     """
 
-    def __init__(self, pool_dir: Path, replicas: int) -> None:
+    def __init__(self, pool_dir: Path, replicas: int, prefetch: bool = False, stays: bool = False) -> None:
         self.hosts: dict[ReplicaId, FakeHost] = {}
         self.service = Service()
         self.pool_dir = pool_dir
         self.transport = LocalTransport(pool_dir)
-        settings = Settings(ModelSettings("none"), cluster=ClusterSettings(replicas=replicas))
-        self.client = ClusterClient(settings, self.host, self.transport, self.service, RoundRobin(), period_s=3600.0)
+        cluster = ClusterSettings(replicas=replicas, pool_dir=str(pool_dir) if stays else "")
+        self.client = ClusterClient(
+            Settings(ModelSettings("none"), cluster=cluster),
+            self.host,
+            self.transport,
+            self.service,
+            RoundRobin(),
+            period_s=3600.0,
+            prefetch=prefetch,
+        )
 
     def host(self, replica: ReplicaId) -> FakeHost:
         return self.hosts.setdefault(replica, FakeHost())
 
 
 @asynccontextmanager
-async def started(pool_dir: Path, replicas: int = 2) -> AsyncIterator[Cluster]:
-    cluster = Cluster(pool_dir, replicas)
+async def started(pool_dir: Path, replicas: int = 2, *, stays: bool = False) -> AsyncIterator[Cluster]:
+    cluster = Cluster(pool_dir, replicas, stays=stays)
     try:
         await cluster.client.start(lambda progress: None)
         yield cluster
@@ -129,6 +137,47 @@ async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_pat
         assert cluster.client.copies() == set()
 
 
+async def test_a_request_may_come_before_its_adapter_is_made_known(tmp_path: Path, adapter: AdapterRef) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        await asked_for(cluster, adapter)
+        cluster.client.know_adapters([adapter])
+        assert cluster.client.copies() == {(adapter.digest, R0)}
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_copies_stay_after_the_end_where_the_settings_say_where(
+    tmp_path: Path, adapter: AdapterRef, stays: bool
+) -> None:
+    async with started(tmp_path / "pool", replicas=1, stays=stays) as cluster:
+        cluster.client.know_adapters([adapter])
+        await asked_for(cluster, adapter)
+    assert (tmp_path / "pool" / R0 / adapter.digest).exists() == stays
+
+
+async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_yet(
+    tmp_path: Path, adapter: AdapterRef
+) -> None:
+    cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
+    await cluster.service.know([Known(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
+    await cluster.client.start(lambda progress: None)
+    cluster.client.know_adapters([adapter])
+    await until(lambda: cluster.client.copies() == {(adapter.digest, R0)})
+    assert cluster.client.describe().copies.failed == 0
+    await cluster.client.close()
+    cluster.transport.close()
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_an_answer_that_a_stop_string_ends_counts_and_one_that_nobody_wants_does_not(
+    tmp_path: Path, is_complete: bool
+) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        averages = cluster.client.fleet.averages
+        before = averages.output_tokens
+        cluster.client.submit(greedy("x", prompt(8), 5)).abort(is_complete=is_complete)
+        assert averages.output_tokens == (1 if is_complete else before)
+
+
 async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a replica's engine where none can be started again."""
     monkeypatch.setattr("lorikeet.engine.keeper.FAILED_STARTS", 1)
@@ -152,6 +201,62 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
         assert list(await other.held(R0)) == [adapter.digest]
         other.close()
         await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}))
+
+
+async def test_an_adapter_is_not_gone_while_a_request_needs_it_whose_replica_is(
+    tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path / "pool") as cluster:
+        cluster.client.know_adapters([adapter])
+        handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
+        await until(lambda: cluster.hosts[R0].engines[0].heard_of(Submit))
+        dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
+        await until(lambda: ("drop", adapter.digest) in cluster.service.asked)
+        await give_up(cluster, R0, monkeypatch)
+        await until(lambda: cluster.hosts[R1].engines[0].heard_of(Submit))
+        assert not dropping.done()
+        handle.abort()
+        assert await dropping == 10
+        assert cluster.client.copies() == set()
+
+
+async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path / "pool") as cluster:
+        handle = cluster.client.submit(greedy("first", prompt(8), 5))
+        engine = cluster.hosts[R0].engines[0]
+        await until(lambda: engine.heard_of(Submit))
+        leaving = asyncio.create_task(cluster.client.remove_replica(R0, drain_s=3600.0))
+        await until(lambda: cluster.client.size == 1)
+        await give_up(cluster, R1, monkeypatch)
+        with pytest.raises(EngineError, match="replica-0 stays"):
+            await leaving
+        later = cluster.client.submit(greedy("later", prompt(8), 5))
+        await until(lambda: len(engine.heard_of(Submit)) == 2)
+        assert cluster.client.size == 1
+        for each in (handle, later):
+            each.abort()
+
+
+async def test_nobody_waits_when_the_last_replica_is_lost_and_the_next_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(tmp_path / "pool", replicas=1) as cluster:
+        cluster.host(R1).may_start.clear()
+        starting = asyncio.create_task(cluster.client.add_replica())
+        await until(lambda: cluster.client.size == 2)
+        await give_up(cluster, R0, monkeypatch)
+        handle = cluster.client.submit(greedy("x", prompt(8), 5))
+        cluster.hosts[R1].error = OSError("no room")
+        cluster.hosts[R1].may_start.set()
+        with pytest.raises(EngineError, match="no room"):
+            await starting
+        with pytest.raises(EngineError, match="no other replica is there"):
+            async for _ in handle:
+                pass
+        with pytest.raises(EngineError, match="no other replica is there"):
+            cluster.client.submit(greedy("y", prompt(8), 5))
 
 
 async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adapter: AdapterRef) -> None:

@@ -116,8 +116,24 @@ def test_a_provision_that_fails_is_tried_where_else_somebody_waits() -> None:
     fetch = only_fetch(actions)
     assert fetch[1:] == (A, S2, S1), "who waits at S1 has another chance"
     last = only_provision(dispatcher.fetch_failed(fetch))
-    assert dispatcher.provision_failed(last, 0.0) == Actions(failed=(RequestId("r1"),))
-    assert dispatcher.fleet.loads.requests.tolist() == [0, 1]
+    assert dispatcher.provision_failed(last, 0.0) == Actions(sends=(Send(RequestId("r1"), S2),)), "S2 has it"
+    assert dispatcher.fleet.loads.requests.tolist() == [0, 2]
+
+
+def test_a_replica_that_cannot_store_an_adapter_delays_nobody_elsewhere_and_loses_nobody() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    dispatcher.join(ReplicaInfo(S1), 0.0, [A])
+    dispatcher.join(ReplicaInfo(S2), 0.0)
+    assert dispatcher.arrive(asked("r1"), 0.0).sends == (Send(RequestId("r1"), S1),)
+    fetch = only_fetch(dispatcher.arrive(asked("r2"), 0.0))
+    provision = only_provision(dispatcher.fetch_failed(fetch))
+    assert provision[1:] == (A, S2)
+    assert dispatcher.arrive(asked("r3"), 0.0).sends == (Send(RequestId("r3"), S1),), "S1 has it"
+    assert dispatcher.provision_failed(provision, 0.0) == Actions(sends=(Send(RequestId("r2"), S1),))
+    assert dispatcher.fleet.loads.requests.tolist() == [3, 0]
+    for name in ("r1", "r2", "r3"):
+        dispatcher.hear(S1, finished(name), 1.0)
+    assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
 def test_a_provision_that_fails_wherever_somebody_waits_fails_them_all() -> None:

@@ -50,6 +50,16 @@ def test_ends_are_averaged_unless_they_were_cut_short() -> None:
     assert fleet.averages.execution_s(None) == 5.0
 
 
+def test_an_answer_counts_with_what_was_generated_elsewhere_and_its_time_there_is_unknown() -> None:
+    fleet = fleet_of("a", execution_s=2.0)
+    x = ask("x", generated_tokens=20)
+    run(fleet, "a", x)
+    fleet.generated(A, x.request_id, 7)
+    fleet.ended(A, x.request_id, 5.0)
+    assert fleet.averages.output_tokens == 27
+    assert fleet.averages.execution_s(None) == 2.0
+
+
 def test_a_moved_request_is_counted_where_it_is_now_only() -> None:
     fleet = fleet_of("a", "b")
     x = ask("x", 8)

@@ -93,6 +93,17 @@ def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
     assert life.begin().state() == second.state()
 
 
+def test_what_nobody_can_read_is_replaced(life: Life, folder: Path) -> None:
+    folder.mkdir()
+    registry = ClusterRegistry(sqlite_url(folder / "registry.sqlite3"), "one")
+    registry.save_state('{"epoch": "many"}', 0)
+    registry.close()
+    first = life.begin()
+    first.know(KNOWN)
+    assert life.saver.wait(60.0)
+    assert life.begin().state() == first.state()
+
+
 class DiesAfterCommit(ClusterRegistry):
     """A registry that is lost between a commit and its answer as often as it is told to."""
 

@@ -89,6 +89,7 @@ async def test_kv_goes_along_and_is_found(client: ClusterClient, adapter: Adapte
         before = hit_tokens(client, target)
         assert client.move(handle.request.request_id, target, with_kv=True)
         assert not client.move(handle.request.request_id, target, with_kv=True), "it is on its way"
+        assert handle.request.request_id not in client.sent_s(), "nobody plans with it meanwhile"
         await until(
             lambda target=target, tokens=tokens: handle.replica == target and len(handle.token_ids) > tokens + 9
         )

@@ -195,6 +195,20 @@ def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     assert again.place(drifted, 4.0) is second
 
 
+def test_an_adapter_that_comes_or_goes_moves_no_other() -> None:
+    placement = LoRAServe(replicas_of(4), POINTS_A)
+    first = placement.place(DEMANDS_A, 0.0)
+    more = placement.place([*DEMANDS_A, demand_of("b3", 32, 30)], 1.0)
+    assert more.shares == {**first.shares, digest("b3"): more.shares[digest("b3")]}
+    (home,) = more.shares[digest("b3")]
+    full = utilisations(more, [*DEMANDS_A, demand_of("b3", 32, 30)], POINTS_A)
+    assert full[home.replica] == pytest.approx(0.6 + 30 / 800), "the emptiest, beside others of its rank"
+    fewer = placement.place([each for each in DEMANDS_A if each.adapter != "c3"], 2.0)
+    assert fewer.shares == {adapter: where for adapter, where in first.shares.items() if adapter != "c3"}
+    surge = demand_of("b4", 32, 3000)
+    assert placement.place([*DEMANDS_A, surge], 3.0).shares.items() & first.shares.items() != first.shares.items()
+
+
 def test_without_hysteresis_every_drift_is_followed() -> None:
     placement = LoRAServe(replicas_of(4), POINTS_A, NO_HYSTERESIS)
     first = placement.place(DEMANDS_A, 0.0)

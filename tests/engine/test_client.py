@@ -200,6 +200,7 @@ async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_eng
     assert (await finish(newcomer))[0].reason is FinishReason.LENGTH
     assert (await finish(handle))[0].reason is FinishReason.LENGTH
     assert await dropping > 0, "it was loaded again for the request that was running, then dropped"
+    await until(lambda: client.stats is not None and adapters["a"].digest not in client.stats.resident_adapters)
 
 
 async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(

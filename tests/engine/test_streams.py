@@ -18,7 +18,7 @@ ENDED = Finished(R, 9.0, FinishReason.ABORT)
 def opened() -> tuple[Streams, RequestHandle]:
     streams = Streams()
     request = Request(R, [1, 2], SamplingParams(max_tokens=99), 0.0)
-    return streams, streams.open(request, lambda handle: None)
+    return streams, streams.open(request, lambda handle, is_complete: None)
 
 
 def sent(handle: RequestHandle, replica: ReplicaId) -> Request:

@@ -179,6 +179,18 @@ async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start,
         assert routing.calls == [["+json", "-json", "+json"]]
 
 
+async def test_an_adapter_that_cannot_be_read_here_is_loaded_anew_whenever_it_is_replaced(start: Start) -> None:
+    asked = {"lora_name": "far", "lora_path": "hf://org/far", "rank": 8}
+    async with start(count=1) as routing:
+        await routing.http.post("/v1/load_lora_adapter", json=asked)
+        for _ in range(2):
+            assert (await routing.http.post(COMPLETIONS, json=body("far"))).status_code == 200
+            again = await routing.http.post("/v1/load_lora_adapter", json={**asked, "load_inplace": True})
+            assert again.status_code == 200
+        assert (await routing.http.post(COMPLETIONS, json=body("far"))).status_code == 200
+        assert routing.calls == [["+far", "-far", "+far", "-far", "+far"]]
+
+
 @pytest.mark.parametrize(
     ("lists", "is_replaced", "calls"),
     [

@@ -23,11 +23,12 @@ def ask(
     expected_tokens: int = 50,
     adapter_bytes: int = 0,
     keys: tuple[bytes, ...] = (),
+    generated_tokens: int = 0,
 ) -> Asked:
     """A request; with a rank, of an adapter of its own unless one is named."""
     named = (f"{name}'s" if rank else None) if adapter == "" else adapter
     digest = None if named is None else AdapterDigest(named)
-    return Asked(RequestId(name), digest, rank, adapter_bytes, known_tokens, expected_tokens, keys)
+    return Asked(RequestId(name), digest, rank, adapter_bytes, known_tokens, expected_tokens, keys, generated_tokens)
 
 
 def send(fleet: Fleet, replica: str, *all_asked: Asked) -> None:

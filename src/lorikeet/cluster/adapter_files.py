@@ -68,6 +68,10 @@ class AdapterFiles:
         for replica_id, at_one in placed.items():
             self._replicas[replica_id].keeper.know(at_one)
 
+    def accept(self, ref: AdapterRef) -> None:
+        """A request is there for an adapter, perhaps before anybody has made it known, and after its drop has begun."""
+        self._refs.setdefault(ref.digest, ref)
+
     def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return what will be the bytes freed on all replicas once the dispatcher has retired an adapter."""
         return self._retiring.begin(digest)
@@ -81,7 +85,10 @@ class AdapterFiles:
         for fetch in actions.fetches:
             self.carrier.copy(fetch)
         for provision in actions.provisions:
-            self.carrier.copy(provision)
+            if provision.adapter in self._refs:
+                self.carrier.copy(provision)
+            else:  # a table of before the start names adapters before they are known
+                self._do(self._dispatcher.provision_failed(provision, time.monotonic()), "it is not known")
 
     def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
         """Return a request with its adapter's files as they lie at a replica."""

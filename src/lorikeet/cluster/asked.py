@@ -18,6 +18,7 @@ class Asked(msgspec.Struct, frozen=True):
         known_tokens: of the prompt, and those that earlier attempts generated.
         expected_tokens: those still to be generated.
         keys: of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the router wants them.
+        generated_tokens: those of the known ones that earlier attempts generated.
     """
 
     request_id: RequestId
@@ -27,6 +28,7 @@ class Asked(msgspec.Struct, frozen=True):
     known_tokens: int
     expected_tokens: int
     keys: tuple[bytes, ...] = ()
+    generated_tokens: int = 0
 
 
 def asked(request: Request, block_tokens: int | None = None) -> Asked:
@@ -48,4 +50,5 @@ def asked(request: Request, block_tokens: int | None = None) -> Asked:
         known_tokens=known_tokens,
         expected_tokens=max(1, request.expected_tokens - len(request.output_token_ids)),
         keys=keys,
+        generated_tokens=len(request.output_token_ids),
     )

@@ -1,9 +1,9 @@
 """Carries out what the adapter pool asks for: copies between replicas, copies from adapters' own files, deletions."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -54,7 +54,7 @@ class Carrier:
         self._placed: dict[tuple[AdapterDigest, ReplicaId], AdapterRef] = {}
         self._unknown: dict[AdapterDigest, dict[ReplicaId, str]] = {}  # folders of adapters that are not in the refs
         self._gone: set[ReplicaId] = set()
-        self._locks = defaultdict[tuple[AdapterDigest, ReplicaId], asyncio.Lock](asyncio.Lock)
+        self._locks = WeakValueDictionary[tuple[AdapterDigest, ReplicaId], asyncio.Lock]()
         self._provisions = asyncio.Semaphore(PROVISIONS_AT_ONCE)
         self._tasks = Tasks()
 
@@ -104,8 +104,6 @@ class Carrier:
         """A replica will not be back: what it had is no longer known, and nothing more is brought there."""
         self._gone.add(replica)
         self._clear(replica)
-        for key in [key for key in self._locks if key[1] == replica]:
-            del self._locks[key]
 
     def copy(self, copy: Fetch | Provision) -> None:
         """Begin a copy; see ``Receiver`` for its end."""
@@ -135,6 +133,10 @@ class Carrier:
             self.counts.failed += 1
             log.warning("an adapter could not be copied", digest=copy.adapter, reason=str(error))
             self._receiver.copy_failed(copy, str(error))
+        except Exception as error:  # whatever it is, those who wait must not wait for ever
+            self.counts.failed += 1
+            log.exception("a copy of an adapter failed in a way that nobody foresaw", digest=copy.adapter)
+            self._receiver.copy_failed(copy, repr(error))
         else:
             self._receiver.copy_done(copy)
         finally:
@@ -142,17 +144,21 @@ class Carrier:
 
     async def _carry(self, copy: Fetch | Provision, ref: AdapterRef) -> None:
         if isinstance(copy, Fetch):
-            async with self._locks[copy.adapter, copy.destination]:
+            async with self._lock(copy.adapter, copy.destination):
                 self._check_is_there(copy.destination)
                 self._place(await self._transport.copy(ref, copy.source, copy.destination), copy.destination)
             self.counts.fetches += 1
             self.counts.fetched_bytes += ref.weight_bytes
         else:
-            async with self._locks[copy.adapter, copy.replica], self._provisions:
+            async with self._lock(copy.adapter, copy.replica), self._provisions:
                 self._check_is_there(copy.replica)
                 self._place(await self._transport.provide(ref, copy.replica), copy.replica)
             self.counts.provisions += 1
             self.counts.provided_bytes += ref.weight_bytes
+
+    def _lock(self, adapter: AdapterDigest, replica: ReplicaId) -> asyncio.Lock:
+        """Return the lock of one adapter at one replica, which lives as long as somebody has it or waits for it."""
+        return self._locks.setdefault((adapter, replica), asyncio.Lock())
 
     def _place(self, ref: AdapterRef, replica: ReplicaId) -> None:
         self._check_is_there(replica)
@@ -169,7 +175,7 @@ class Carrier:
             raise DestinationGone(f"{replica} was taken out")
 
     async def _delete(self, adapter: AdapterDigest, replica: ReplicaId, drop: Callable[[], Awaitable[object]]) -> None:
-        async with self._locks[adapter, replica]:
+        async with self._lock(adapter, replica):
             ref = self._placed.pop((adapter, replica), None)
             if ref is None:
                 return  # its replica came back without it

@@ -21,6 +21,7 @@ from lorikeet.cluster.describe import cluster_state
 from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.hearing import gauges
+from lorikeet.cluster.joining import Joining
 from lorikeet.cluster.moves import KvSpeed, Moves
 from lorikeet.cluster.orchestrator import Known
 from lorikeet.cluster.placer import Placer
@@ -29,10 +30,10 @@ from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import Tasks
-from lorikeet.cluster.transport import Transport, TransportError
+from lorikeet.cluster.transport import Transport
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, AdapterEvicted, FinishReason
+from lorikeet.core.events import AdapterEvent, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineStats, Hello, Progress, StepOutputs
 from lorikeet.core.request import Request
@@ -45,7 +46,6 @@ log = structlog.get_logger("lorikeet")
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 _DRAIN_CHECK_S = 0.05
-_AGAIN_S = 1.0
 
 
 class ClusterClient:
@@ -88,6 +88,7 @@ class ClusterClient:
         self._dispatcher = Dispatcher(router, prefetch=prefetch)
         self._placer = Placer(placement, period_s, self._follow)
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._do)
+        self._joining = Joining(self._dispatcher, self._files, settings.engine.max_running, self._do)
         self._moves = Moves(self._streams, self._replicas, self._hand_on, kv_speed or KvSpeed())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
@@ -132,7 +133,7 @@ class ClusterClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         self._placer.arrived(request.digest, len(request.prompt_token_ids))
-        self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
+        self._do(self._arrive(handle))
         return handle
 
     def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -168,9 +169,11 @@ class ClusterClient:
     async def close(self) -> None:
         """See ``Engines``."""
         await self._tasks.close()
+        self._give_up(EngineError("the server is shutting down"))
+        if not self._settings.cluster.pool_dir:  # then it is temporary, also on machines that this one cannot clean
+            await asyncio.gather(*map(self._files.removed, self._replicas), return_exceptions=True)
         await asyncio.gather(*(replica.keeper.close() for replica in list(self._replicas.values())))
         await self._files.carrier.close()
-        self._give_up(EngineError("the server is shutting down"))
         self._context.destroy(linger=0)
 
     # --- for those who watch over the cluster --------------------------------------------------------
@@ -186,8 +189,10 @@ class ClusterClient:
         return sum(not replica.is_leaving for replica in self._replicas.values())
 
     def sent_s(self) -> dict[RequestId, float]:
-        """Return when each request was handed to the replica where it is; those that wait here are not in it."""
-        return {handle.request.request_id: handle.sent_s for handle in self._streams if handle.replica is not None}
+        """Return when each request was handed to the replica where it is, without those that wait here or move."""
+        there = [handle for handle in self._streams if handle.replica is not None]
+        moving = self._moves.under_way
+        return {each.request.request_id: each.sent_s for each in there if each.request.request_id not in moving}
 
     def copies(self) -> set[tuple[AdapterDigest, ReplicaId]]:
         """Return which adapters are at which replicas."""
@@ -220,15 +225,16 @@ class ClusterClient:
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             keeper.host.close()
+            if not self._replicas:  # those that were there when this one began are lost
+                self._give_up(EngineError(f"{replica_id} could not be started, and no other replica is there"))
             raise
-        await self._rejoin(replica)
+        await self._joining.join(replica)
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
         """See ``Engines``."""
         replica = self._replicas[replica_id]
-        others = [other for other in self._replicas.values() if other is not replica]
-        if not any(other.epoch and not other.is_leaving for other in others):
+        if not self._has_others(replica):
             raise EngineError(f"replica {replica_id} is the only one")
         if not replica.epoch:
             raise EngineError(f"replica {replica_id} is still being started")
@@ -237,8 +243,12 @@ class ClusterClient:
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
             self._tasks.run(self._place())  # others fetch from it while it is there
-        while time.monotonic() < until_s and any(handle.replica == replica_id for handle in self._streams):
+        while time.monotonic() < until_s and self._has_others(replica) and self._streams.any_at(replica_id):
             await asyncio.sleep(_DRAIN_CHECK_S)
+        if replica_id in self._replicas and not self._has_others(replica):
+            self._tasks.run(self._joining.keep(replica))
+            self._tasks.run(self._place())
+            raise EngineError(f"replica {replica_id} stays: it is the only one now that the others are lost")
         self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
         self._leave(replica)
         try:
@@ -247,35 +257,16 @@ class ClusterClient:
             await replica.keeper.close()  # nobody else knows it any longer
         await self._place()
 
+    def _has_others(self, replica: Replica) -> bool:
+        """Whether a replica may leave: another has started, which does not leave."""
+        others = [other for other in self._replicas.values() if other is not replica]
+        return any(other.epoch and not other.is_leaving for other in others)
+
     async def _place(self) -> None:
         """Place on the replicas that there are: also on those whose engine is being started again."""
         there = [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
         if there:
             await self._placer.set_replicas(there)
-
-    async def _join(self, replica: Replica) -> None:
-        """Send a replica requests from now on; its engine has just started."""
-        keeper = replica.keeper
-        replica.epoch += 1
-        epoch = replica.epoch
-        held = await self._files.carrier.find(keeper.replica)
-        if not keeper.alive or replica.epoch != epoch or replica.is_leaving:
-            return  # if it died in between, it joins when it is back
-        keeper.know(self._files.carrier.placed_at(keeper.replica))
-        replica.is_joined = True
-        self._do(self._dispatcher.join(replica.info(self._settings.engine.max_running), time.monotonic(), held))
-
-    async def _rejoin(self, replica: Replica) -> None:
-        while not (replica.is_joined or replica.is_leaving):
-            try:
-                await self._join(replica)
-            except TransportError as error:
-                if not replica.keeper.alive:
-                    return  # it died, too, and joins when it is back
-                log.warning("a replica's adapters cannot be listed", replica=replica.keeper.replica, reason=str(error))
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                return
 
     def _leave(self, replica: Replica, *, died: bool = False, code: int | None = None) -> None:
         """Let a replica's requests go on elsewhere; in its death they had a part, perhaps."""
@@ -285,12 +276,14 @@ class ClusterClient:
             return
         replica.is_joined = False
         actions, homeless = self._dispatcher.leave(replica.keeper.replica)
-        self._do(actions)
-        for handle in [self._streams[request_id] for request_id in homeless]:
+        todo = [actions]
+        for handle in [self._streams[request_id] for request_id in homeless if request_id in self._streams]:
             was_there, handle.replica = handle.replica is not None, None
             self._moves.forget(handle.request.request_id)
             if not (died and was_there) or self._streams.died(handle, code):
-                self._do(self._dispatcher.arrive(self._asked(handle), time.monotonic()))
+                todo.append(self._arrive(handle))
+        for actions in todo:  # not before: an adapter that is being dropped seems unused while its requests are nowhere
+            self._do(actions)
 
     # --- what keepers tell ---------------------------------------------------------------------------
 
@@ -298,16 +291,15 @@ class ClusterClient:
         """Hand tokens and events on, and learn from them."""
         replica_id, now = keeper.replica, time.monotonic()
         replica = self._replicas.get(replica_id)
-        if replica is None:
-            return  # it was removed, and says its last words
+        if replica is None or self._failure is not None:
+            return  # it was removed, or all are, and says its last words
         outputs = self._streams.current(replica_id, outputs)
         for handle, finished in self._streams.take(outputs):
             self._moves.forget(handle.request.request_id)
             if finished.reason in _COMPLETE:
                 self._placer.answered(handle.request.digest, len(handle.token_ids))
         for event in outputs.adapter_events:
-            if isinstance(event, AdapterEvicted) and event.dropped:
-                replica.drops.ended(event.digest, event.freed_bytes)
+            replica.hear(event)
             for on_event in self._on_adapter_event:
                 on_event(event)
         if replica.is_joined:
@@ -330,7 +322,7 @@ class ClusterClient:
     def engine_back(self, keeper: EngineKeeper) -> None:
         """Send it requests again."""
         if (replica := self._replicas.get(keeper.replica)) is not None:
-            self._tasks.run(self._rejoin(replica))
+            self._tasks.run(self._joining.join(replica))
 
     def engine_lost(self, keeper: EngineKeeper, failure: EngineError) -> None:
         """Go on without it; if it was the last, nobody will answer any more."""
@@ -362,6 +354,12 @@ class ClusterClient:
     def _hand_on(self, handle: RequestHandle, target: ReplicaId) -> None:
         self._do(self._dispatcher.move(self._asked(handle), target, time.monotonic()))
 
+    def _arrive(self, handle: RequestHandle) -> Actions:
+        """Have a request routed that is nowhere. It may be the first that names its adapter here."""
+        if handle.request.adapter is not None:
+            self._files.accept(handle.request.adapter)
+        return self._dispatcher.arrive(self._asked(handle), time.monotonic())
+
     def _asked(self, handle: RequestHandle) -> Asked:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
         return asked(request, self.hello.block_tokens if self._dispatcher.router.wants_keys else None)
@@ -382,14 +380,16 @@ class ClusterClient:
         for message in self._moves.messages(request):
             self._replicas[replica_id].keeper.send(message)
 
-    def _abort(self, handle: RequestHandle) -> None:
+    def _abort(self, handle: RequestHandle, is_complete: bool) -> None:
         request_id = handle.request.request_id
         if request_id in self._streams and self._streams[request_id] is handle:
             if handle.replica is not None:
                 self._replicas[handle.replica].keeper.send(Abort(request_id))
             self._moves.forget(request_id)
             self._streams.finish(handle, FinishReason.ABORT)
-            self._do(self._dispatcher.ended(request_id, time.monotonic(), is_complete=False))
+            if is_complete:
+                self._placer.answered(handle.request.digest, len(handle.token_ids))
+            self._do(self._dispatcher.ended(request_id, time.monotonic(), is_complete=is_complete))
 
     def _give_up(self, failure: EngineError) -> None:
         self._failure = failure

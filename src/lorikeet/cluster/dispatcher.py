@@ -234,10 +234,23 @@ class Dispatcher:
         return collected.actions()
 
     def provision_failed(self, provision: Provision, now: float) -> Actions:
-        """A provision has ended badly. It is tried where else somebody waits, and at last all who wait have failed."""
+        """A provision has ended badly.
+
+        Those who wait go to a replica that has the adapter from elsewhere, if there is one; else it is tried where else
+        somebody waits, and at last all who wait have failed.
+        """
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is None or provisioning.provision != provision:
             return Actions()
+        if holders := self.pool.table.holders(provision.adapter) & self.fleet.open_index.keys():
+            del self._provisioning[provision.adapter]
+            collected = Collected()
+            for request_id in provisioning.waiting:
+                known = self._requests[request_id]
+                least = min(holders, key=lambda each: (self.fleet.loads.requests[self.fleet.open_index[each]], each))
+                self.fleet.dispatched(known.asked, least)
+                self._begin(known, least, collected)
+            return collected.actions()
         provisioning.tried.add(provision.replica)
         where = {request_id: self._where(request_id) for request_id in provisioning.waiting}
         elsewhere = next((each for each in where.values() if each not in provisioning.tried), None)
@@ -296,8 +309,8 @@ class Dispatcher:
         asked = known.asked
         if asked.adapter is None:
             collected.sends.append(Send(asked.request_id, replica))
-        elif (provisioning := self._provisioning.get(asked.adapter)) is not None:
-            provisioning.waiting[asked.request_id] = None
+        elif asked.adapter in self._provisioning and not self.pool.table.holds(replica, asked.adapter):
+            self._provisioning[asked.adapter].waiting[asked.request_id] = None
         else:
             known.in_pool = True
             self._take(self.pool.begin(asked.request_id, asked.adapter, replica), collected)

@@ -161,8 +161,9 @@ class Fleet:
         """It left the replica; ``is_complete`` unless it was aborted, failed, or goes on elsewhere."""
         if (entry := self._find(replica_id, request_id)) is not None:
             if is_complete:
-                ran_s = None if entry.admitted_s is None else now - entry.admitted_s
-                self.averages.finished(entry.asked.adapter, entry.output_tokens, ran_s)
+                before = entry.asked.generated_tokens  # elsewhere, for a time that nobody has noted
+                ran_s = None if entry.admitted_s is None or before else now - entry.admitted_s
+                self.averages.finished(entry.asked.adapter, before + entry.output_tokens, ran_s)
             self.withdraw(request_id)
 
     def withdraw(self, request_id: RequestId) -> None:

@@ -46,14 +46,14 @@ class StateSaver:
         self._thread.start()
 
     def load(self) -> OrchestratorState | None:
-        """Return what was saved last, None if nothing was. To be called before the first :meth:`save`.
+        """Return what was saved last, None if that is nothing of ours. To be called before the first :meth:`save`.
 
         Raises:
             RegistryGone: the registry does not answer.
         """
         stored = self._registry.load_state()
         self._epoch = 0 if stored is None else stored.epoch
-        return None if stored is None else msgspec.json.decode(stored.content, type=OrchestratorState)
+        return None if stored is None else _read(stored.content)
 
     def save(self, state: OrchestratorState) -> None:
         """Have a state written in place of what is stored. Returns at once."""
@@ -106,7 +106,7 @@ class StateSaver:
             stored = self._registry.load_state()
             if stored is None:
                 epoch = 0  # the registry came back empty
-            elif msgspec.json.decode(stored.content, type=OrchestratorState).writer == self._writer:
+            elif (state := _read(stored.content)) is not None and state.writer == self._writer:
                 epoch = stored.epoch
             else:
                 raise
@@ -128,6 +128,15 @@ class StateSaver:
             if self._newest is state:
                 self._newest = None
             self._changed.notify_all()
+
+
+def _read(content: str) -> OrchestratorState | None:
+    """Return a stored state; None if another version of this program, say, wrote it."""
+    try:
+        return msgspec.json.decode(content, type=OrchestratorState)
+    except msgspec.MsgspecError as error:
+        log.warning("the placement that the registry has cannot be read, and is replaced", reason=str(error))
+        return None
 
 
 class KeptOrchestrator:

@@ -1,7 +1,7 @@
 """Requests that move from one replica to another, and the KV that some of them take along."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from lorikeet.cluster.replica import Replica
@@ -73,6 +73,11 @@ class Moves:
         self._speed = speed
         self._under_way: dict[RequestId, _UnderWay] = {}
         self._parcels: dict[RequestId, Departed] = {}
+
+    @property
+    def under_way(self) -> Set[RequestId]:
+        """Requests that their replica has been told to let go."""
+        return self._under_way.keys()
 
     def begin(self, request_id: RequestId, target: ReplicaId, *, with_kv: bool) -> bool:
         """See ``ClusterClient.move``."""

@@ -1,6 +1,7 @@
 """A replica of a live cluster, as its head knows it."""
 
 from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.drops import Drops
 from lorikeet.engine.keeper import EngineKeeper
@@ -34,6 +35,11 @@ class Replica:
             max_batch=max_batch,
             kv_token_bytes=hello.block_bytes / hello.block_tokens,
         )
+
+    def hear(self, event: AdapterEvent) -> None:
+        """Note the end of a drop."""
+        if isinstance(event, AdapterEvicted) and event.dropped:
+            self.drops.ended(event.digest, event.freed_bytes)
 
     async def drop(self, adapter: AdapterDigest) -> int:
         """Have its engine forget an adapter that no request uses there; return the bytes freed."""

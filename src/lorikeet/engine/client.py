@@ -105,7 +105,7 @@ class Engines(Protocol):
 
         Raises:
             KeyError: it is not there.
-            EngineError: it is the only one.
+            EngineError: it is the only one, or has become that while it drained; then it stays.
         """
         ...
 
@@ -252,7 +252,7 @@ class EngineClient:
         self._streams.fail(failure)
         self._drops.fail(failure)
 
-    def _abort(self, handle: RequestHandle) -> None:
+    def _abort(self, handle: RequestHandle, is_complete: bool) -> None:
         request_id = handle.request.request_id
         if request_id in self._streams and self._streams[request_id] is handle:
             self._keeper.send(Abort(request_id))

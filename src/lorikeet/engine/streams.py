@@ -47,7 +47,7 @@ class RequestHandle:
         sent_s: when it was handed to that replica of a cluster, on this process's clock.
     """
 
-    def __init__(self, request: Request, abort: Callable[["RequestHandle"], None]) -> None:
+    def __init__(self, request: Request, abort: Callable[["RequestHandle", bool], None]) -> None:
         self.request = request
         self.timings = RequestTimings(request.arrival_s)
         self.token_ids = list(request.output_token_ids)
@@ -59,9 +59,13 @@ class RequestHandle:
         self._abort = abort
         self._outputs: asyncio.Queue[Output | EngineError] = asyncio.Queue()
 
-    def abort(self) -> None:
-        """End the request; its blocks are free at the engine's next step. A second call does nothing."""
-        self._abort(self)
+    def abort(self, *, is_complete: bool = False) -> None:
+        """End the request; its blocks are free at the engine's next step. A second call does nothing.
+
+        Args:
+            is_complete: its answer is: a stop string has come.
+        """
+        self._abort(self, is_complete)
 
     async def __aiter__(self) -> AsyncIterator[Output]:
         """Yield outputs until the request has finished.
@@ -110,8 +114,12 @@ class Streams:
         """Whether a request is under way."""
         return request_id in self._handles
 
-    def open(self, request: Request, abort: Callable[[RequestHandle], None]) -> RequestHandle:
-        """Begin a stream; ``abort`` is called with it when its client does not want it any longer.
+    def any_at(self, replica: ReplicaId) -> bool:
+        """Whether any is at a replica."""
+        return any(handle.replica == replica for handle in self._handles.values())
+
+    def open(self, request: Request, abort: Callable[[RequestHandle, bool], None]) -> RequestHandle:
+        """Begin a stream; ``abort`` is called with it, and whether its answer is complete, when no more is wanted.
 
         Raises:
             ValueError: the id is in use.

@@ -19,8 +19,8 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     Attributes:
         name: what clients write in ``model``, and what backends load it as.
         source: path or URL that backends load it from; it must mean the same to all of them.
-        digest: of name and content, or of name and source where the files cannot be read here. The name is part of it
-            since backends keep an adapter under each of its names.
+        digest: of name and content, or of name and source where the files cannot be read here, and then of how
+            often it was replaced. The name is part of it since backends keep an adapter under each of its names.
         rank: its largest; 0 for unknown.
         size_bytes: of its weights; 0 for unknown.
         replaces: its name meant another version before, which a backend may have under the name still.
@@ -69,6 +69,12 @@ def know_adapter(name: str, source: str, rank: int | None = None) -> KnownAdapte
         raise AdapterError(f"adapter {name!r} in {source}: {error}") from error
     largest = max(ranks.r, *(ranks.rank_pattern or {}).values(), 0) if rank is None else rank
     return KnownAdapter(name, source, AdapterDigest(digest.hexdigest()), largest, size_bytes)
+
+
+def renewed(adapter: KnownAdapter, number: int) -> KnownAdapter:
+    """Return an adapter as another version from the same source; versions of different numbers differ."""
+    digest = hashlib.sha256(f"{adapter.digest} {number}".encode()).hexdigest()
+    return msgspec.structs.replace(adapter, digest=AdapterDigest(digest))
 
 
 def _files(folder: Path) -> tuple[Path | None, Path | None]:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from lorikeet.cluster.placer import Placer
 from lorikeet.cluster.placing import PlacementService
 from lorikeet.cluster.tasks import Tasks
 from lorikeet.core.ids import ReplicaId
-from lorikeet.gateway.adapters import KnownAdapter
+from lorikeet.gateway.adapters import KnownAdapter, renewed
 from lorikeet.gateway.head import Head
 from lorikeet.server.errors import ApiError, model_not_found
 
@@ -40,6 +41,7 @@ class Catalog:
         self._head = head
         self._placer = Placer(placements, period_s, head.swap)
         self._created = int(time.time())
+        self._numbers = count(1)
         self._tasks = Tasks()
         self._there = set(head.backends)
         """Backends to place on."""
@@ -95,6 +97,8 @@ class Catalog:
         """Let clients ask for an adapter. One of the same name is replaced; its requests go on with what they have."""
         before = self.adapters.get(adapter.name)
         if before is not None:
+            if not adapter.size_bytes:  # its files cannot be read here, so they may be others at the same source
+                adapter = renewed(adapter, next(self._numbers))
             adapter = replace(adapter, replaces=before.replaces or before.digest != adapter.digest)
         self.adapters[adapter.name] = adapter
         self._head.know(adapter)

@@ -147,6 +147,7 @@ def asked(
         known_tokens=prompt_tokens + output_tokens,
         expected_tokens=max(1, round(expected) - output_tokens),
         keys=_keys(question, adapter) if wants_keys else (),
+        generated_tokens=output_tokens,
     )
 
 

@@ -115,7 +115,7 @@ class Choice:
         shown, stop = self._scanner.push(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
-            self.handle.abort()
+            self.handle.abort(is_complete=True)
         return shown
 
     def _end(self, finished: Finished) -> str:
@@ -229,6 +229,7 @@ class Generation:
             self._fail(choice, unexpected_failure())
 
     def _fail(self, choice: Choice, error: ApiError) -> None:
+        self._end_reason = FinishReason.ERROR  # of the other choices: nobody hung up
         choice.finish_reason = FinishReason.ERROR.value
         choice.handle.abort()  # the engine may still compute it, if the failure was here
         choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value)

@@ -5,6 +5,7 @@ from collections.abc import Sequence, Set
 from statistics import fmean
 
 import msgspec
+import numpy as np
 
 from lorikeet.cluster.demand import COLD_TOKENS_PER_S, AdapterDemand
 from lorikeet.cluster.operating_points import OperatingPoints
@@ -21,7 +22,7 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
     Attributes:
         demand_floor: no adapter counts for less than this part of the mean demand, so that silent ones spread.
         hysteresis: the old placement stays while its fullest replica is at most so much fuller than the new one's,
-            and the replicas are the same. None: it never stays.
+            and the replicas are the same; adapters that came meanwhile are added to it. None: it never stays.
         packing: see there.
     """
 
@@ -65,11 +66,13 @@ class LoRAServe(Placement):
         """What the last call made of the demands, whether it came to be the table or not."""
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """Return the new placement, or the old one if it is nearly as good or nobody asks for anything."""
+        """Return the new placement, or the old one if nobody asks for anything or it is nearly as good.
+
+        Adapters that come or go do not move the others for that.
+        """
         margin = self._params.hysteresis
-        covered = self._covers(demands)
         if not any(demand.tokens_per_s for demand in demands):
-            if covered:
+            if self._covers(demands):
                 return self._table
             demands = [demand._replace(tokens_per_s=COLD_TOKENS_PER_S) for demand in demands]
         if not demands:
@@ -78,10 +81,10 @@ class LoRAServe(Placement):
         packing = self.packing = Packing(demands, len(self.replicas), self._points, self._params.packing)
         is_same = {*self.replicas} == self._placed_on
         self._placed_on = {*self.replicas}
-        if covered and is_same and margin is not None:
-            before = utilisations(self._table, demands, self._points)
-            if max(before.values()) <= packing.utilisations.max() * (1 + margin):
-                return self._table
+        if is_same and margin is not None and self._table.shares:
+            before = RoutingTable(self._table.epoch, extended(self._table, demands, self.replicas, self._points))
+            if max(utilisations(before, demands, self._points).values()) <= packing.utilisations.max() * (1 + margin):
+                return self._replaced(before.shares)
         return self._replaced(self._shares(packing, demands))
 
     def resume(self, table: RoutingTable) -> None:
@@ -115,6 +118,41 @@ def floored(demands: Sequence[AdapterDemand], part: float) -> list[AdapterDemand
     """Return the demands, none of them below such a part of their mean."""
     floor = part * fmean(demand.tokens_per_s for demand in demands)
     return [demand._replace(tokens_per_s=max(demand.tokens_per_s, floor)) for demand in demands]
+
+
+def extended(
+    table: RoutingTable, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], points: OperatingPoints
+) -> dict[AdapterDigest, tuple[Share, ...]]:
+    """Return a table's content for just these adapters.
+
+    Those that are new go whole, the largest rank first, to where the result is least full at the largest rank there.
+
+    Args:
+        table: of some of the adapters, on these replicas.
+        demands: of all adapters.
+        replicas: that there are.
+        points: operating points.
+    """
+    shares = {each.adapter: table.shares[each.adapter] for each in demands if each.adapter in table.shares}
+    new = [demand for demand in demands if demand.adapter not in shares]
+    if not new:
+        return shares
+    index = {replica: number for number, replica in enumerate(replicas)}
+    tokens_per_s, point = np.zeros(len(replicas)), np.full(len(replicas), np.inf)
+
+    def put(demand: AdapterDemand, where: int, share: float) -> None:
+        tokens_per_s[where] += share * demand.tokens_per_s
+        point[where] = min(point[where], points[demand.rank])  # they do not rise with the rank
+
+    for demand in demands:
+        for replica, share in shares.get(demand.adapter, ()):
+            put(demand, index[replica], share)
+    for demand in sorted(new, key=lambda each: (-each.rank, -each.tokens_per_s, each.adapter)):
+        after = (tokens_per_s + demand.tokens_per_s) / np.minimum(point, points[demand.rank])
+        where = int(after.argmin())
+        put(demand, where, 1.0)
+        shares[demand.adapter] = (Share(replicas[where], 1.0),)
+    return shares
 
 
 def utilisations(
