@@ -92,7 +92,7 @@ class _RingToProcess:
     def __init__(self, store: Store, core: int) -> None:
         parts = [HostRows(0, 0, TOKENS)]
         self._pool = HostPool(
-            [start_worker_process()], [core], store.arena, store.host, store.geometry, rows=TOKENS, parts=1
+            [start_worker_process()], [core], [store.arena], store.host.dtype, store.geometry, rows=TOKENS, parts=1
         )
         self._pool.wait_until_ready()
         self._pool.begin([store.adapter])
@@ -123,7 +123,7 @@ class _RingToThread:
         self._ring = Ring.create(shape)
         self._ring.write_cut(1, [Slice(0, 0, 0, TOKENS)])
         self._x, self._y = (torch.from_numpy(memory) for memory in (self._ring.x, self._ring.y))
-        self._worker = SliceWorker(self._ring, 0, store.host, store.geometry)
+        self._worker = SliceWorker(self._ring, 0, [store.host], store.geometry)
         self._worker.begin([store.adapter])
         self._worker.prepare()
         self._ticket = 0
@@ -203,7 +203,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
     while message := connection.recv_bytes():
         x = torch.from_numpy(np.frombuffer(bytearray(message[8:]), np.float32).reshape(TOKENS, -1))
         began_s = time.monotonic()
-        write_delta(x, pieces, int.from_bytes(message[:8], "little"), targets, y)
+        write_delta(x, [pieces], int.from_bytes(message[:8], "little"), targets, y[None])
         connection.send_bytes(np.float64(time.monotonic() - began_s).tobytes() + y.numpy().tobytes())
 
 

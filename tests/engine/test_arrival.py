@@ -19,6 +19,7 @@ from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.copies import GROUP_BYTES
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.transfers import Transfers
+from lorikeet.kernels.base import LoraWeights
 from lorikeet.memory.layer_groups import block_runs, layer_blocks
 from lorikeet.memory.packing import Packing, pack
 from lorikeet.scheduling.coldstart.pipeline import cut, load_order
@@ -96,7 +97,6 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
     bench.start(bench.runs)
     arrival = arrival_of(bench)
     assert there(arrival) == []
-    assert [arrival.comes_last(layer) for layer in range(LAYERS)] == [True, True, *[False] * 4]
     blocks = layer_blocks(bench.packing, LAYERS)
     for expected, run in zip(([2, 3], [2, 3, 4, 5]), bench.runs, strict=False):
         bench.gate.open(1)
@@ -117,6 +117,14 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
     assert arrival.arrived_s(2) < arrival.arrived_s(5) < arrival.arrived_s(0) == arrival.arrived_s(1)
     assert bench.transfers.arrival(bench.ref.digest) is None
     assert bench.transfers.adapters.weights(bench.ref.digest).rank == 12
+
+
+def test_what_an_adapter_does_not_change_is_there_before_anything_is_copied(bench: Bench) -> None:
+    arrival = Arrival(1, bench.ref, bench.host, LoraWeights({}, 4), (0, 2, 0, 1), range(0))
+    assert [arrival.has(layer) for layer in range(4)] == [True, False, True, False]
+    assert arrival.wait_for(0, 0.0)
+    arrival.note(1, failed=False)
+    assert [arrival.has(layer) for layer in range(4)] == [True, False, True, True]
 
 
 def test_the_pace_of_an_arrival_counts_from_its_turn_and_not_from_when_it_had_to_wait(

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,12 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
+from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import EngineSizes, ExecutorError
-from lorikeet.engine.host_lora.assist import AssistCounters, HostLora
+from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.layer_groups import block_runs
 from lorikeet.memory.packing import pack
@@ -85,7 +87,7 @@ class ColdDriver(Driver):
         assisted = tuple(digest for digest in plan.adapters if digest in self.assisted)
         return super().execute(msgspec.structs.replace(plan, assisted=assisted))
 
-    def bring(self, *names: str) -> None:
+    def bring(self, *names: str, left: tuple[int, int] = (0, 0)) -> None:
         """Begin to transfer adapters; they arrive group by group as the gate says, those of the first name first."""
         transfers = []
         for name in names:
@@ -94,7 +96,7 @@ class ColdDriver(Driver):
             runs = block_runs(packing, load_order(cut(LAYERS, LAYERS // GROUPS)))
             assert len(runs) == GROUPS
             made: Transfer = self.transfer(Tier.HOST, Tier.DEVICE, ref, self._host[name])
-            transfers.append(msgspec.structs.replace(made, groups=runs))
+            transfers.append(msgspec.structs.replace(made, groups=runs, left_to_host=left))
         self.move(*transfers, wait=False)
         self.assisted = {self.refs[name].digest for name in names}
 
@@ -280,6 +282,19 @@ def test_a_layer_that_the_host_computes_though_it_has_arrived_is_counted(
     driver.arrive(1)
 
 
+def test_a_static_plan_leaves_its_layers_to_the_host_though_they_are_there(
+    driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.host_lora, "_layers", HostLayers.STATIC)
+    driver.bring("qkv", left=(0, 4))
+    driver.gate.open(GROUPS - 1)  # all but the first two layers
+    driver.gate.wait_until_shut()
+    found, counts = counted(driver, lambda: driver.prefill("qkv"))
+    assert_same(found, resident)
+    assert counts == AssistCounters(4, 2, 2, 0, 0)
+    driver.arrive(1)
+
+
 @pytest.mark.parametrize("host_s", [60.0, 0.0])
 def test_the_patient_wait_for_a_layer_that_arrives_sooner_than_the_host_would_be_done(
     driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, host_s: float
@@ -334,13 +349,51 @@ def test_static_groups_but_the_last_are_waited_for_and_the_last_is_the_hosts(mod
         driver.arrive(1)
         expected = driver.prefill("qkv")
         driver.evict_all()
-        driver.bring("qkv")
+        driver.bring("qkv", left=(0, 2))
         driver.gate.open(GROUPS - 1)
         found, counts = counted(driver, lambda: driver.prefill("qkv"))
         assert_same(found, expected)
         assert counts == AssistCounters(2, LAYERS - 2, 0, 0, 0)
         driver.gate.open(100)
         driver.wait_for_transfers(1)
+    finally:
+        executor.close()
+
+
+def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22, tensor_parallel=2)
+    executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
+    names = ("qkv", "qv", "base")
+    try:
+        driver = ColdDriver(executor, sizes, models.adapters)
+        host, ring = driver.host_lora, driver.host_lora.pool.ring
+        driver.bring("qkv", "qv")
+        driver.arrive(2)
+        expected = driver.prefill(*names)
+        driver.evict_all()
+        driver.bring("qkv", "qv")
+        driver.gate.open(GROUPS - 1)  # of the first adapter, and none of the second; the gate is rank 0's alone
+        driver.gate.wait_until_shut()
+        for name in ("qkv", "qv"):
+            arrival = executor.transfers.arrival(models.adapters[name].digest)
+            assert arrival is not None
+            while ring.arrived(1, arrival.transfer_id) < max(arrival.needed):
+                time.sleep(0.001)
+        found, counts = counted(driver, lambda: driver.prefill(*names))
+        assert_same(found, expected)
+        assert counts == AssistCounters(2 + LAYERS, LAYERS - 2, 0, 0, 0)
+        with monkeypatch.context() as patch:  # what rank 0 alone has is not there
+            patch.setattr(host, "_others", lambda arrival: iter((0,)))
+            found, counts = counted(driver, lambda: driver.prefill(*names))
+        assert_same(found, expected)
+        assert counts == AssistCounters(2 * LAYERS, 0, 0, 0, 0)
+        (worker,) = host.pool.process_ids
+        os.kill(worker, signal.SIGKILL)
+        found, counts = counted(driver, lambda: driver.prefill(*names))
+        assert_same(found, expected)
+        assert counts[:3] == (2 + LAYERS, LAYERS - 2, 0)
+        driver.arrive(2)
+        assert_same(driver.prefill(*names), expected)
     finally:
         executor.close()
 

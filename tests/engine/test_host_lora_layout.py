@@ -50,6 +50,25 @@ def test_the_worker_finds_what_the_rank_has_written_and_the_other_way_round() ->
     assert not ours.has_error(1, 1)
 
 
+def test_ranks_hear_from_each_other() -> None:
+    ours, theirs = both()
+    assert theirs.turn(1) is None
+    ours.signal_turn(1, 0)
+    ours.signal_turn(2, 7)
+    assert (theirs.turn(1), theirs.turn(2), theirs.turn(3)) == (0, 7, None)
+    assert not theirs.has_all(7)
+    ours.signal_collected(7)
+    assert theirs.has_all(7)
+    assert not theirs.has_all(8)
+    assert ours.arrived(1, 3) == 0
+    theirs.note_arrived(1, 3, 20)
+    assert (ours.arrived(1, 3), ours.arrived(0, 3), ours.arrived(1, 4)) == (20, 0, 0)
+    theirs.note_arrived(1, 3 + 64, 5)
+    assert (ours.arrived(1, 3), ours.arrived(1, 3 + 64)) == (0, 5), "of older ones nothing is known"
+    theirs.note_arrived(1, 3 + 64, -1)
+    assert ours.arrived(1, 3 + 64) == -1
+
+
 def test_nothing_that_is_written_touches_anything_else() -> None:
     ours, _ = both()
     ours.x[:] = 1
@@ -71,6 +90,10 @@ def test_nothing_that_is_written_touches_anything_else() -> None:
         ours.signal_error(2, worker)
     ours.signal_x(2)
     ours.free(2)
+    for number in range(8):
+        ours.signal_turn(number, number)
+        ours.note_arrived(number % 2, number + 60, 9)
+    ours.signal_collected(2)
     assert (ours.x == 1).all()
     assert (ours.y == 2).all()
     assert not ours.has_x(1)

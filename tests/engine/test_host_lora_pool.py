@@ -73,7 +73,7 @@ def make_store(dtype: torch.dtype) -> Store:
 def working(store: Store, workers: int, timeout_s: float = 60.0) -> Iterator[HostPool]:
     processes = [start_worker_process() for _ in range(workers)]
     cores = [None] * workers
-    pool = HostPool(processes, cores, store.arena, store.host, store.geometry, ROWS, PARTS, timeout_s)
+    pool = HostPool(processes, cores, [store.arena], store.host.dtype, store.geometry, ROWS, PARTS, timeout_s)
     try:
         pool.wait_until_ready()
         yield pool
@@ -125,6 +125,26 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
     pool.add_to(qkv)
     assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
     assert (expected != 1).any(dim=1).sum() == sum(work.values())
+
+
+def test_what_is_computed_for_one_rank_is_computed_for_all_with_their_own_columns(store: Store) -> None:
+    other, number = store.host.clone(), list(ADAPTERS).index("large")
+    large = store.adapters["large"]
+    layout = AdapterLayout(pack(large.ranks, store.geometry, ELEMENTS), store.geometry)
+    for pieces in layout.weights(large.blocks, other).pieces.values():
+        for _, bt in pieces:
+            bt.mul_(2.0)
+    ring = Ring.create(RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 2, 1, 2, 4, "float32"))
+    worker = SliceWorker(ring, 0, [store.host, other], store.geometry)
+    worker.begin(list(store.adapters.values()))
+    x = rows(5, seed=1)
+    torch.from_numpy(ring.x)[1, :5] = x
+    worker.compute(1, 2, Slice(0, number, 0, 5))
+    mine, theirs = torch.from_numpy(ring.y)[1, :, :5].double()
+    expected = store.expected("large", 2, x)
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs, 2 * expected, rtol=1e-4, atol=1e-5)
+    ring.close()
 
 
 def test_several_workers_compute_what_the_weights_say(pool: HostPool, store: Store) -> None:
@@ -184,7 +204,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     store = make_store(dtype)
     shape = RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
     ring = Ring.create(shape)
-    worker = SliceWorker(ring, 0, store.host, store.geometry)
+    worker = SliceWorker(ring, 0, [store.host], store.geometry)
     worker.begin(list(store.adapters.values()))
     x = rows(9, 1, dtype)
     torch.from_numpy(ring.x).view(dtype)[1, :9] = x
@@ -239,7 +259,7 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
     rescued = pool.rescued_slices
     os.kill(stopped, signal.SIGSTOP)
     pool.begin(list(store.adapters.values()))
-    pool.ring.signal_error(pool._ticket + 1, 0)
+    pool.ring.signal_error(pool.ticket + 1, 0)
     check(pool, store, 1, {"large": 16})
     pool.end()
     assert pool.rescued_slices == rescued + 1
@@ -247,7 +267,7 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
 
 def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
     os.kill(pool.process_ids[0], signal.SIGSTOP)
-    pool.ring.signal_error(pool._ticket + 1, 0)
+    pool.ring.signal_error(pool.ticket + 1, 0)
     with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
         measure_host(pool, store.geometry, store.host)
     pool.end()

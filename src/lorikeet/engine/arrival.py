@@ -18,28 +18,31 @@ class Arrival:
     """Which layers of an adapter are complete on the device; one thread notes, others ask.
 
     Args:
+        transfer_id: of the transfer that brings it.
         ref: the adapter.
         host_blocks: where it lies in the host arena, in packing order. They hold it until the transfer is reported,
             and as long as the step that runs then.
         weights: its place in the device arena. What lies there is sound on layers that have arrived.
         needed: for each layer, how many blocks must have been copied before all of its own have.
-        last_group: how many blocks are copied before those of the group that comes last.
+        left_to_host: see ``Transfer``.
     """
 
     def __init__(
         self,
+        transfer_id: int,
         ref: AdapterRef,
         host_blocks: tuple[BlockId, ...],
         weights: LoraWeights,
         needed: tuple[int, ...],
-        last_group: int,
+        left_to_host: range,
     ) -> None:
+        self.transfer_id = transfer_id
         self.ref = ref
+        self.left_to_host = left_to_host
         self.host_blocks = host_blocks
         self.weights = weights
-        self._needed = needed
-        self._last_group = last_group
-        self._arrived_s = [math.inf] * len(needed)
+        self.needed = needed
+        self._arrived_s = [math.inf if blocks else -math.inf for blocks in needed]  # what has no blocks is there
         self._began_s = time.monotonic()
         self._has_begun = False
         self._block_s = math.inf  # a block's time so far
@@ -63,8 +66,7 @@ class Arrival:
         packing, layers = layout.packing, layout.geometry.layers
         weights = layout.weights(transfer.device_blocks, arena)
         needed = blocks_needed(packing, layers, groups)
-        last_group = packing.blocks - (groups[-1][1] - groups[-1][0]) if groups else 0
-        return cls(ref, transfer.host_blocks, weights, needed, last_group)
+        return cls(transfer.transfer_id, ref, transfer.host_blocks, weights, needed, range(*transfer.left_to_host))
 
     def begin(self) -> None:
         """Note that its blocks are being copied. Only the first call counts; until then it waited for others."""
@@ -80,7 +82,7 @@ class Arrival:
             if copied:
                 self._block_s = (now - self._began_s) / copied
             if not failed:
-                for layer, blocks in enumerate(self._needed):
+                for layer, blocks in enumerate(self.needed):
                     if blocks <= copied and self._arrived_s[layer] == math.inf:
                         self._arrived_s[layer] = now
             self._changed.notify_all()
@@ -97,12 +99,11 @@ class Arrival:
 
     def due_s(self, layer: int) -> float:
         """Return about when a layer arrives, by the pace of the blocks so far; infinity before the first."""
-        return self._began_s + self._needed[layer] * self._block_s if self._needed[layer] else self._began_s
+        return self._began_s + self.needed[layer] * self._block_s if self.needed[layer] else self._began_s
 
     def arrived_s(self, layer: int) -> float:
-        """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not."""
-        return self._arrived_s[layer]
+        """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not.
 
-    def comes_last(self, layer: int) -> bool:
-        """Tell whether a layer belongs to the group that comes last."""
-        return self._needed[layer] > self._last_group
+        One that the adapter does not change has always been there.
+        """
+        return self._arrived_s[layer]

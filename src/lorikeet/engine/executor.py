@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
+from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 
@@ -42,6 +43,10 @@ class Executor(Protocol):
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
         """Write host blocks that no transfer reads or writes, with what :meth:`read_host` gave elsewhere."""
+        ...
+
+    def assist_counters(self) -> AssistCounters | None:
+        """Return what host workers have done so far; None if there are none."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.plan import Groups
+from lorikeet.core.plan import AS_THEY_LIE, Order
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.layer_groups import block_runs
@@ -73,20 +73,22 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
 
 
 def _assist(row: Row, sizes: EngineSizes) -> Assist:
-    """Return a function that tells in which order an adapter is to arrive whose prefill is assisted."""
-    costs, known = sizes.assist, dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Groups]()
+    """Return a function that tells how an adapter is to arrive whose prefill is assisted."""
+    costs, known = sizes.assist, dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Order]()
     if costs is None or row.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
-        return lambda ref, tokens: ()
+        return lambda ref, tokens: AS_THEY_LIE
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_tokens)
     is_wanted = costs.pays if row.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
 
-    def groups(ref: AdapterRef, tokens: int) -> Groups:
+    def order(ref: AdapterRef, tokens: int) -> Order:
         if not is_wanted(ref, tokens):
-            return ()
+            return AS_THEY_LIE
         key = tuple(ref.ranks.items()), (tokens - 1).bit_length()
         if key not in known:
-            known[key] = block_runs(pack(ref.ranks, geometry, block_elements), costs.layer_groups(ref, tokens))
+            groups = costs.layer_groups(ref, tokens)
+            runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
+            known[key] = Order(runs, groups[-1] if costs.is_static else (0, 0))
         return known[key]
 
-    return groups
+    return order

@@ -14,7 +14,7 @@ from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.batch_builder import BatchRow, build_batch, check_rows, lora_batch
 from lorikeet.engine.cores import CoreShare
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.host_lora.assist import HostLora
+from lorikeet.engine.host_lora.assisted_step import HostSide
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.engine.team import Team
@@ -41,7 +41,7 @@ class Rank:
         block_tokens: int,
         transfers: Transfers,
         cores: CoreShare,
-        host_lora: HostLora | None = None,
+        host_lora: HostSide | None = None,
     ) -> None:
         self.device: torch.device = arena.device
         self._decoder = model.decoder
@@ -66,7 +66,7 @@ class Rank:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")
         for digest in plan.evictions:
-            self._transfers.adapters.evict(digest)
+            self._transfers.evict(digest)
         for start in plan.starts:
             self._sequences[start.request_id] = Sequence(start)
         for transfer in plan.transfers:
@@ -161,8 +161,8 @@ class Rank:
         """Return where the weights of each adapter lie, and of those that have not all arrived what has."""
         weights: dict[AdapterDigest, LoraWeights] = {}
         arrivals = []
-        for digest in {row.sequence.adapter for row in rows} - {None, plan.merged}:
-            assert digest is not None
+        used = {row.sequence.adapter for row in rows} - {None, plan.merged}
+        for digest in sorted(digest for digest in used if digest is not None):  # on all ranks in the same order
             arrival = self._transfers.arrival(digest) if digest in plan.assisted else None
             if arrival is not None:
                 arrivals.append(arrival)

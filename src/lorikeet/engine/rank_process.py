@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
 import msgspec
@@ -17,11 +19,15 @@ from lorikeet.core.garbage import long_lived
 from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.engine.arena_sizes import measured_step_bytes
 from lorikeet.engine.cores import CoreShare, asked_threads
+from lorikeet.engine.host_lora.follower import HostFollower
+from lorikeet.engine.host_lora.layout import Ring, RingShape
+from lorikeet.engine.host_lora.start import wanted_workers
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import allocate_arena, load_rank, max_model_tokens
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.parallel import DistributedGroup, Group
+from lorikeet.rows import resolve_row
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,13 +110,27 @@ def _serve(
     )
     transfers.loader.wait_until_ready()
     report(Ready())
-    own = Rank(model, arena, engine.block_tokens, transfers, cores)
+    host_lora = None
+    if wanted_workers(engine, resolve_row(engine.row)[1]):
+        host_lora = _join_ring(connection, transfers, rank)
+    own = Rank(model, arena, engine.block_tokens, transfers, cores, host_lora)
     with long_lived():
         while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
             follow(own, message.plan, group)
+    if host_lora is not None:
+        host_lora.close()
     transfers.close()
     cores.close()
     group.close()
+
+
+def _join_ring(connection: Connection, transfers: Transfers, rank: int) -> HostFollower:
+    """Give rank 0 this rank's host tier, and follow it in its ring from now on."""
+    send_handle(connection, transfers.host_arena.fd, os.getppid())
+    shape = msgspec.msgpack.decode(connection.recv_bytes(), type=RingShape)
+    ring = Ring.attached(recv_handle(connection), shape)
+    transfers.on_arrival = partial(ring.note_arrived, rank)
+    return HostFollower(ring, rank)
 
 
 def follow(rank: Rank, plan: StepPlan, group: Group) -> None:

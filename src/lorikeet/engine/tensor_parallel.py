@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +23,7 @@ from lorikeet.config import Settings
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.finished_transfers import FinishedTransfers
+from lorikeet.engine.host_lora.layout import Ring, RingShape
 from lorikeet.engine.rank_process import (
     BACKENDS,
     FROM_RANK,
@@ -34,6 +36,7 @@ from lorikeet.engine.rank_process import (
     ToRank,
     run_rank,
 )
+from lorikeet.memory.host_arena import HostArena
 from lorikeet.models.parallel import DistributedGroup
 
 _CLOSE_S = 5.0
@@ -101,14 +104,47 @@ class RankProcesses:
                 if isinstance(message, Failed):
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
-    def start(self, device_blocks: int, host_blocks: int) -> None:
-        """Let the ranks allocate their arenas and begin to serve, and watch them from now on.
+    def allocate(self, device_blocks: int, host_blocks: int) -> None:
+        """Let the ranks allocate their arenas.
 
         Raises:
             ExecutorError: one could not.
         """
         self._send(ArenaSizes(device_blocks, host_blocks))
         self.wait_until_ready()
+
+    def host_arenas(self, block_bytes: int) -> list[HostArena]:
+        """Return the memory of the ranks' host tiers, of such blocks; they offer it where prefills are assisted.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        found: list[HostArena] = []
+        try:
+            for connection in self._connections:
+                found.append(HostArena.attached(recv_handle(connection), block_bytes))
+        except (EOFError, OSError, RuntimeError) as error:
+            for arena in found:
+                arena.close()
+            raise ExecutorError(f"rank {len(found) + 1} did not start: {error}") from error
+        return found
+
+    def lead(self, ring: Ring) -> None:
+        """Give the ranks the ring in which rank 0 says who computes what, once they have offered their memory.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        try:
+            self._send(ring.shape)
+            for connection, process in zip(self._connections, self._processes, strict=True):
+                assert process.pid is not None
+                send_handle(connection, ring.fd, process.pid)
+        except OSError as error:
+            raise ExecutorError(f"a rank did not start: {error}") from error
+
+    def watch(self) -> None:
+        """Let the ranks serve, and watch them from now on."""
         self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
         self._listener.start()
 
@@ -155,7 +191,7 @@ class RankProcesses:
     def _ranks(self) -> dict[Connection, int]:
         return {connection: rank for rank, connection in enumerate(self._connections, start=1)}
 
-    def _send(self, message: ToRank) -> None:
+    def _send(self, message: ToRank | RingShape) -> None:
         encoded = msgspec.msgpack.encode(message)
         for connection in self._connections:
             connection.send_bytes(encoded)

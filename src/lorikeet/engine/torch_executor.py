@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lorikeet.config import Settings
 from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
 from lorikeet.engine.arena_sizes import arena_blocks, host_arena_blocks
 from lorikeet.engine.cores import CoreShare, asked_threads
@@ -146,6 +147,10 @@ class TorchExecutor:
             switch_s=switch_s,
         )
 
+    def assist_counters(self) -> AssistCounters | None:
+        """See ``Executor``."""
+        return None if self.host_lora is None else self.host_lora.counters
+
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers that every rank has finished since the last call.
 
@@ -263,12 +268,18 @@ def build_torch_executor(
         transfers = Transfers(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
         undo.callback(transfers.close)
         if peers is not None:
-            peers.start(blocks, host_blocks)
+            peers.allocate(blocks, host_blocks)
         transfers.loader.wait_until_ready()
         host_lora, assist = None, None
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
-            host_lora, assist = build_host_lora(workers, engine, row, model, arena, transfers, longest_tokens)
+            others = peers.host_arenas(arena[:1].nbytes) if peers is not None else []
+            host_lora, assist = build_host_lora(workers, engine, row, model, arena, transfers, others, longest_tokens)
+            undo.callback(host_lora.close)
+            if peers is not None:
+                peers.lead(host_lora.pool.ring)
+        if peers is not None:
+            peers.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
     executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers, host_lora, graphs)

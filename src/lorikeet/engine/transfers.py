@@ -61,6 +61,8 @@ class Transfers:
         adapters: those that have arrived in the device arena.
         loader: what reads adapters.
         counts: who has worked on blocks.
+        on_arrival: called, on another thread, with a transfer that comes in groups and how many of its blocks have
+            arrived so far; -1: no more will.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Transfers:
         self.device = device or device_at(arena.device)
         self._layouts = Layouts(geometry, arena.shape[1])
         self._on_done = on_done
+        self._has_peers = size > 1
+        self.on_arrival: Callable[[int, int], None] = lambda transfer_id, blocks: None
         self._most_reads = settings.load_threads
         # Twice, so that prefetches keep nobody who is awaited from being read.
         self._free_readers = list(range(2 * settings.load_threads))
@@ -163,10 +167,17 @@ class Transfers:
         """Return what has arrived of an adapter that comes in groups; None if none does.
 
         Whoever asks before :meth:`LoadedAdapters.weights` finds it here or there, even while it changes sides. One
-        whose transfer has failed is found here until it is tried again: a step may be under way that counts on it.
+        whose transfer has failed is found here until it is tried again: a step may be under way that counts on it. So
+        is every one where there are other ranks, until it is evicted: they may not have it yet.
         """
         with self._lock:
             return self._arrivals.get(digest)
+
+    def evict(self, digest: AdapterDigest) -> None:
+        """Forget an adapter on the device."""
+        with self._lock:
+            self._arrivals.pop(digest, None)
+        self.adapters.evict(digest)
 
     def close(self) -> None:
         """Abandon what is under way, once the blocks that are being copied have been."""
@@ -225,7 +236,7 @@ class Transfers:
             self._note_adapter(underway)
             with self._lock:
                 is_last = self._arrivals.get(transfer.adapter.digest) is underway.arrival
-                if underway.arrival is not None and underway.error is None and is_last:
+                if underway.arrival is not None and underway.error is None and is_last and not self._has_peers:
                     del self._arrivals[transfer.adapter.digest]
         if underway.error is not None:
             what = "KV" if transfer.adapter is None else f"adapter {transfer.adapter.name}"
@@ -355,7 +366,9 @@ class Transfers:
             underway.take_time()
             underway.error = underway.error or error
             if underway.arrival is not None:
-                underway.arrival.note(underway.copied, failed=underway.error is not None)
+                is_failed = underway.error is not None
+                underway.arrival.note(underway.copied, failed=is_failed)
+                self.on_arrival(underway.transfer.transfer_id, -1 if is_failed else underway.copied)
             if underway.is_staged and underway.reading and underway.reader is not None:
                 self.loader.give_room(underway.reader, blocks)
             is_over = self._take_if_over(underway)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTargets, Weight
 from lorikeet.models.config import ModelConfig
-from lorikeet.models.parallel import Group
+from lorikeet.models.parallel import Group, Unsummed
 from lorikeet.models.rotary import Rotary
 from lorikeet.models.weights import DecoderWeights, LayerWeights, lora_targets
 
@@ -36,9 +36,12 @@ class Decoder:
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
 
     def cut(self, layers: int) -> "Decoder":
-        """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured."""
+        """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured.
+
+        It needs no other ranks: under tensor parallelism that is without the sums over them.
+        """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
-        return Decoder(self._config, weights, self._kernels, self._group)
+        return Decoder(self._config, weights, self._kernels, Unsummed(self._group))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:

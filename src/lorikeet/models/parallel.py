@@ -37,6 +37,25 @@ class SingleGroup:
         return tensor
 
 
+class Unsummed:
+    """A rank of several that computes its share without the others, to measure it; what comes of that means nothing.
+
+    Args:
+        group: that it belongs to.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Return ``tensor``."""
+        return tensor
+
+
 class DistributedGroup:
     """Ranks in processes of their own, joined by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
 

@@ -4,16 +4,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.kernels.base import Kernels, LoraTarget, LoraTargets, Weight
-
-PRODUCTS: dict[str, tuple[str, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}
-"""The linear weights of a layer, by their names in :class:`LayerWeights`, and the modules of each, in row order."""
 
 
 @dataclass(frozen=True)

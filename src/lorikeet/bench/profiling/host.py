@@ -38,6 +38,8 @@ def measure_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start, or was lost.
     """
+    if engine.tensor_parallel > 1:  # the other ranks' adapters are out of reach here
+        return []
     processes = start_worker_processes(engine, resolve_row(_ASSISTING_ROW)[1])
     if not processes:
         return []

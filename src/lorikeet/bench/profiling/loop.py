@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.fit import fit_line
@@ -31,6 +32,9 @@ class _Timed:
         result = self._inner.execute(plan)
         self.last_s = result.duration_s
         return result
+
+    def assist_counters(self) -> AssistCounters | None:
+        return self._inner.assist_counters()
 
     def completed_transfers(self) -> list[TransferDone]:
         return self._inner.completed_transfers()

@@ -17,6 +17,20 @@ ring of their own, since a rank whose device is asynchronous describes work long
 a cut, which says whose rows are which; many tickets have the same. Whoever signals need not be the rank's process: on
 an accelerator its stream copies x and writes ``x_ready``, waits for ``y_ready``, and writes ``slot_free``.
 
+Under tensor parallelism rank 0 alone writes x and describes tickets. x is the same on all ranks, and each has a y of
+its own, the columns that are its share of q, k and v. The others hear of rank 0 layer by layer, in turns that all
+ranks count alike, whether a layer has a ticket, and then that all of its y is there; and they tell it how many blocks
+of an adapter have arrived with them::
+
+    rank 0                                  rank r
+                                            arrived[r][transfer] ← blocks, again and again
+    asks whether a layer is everywhere ◀──
+    turn[n] ← t, 0 for no ticket       ──▶  turn[n]
+    collects y; collected ← t          ──▶  collected ≥ t; reads y[slot][r]
+
+Nobody gets more than a layer ahead of another, since layers end with sums over all ranks. (The last one of a step that
+samples nothing has none; then rank 0 waits in the first layer of the next.)
+
 Every flag is one aligned word of 64 bits on a cache line of its own, so that it is read whole, and nobody who polls
 takes another's line away. What makes a flag mean that the data is there is the order of stores: numpy writes the data,
 then the flag, as plain stores, and x86 (total store order) makes them visible in this order, and performs loads in
@@ -44,6 +58,10 @@ _PAGE_BYTES = 4096
 _HEADER = 2 * _LINE
 _SLICE_WORDS = 4
 _CUT_WORDS = 2
+_TURNS = 4
+"""More than ranks are apart."""
+_TRANSFERS = 64
+"""Of so many transfers it is known what has arrived with a rank; of older ones it seems that nothing has."""
 
 
 class RingShape(msgspec.Struct, frozen=True):
@@ -290,6 +308,40 @@ class Ring:
         """Let the slot of a ticket be used again: y has been read."""
         self._flags[self._places.slot_free[ticket % self.shape.slots]] = ticket
 
+    # --- between ranks -------------------------------------------------------------------------------
+
+    def signal_turn(self, turn: int, ticket: int) -> None:
+        """Tell the other ranks which ticket the next layer of an assisted step has, 0 for none."""
+        at = self._places.turns[turn % _TURNS]
+        self._flags[at + 1] = ticket
+        self._flags[at] = turn
+
+    def turn(self, turn: int) -> int | None:
+        """Return the ticket of a layer, 0 for none; None as long as rank 0 has not said."""
+        at = self._places.turns[turn % _TURNS]
+        return self._flags[at + 1] if self._flags[at] == turn else None
+
+    def signal_collected(self, ticket: int) -> None:
+        """Tell the other ranks that all of a ticket's y is there."""
+        self._flags[self._places.collected] = ticket
+
+    def has_all(self, ticket: int) -> bool:
+        """Tell whether all of a ticket's y is there."""
+        return bool(self._flags[self._places.collected] >= ticket)
+
+    def note_arrived(self, rank: int, transfer_id: int, blocks: int) -> None:
+        """Tell rank 0 how many blocks of a transfer have arrived with another rank; -1: no more will."""
+        at = self._places.arrived(rank, transfer_id)
+        self._flags[at] = -1  # whose number it is, is known again once it is there
+        self._flags[at + 1] = blocks
+        self._flags[at] = transfer_id
+
+    def arrived(self, rank: int, transfer_id: int) -> int:
+        """Return how many blocks of a transfer have arrived with a rank, as far as it has told; -1: no more will."""
+        at = self._places.arrived(rank, transfer_id)
+        found, blocks = self._flags[at], self._flags[at + 1]
+        return blocks if found == transfer_id == self._flags[at] else 0
+
 
 class _Places:
     """Where everything lies: flags as indexes of words, x and y in bytes."""
@@ -301,7 +353,10 @@ class _Places:
         self.x_ready = [self.ended + (1 + slot) * _LINE for slot in range(shape.slots)]
         self.slot_free = [self.x_ready[-1] + (1 + slot) * _LINE for slot in range(shape.slots)]
         self.error = [self.slot_free[-1] + (1 + worker) * _LINE for worker in range(shape.workers)]
-        self._y_ready = self.error[-1] + _LINE
+        self.collected = self.error[-1] + _LINE
+        self.turns = [self.collected + (1 + turn) * _LINE for turn in range(_TURNS)]
+        self._arrived = self.turns[-1] + _LINE
+        self._y_ready = self._arrived + shape.ranks * _TRANSFERS * _LINE
         self._descriptors = self._y_ready + shape.slots * shape.workers * _LINE
         self._cuts = self._descriptors + shape.descriptors * _LINE
         self._cut_words = _rounded(_CUT_WORDS + _SLICE_WORDS * shape.slices, _LINE)
@@ -314,6 +369,9 @@ class _Places:
     def y_ready(self, slot: int, worker: int) -> int:
         """The times of a ticket share the line: whoever reads them has just read the flag."""
         return self._y_ready + (slot * self._shape.workers + worker) * _LINE
+
+    def arrived(self, rank: int, transfer_id: int) -> int:
+        return self._arrived + (rank * _TRANSFERS + transfer_id % _TRANSFERS) * _LINE
 
     def descriptor(self, ticket: int) -> int:
         return self._descriptors + ticket % self._shape.descriptors * _LINE

@@ -1,4 +1,4 @@
-"""A rank's host workers: who computes which rows, and what happens to the rows of a worker that is lost."""
+"""Rank 0's host workers: who computes which rows, and what happens to the rows of a worker that is lost."""
 
 import ctypes
 import select
@@ -94,6 +94,11 @@ class Deal:
             row += rows
 
 
+def y_of(ring: Ring, rank: int) -> list[Tensor]:
+    """Return what comes back to a rank, by slot: ``[rows, out]`` of the model's dtype."""
+    return list(torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank])
+
+
 class HostPool:
     """Hands rows out to workers and collects what they make of them. Used by one thread.
 
@@ -104,9 +109,9 @@ class HostPool:
     Args:
         processes: the workers; owned by this object from now on.
         cores: where each is to run, None for any core.
-        arena: the host tier's memory.
-        host: its blocks, ``[blocks, elements]`` of the model's dtype.
-        geometry: of the rank's share of the model.
+        arenas: the memory of each rank's host tier, this one's first; the others' are owned by this object from now on.
+        dtype: of the model.
+        geometry: of a rank's share of the model.
         rows: most rows of a layer.
         parts: most parts of a layer.
         timeout_s: for workers to answer.
@@ -117,32 +122,34 @@ class HostPool:
             end to the sums in the batch, without the time of computing and of whatever the caller did meanwhile.
         computed_s: how long workers took to compute the latest ticket.
         rescued_slices: those that the rank has computed itself.
+        ring: see ``layout``.
+        ticket: the latest.
     """
 
     def __init__(
         self,
         processes: Sequence[HelperProcess],
         cores: Sequence[int | None],
-        arena: HostArena,
-        host: Tensor,
+        arenas: Sequence[HostArena],
+        dtype: torch.dtype,
         geometry: ModelGeometry,
         rows: int,
         parts: int,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         q = geometry.modules["q"]
-        dtype = str(host.dtype).removeprefix("torch.")
+        blocks = [torch.from_numpy(arena.bytes).view(dtype) for arena in arenas]
         shape = RingShape(
             slots=SLOTS,
             descriptors=2 * geometry.layers,
             rows=rows,
             inputs=q.in_features,
             outputs=sum(geometry.modules[module].out_features for module in ("q", "k", "v")),
-            ranks=1,
+            ranks=len(arenas),
             workers=len(processes),
             cuts=2 * geometry.layers,  # a step has one for each layer at most
             slices=parts + len(processes),
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch."),
         )
         self.worker_tokens = WORKER_TOKENS
         self.handovers_s: deque[float] = deque(maxlen=HANDOVERS)
@@ -150,10 +157,11 @@ class HostPool:
         self.rescued_slices = 0
         self.ring = Ring.create(shape)
         self._timeout_s = timeout_s
-        self._y = list(torch.from_numpy(self.ring.y).view(torch_dtype(dtype))[:, 0])
+        self._y = y_of(self.ring, 0)
+        self._others = tuple(arenas[1:])
         self._row_bytes = self.ring.x[0, :1].nbytes
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
-        self._own = SliceWorker(self.ring, _RANK, host, geometry)
+        self._own = SliceWorker(self.ring, _RANK, blocks, geometry)
         self._helpers = [
             Helper(
                 process,
@@ -162,17 +170,17 @@ class HostPool:
                     shape,
                     number,
                     geometry,
-                    host.shape[1],
+                    blocks[0].shape[1],
                     core,
                     SHARED_CORE_SPIN_S if core is None else OWN_CORE_SPIN_S,
                 ),
-                (self.ring.fd, arena.fd),
+                (self.ring.fd, *(arena.fd for arena in arenas)),
             )
             for number, (process, core) in enumerate(zip(processes, cores, strict=True))
         ]
         self._steps = 0
         self._cuts = 0
-        self._ticket = 0
+        self.ticket = 0
         self._at_work: dict[int, HelperProcess] = {}
         self._submitted: tuple[int, Deal] | None = None
         self._submitted_ns = 0
@@ -205,7 +213,7 @@ class HostPool:
         """Begin a step: wake the workers, and tell them where its adapters lie."""
         self._steps += 1
         self._own.begin(adapters)
-        message = Begin(self._steps, self._ticket + 1, tuple(adapters))
+        message = Begin(self._steps, self.ticket + 1, tuple(adapters))
         self._at_work = {
             number: worker for number, helper in enumerate(self._helpers) if (worker := helper.ready) is not None
         }
@@ -246,7 +254,7 @@ class HostPool:
             deal: which of its rows are meant.
         """
         self._submitted_ns = time.monotonic_ns()
-        ticket = self._ticket = self._ticket + 1
+        ticket = self.ticket = self.ticket + 1
         ring = self.ring
         ring.check_free(ticket)
         source, target = x.data_ptr(), self._slots[ticket % SLOTS]
@@ -261,11 +269,12 @@ class HostPool:
         collecting_ns = time.monotonic_ns()
         assert self._submitted is not None
         layer, deal = self._submitted
-        ticket = self._ticket
+        ticket = self.ticket
         sums = [qkv[part.start : part.stop] for part in deal.parts]  # while workers may still be at it
         lost = [worker for worker in deal.workers if not self._wait_for(ticket, worker)]
         if lost:
             self._rescue(ticket, layer, [part for part in deal.slices if part.worker in lost])
+        self.ring.signal_collected(ticket)
         for total, y in zip(sums, deal.y[ticket % SLOTS], strict=True):
             total.add_(y)
         self.ring.free(ticket)
@@ -279,6 +288,8 @@ class HostPool:
         self.ring.shut_down()
         for helper in self._helpers:
             helper.close()
+        for arena in self._others:
+            arena.close()
         self.ring.close()
 
     def _rescue(self, ticket: int, layer: int, slices: Sequence[Slice]) -> None:

@@ -1,5 +1,6 @@
 """Starting what assisted prefills need, for rows and replicas that have them."""
 
+import platform
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -13,27 +14,30 @@ from lorikeet.engine.host_lora.calibrate import measure
 from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.transfers import Transfers
+from lorikeet.memory.host_arena import HostArena
 from lorikeet.rows import ColdStart, Row
 from lorikeet.scheduling.coldstart.costs import AssistCosts
+
+_ORDERED_CPUS = ("x86_64", "AMD64")
 
 
 def wanted_workers(settings: EngineSettings, row: Row) -> int:
     """Return how many host workers a replica has.
 
-    None under tensor parallelism, where one rank would have to export x for all, and none for accelerators, where the
-    device itself would have to signal: there requests wait for their adapters.
+    None for accelerators, where the device itself would have to signal, and none on CPUs that may let others see stores
+    in another order than they were made (``layout``). There requests wait for their adapters.
     """
     is_assisted = row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
-    fits = settings.tensor_parallel == 1 and settings.device == "cpu" and settings.host_memory_bytes > 0
+    fits = settings.device == "cpu" and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes > 0
     return settings.host_lora_workers if is_assisted and fits else 0
 
 
 def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None]:
-    """Return the core of each worker: its own if ``threads`` threads of the rank leave enough, else any.
+    """Return the core of each worker: its own if ``threads`` threads of the ranks leave enough, else any.
 
     Args:
         workers: how many.
-        threads: those that the rank insists on; 0 if it takes what is there.
+        threads: those that the ranks insist on; 0 if they take what is there.
         cores: that all may run on.
     """
     if threads and threads + workers <= len(cores):
@@ -59,25 +63,31 @@ def start_worker_processes(settings: EngineSettings, row: Row) -> list[HelperPro
 
 
 def open_pool(
-    processes: Sequence[HelperProcess], settings: EngineSettings, geometry: ModelGeometry, transfers: Transfers
+    processes: Sequence[HelperProcess],
+    settings: EngineSettings,
+    geometry: ModelGeometry,
+    transfers: Transfers,
+    others: Sequence[HostArena] = (),
 ) -> tuple[HostPool, bool]:
-    """Return a pool of workers that are ready, and whether they share cores with the rank.
+    """Return a pool of workers that are ready, and whether they share cores with the ranks.
 
     Args:
         processes: at least one; owned by the pool.
         settings: of the engine.
-        geometry: of the rank's share of the model.
-        transfers: have the host tier.
+        geometry: of a rank's share of the model.
+        transfers: have the host tier of rank 0.
+        others: those of the other ranks; owned by the pool.
 
     Raises:
         ExecutorError: a worker did not start.
     """
-    cores = worker_cores(len(processes), asked_threads(settings.threads), usable_cores())
+    threads = asked_threads(settings.threads) * settings.tensor_parallel
+    cores = worker_cores(len(processes), threads, usable_cores())
     pool = HostPool(
         processes,
         cores,
-        transfers.host_arena,
-        transfers.host,
+        [transfers.host_arena, *others],
+        transfers.host.dtype,
         geometry,
         rows=settings.max_step_tokens,
         parts=settings.max_running,
@@ -97,6 +107,7 @@ def build_host_lora(
     model: RankModel,
     arena: Tensor,
     transfers: Transfers,
+    others: Sequence[HostArena],
     longest_tokens: int,
 ) -> tuple[HostLora, AssistCosts]:
     """Set workers up and measure what they and the device take.
@@ -108,13 +119,14 @@ def build_host_lora(
         model: the rank's share.
         arena: the device arena, empty.
         transfers: have the host tier, empty.
+        others: those of the other ranks, empty; owned by what is returned.
         longest_tokens: of a sequence.
 
     Raises:
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start.
     """
-    pool, cores_shared = open_pool(processes, settings, model.geometry, transfers)
+    pool, cores_shared = open_pool(processes, settings, model.geometry, transfers, others)
     try:
         costs = measure(
             pool,

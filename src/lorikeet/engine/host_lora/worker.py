@@ -17,11 +17,11 @@ from lorikeet.memory.packing import pack
 
 
 class HostAdapter(msgspec.Struct, frozen=True):
-    """An adapter in the host arena.
+    """An adapter in the host arenas.
 
     Attributes:
         ranks: as in ``AdapterRef.ranks``.
-        blocks: where it lies, in packing order.
+        blocks: where it lies in each, in packing order.
     """
 
     ranks: dict[str, tuple[int, ...]]
@@ -34,21 +34,21 @@ class SliceWorker:
     Args:
         ring: where x, y and tickets lie.
         number: whose slices.
-        arena: the host arena, ``[blocks, elements]`` of the model's dtype.
-        geometry: of the rank's share of the model.
+        arenas: the host arena of each rank, ``[blocks, elements]`` of the model's dtype.
+        geometry: of a rank's share of the model.
     """
 
-    def __init__(self, ring: Ring, number: int, arena: Tensor, geometry: ModelGeometry) -> None:
+    def __init__(self, ring: Ring, number: int, arenas: Sequence[Tensor], geometry: ModelGeometry) -> None:
         dtype = torch_dtype(ring.shape.dtype)
         self._ring = ring
         self._number = number
-        self._arena = arena
+        self._arenas = tuple(arenas)
         self._geometry = geometry
         self._targets = host_targets(geometry)
         self._x = torch.from_numpy(ring.x).view(dtype)
         self._y = torch.from_numpy(ring.y).view(dtype)
         self._adapters: list[HostAdapter] = []
-        self._pieces: list[LoraPieces | None] = []
+        self._pieces: list[tuple[LoraPieces, ...] | None] = []
         self._cuts: dict[int, list[Slice]] = {}
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
@@ -88,14 +88,14 @@ class SliceWorker:
     def compute(self, ticket: int, layer: int, part: Slice) -> None:
         """Compute one slice, whoever's it is, and signal nothing."""
         slot, rows = self._ring.slot(ticket), slice(part.start, part.start + part.rows)
-        write_delta(self._x[slot, rows], self._weights(part.adapter), layer, self._targets, self._y[slot, 0, rows])
+        write_delta(self._x[slot, rows], self._weights(part.adapter), layer, self._targets, self._y[slot, :, rows])
 
-    def _weights(self, number: int) -> LoraPieces:
+    def _weights(self, number: int) -> tuple[LoraPieces, ...]:
         pieces = self._pieces[number]
         if pieces is None:
             adapter = self._adapters[number]
-            packing = pack(adapter.ranks, self._geometry, self._arena.shape[1])
-            pieces = AdapterLayout(packing, self._geometry).weights(adapter.blocks, self._arena).pieces
+            layout = AdapterLayout(pack(adapter.ranks, self._geometry, self._arenas[0].shape[1]), self._geometry)
+            pieces = tuple(layout.weights(adapter.blocks, arena).pieces for arena in self._arenas)
             self._pieces[number] = pieces
         return pieces
 

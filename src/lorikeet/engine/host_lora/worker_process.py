@@ -1,12 +1,12 @@
 """The body of a host worker: a process of one thread that computes what cold adapters add to prefills.
 
 It is a process of its own so that it takes neither the interpreter nor the threads of the rank. It reads weights in
-place, from the host arena, and x and y in the ring that it shares with its rank.
+place, from the host arenas, and x and y in the ring that it shares with its rank.
 
 Started as ``python -m lorikeet.engine.host_lora.worker_process FD``, an inherited connection. Over that come a
-:class:`Setup`, the file descriptors of the ring and of the host arena, and then a :class:`Begin` for each step that
-needs workers. Between steps it waits for the connection; within one it polls the ring, first without rest, then with
-short naps. The process ends when the connection does, which is when whoever started it has ended, however that was.
+:class:`Setup`, the file descriptors of the ring and of each rank's host arena, and then a :class:`Begin` for each step
+that needs workers. Between steps it waits for the connection; within one it polls the ring, first without rest, then
+with short naps. The process ends when the connection does, which is when whoever started it has ended, in whatever way.
 """
 
 import ctypes
@@ -128,8 +128,10 @@ def main() -> None:
             os.sched_setaffinity(0, {setup.core})
         ring = Ring.attached(recv_handle(connection), setup.shape)
         dtype = torch_dtype(setup.shape.dtype)
-        arena = HostArena.attached(recv_handle(connection), setup.elements * dtype.itemsize)
-        worker = SliceWorker(ring, setup.number, torch.from_numpy(arena.bytes).view(dtype), setup.geometry)
+        block_bytes = setup.elements * dtype.itemsize
+        arenas = [HostArena.attached(recv_handle(connection), block_bytes) for _ in range(setup.shape.ranks)]
+        blocks = [torch.from_numpy(arena.bytes).view(dtype) for arena in arenas]
+        worker = SliceWorker(ring, setup.number, blocks, setup.geometry)
         connection.send_bytes(msgspec.msgpack.encode(Up()))
         while not ring.is_shut_down:
             begin = _BEGIN.decode(connection.recv_bytes())
