@@ -56,6 +56,9 @@ class NoOpExecutor:
         self.plans.append((plan, recorded))
         return result
 
+    def assist_counters(self) -> None:
+        """Return nothing: there are no host workers."""
+
     def completed_transfers(self) -> list[TransferDone]:
         """Return none: the base model needs no adapters."""
         return []

@@ -22,7 +22,7 @@ from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.serve_2 import MAX_TIES
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request, SamplingParams
@@ -33,7 +33,7 @@ from lorikeet.kernels.base import LoraWeights, Weight
 from lorikeet.kernels.native import PanelWeight
 from lorikeet.models.config import read_model_config
 from lorikeet.models.loading import load_weights
-from lorikeet.models.weights import PRODUCTS, DecoderWeights, pack_weights
+from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.rows import MergeBy
 
 SWITCHES, CHECKED_EVERY = 10_000, 500

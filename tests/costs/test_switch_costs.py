@@ -20,6 +20,7 @@ def ref(name: str, **ranks: tuple[int, int]) -> AdapterRef:
 
 WHOLE, OTHER = ref("whole", q=(4, 4)), ref("other", q=(8, 8))
 HALF, TWO = ref("half", q=(2, 0)), ref("two", q=(4, 4), k=(4, 4))
+OUT = ref("out", o=(4, 4))
 
 
 def model(by: MergeBy = MergeBy.DELTA, **changes: object) -> MergeModel:
@@ -35,8 +36,10 @@ def model(by: MergeBy = MergeBy.DELTA, **changes: object) -> MergeModel:
         (WHOLE, OTHER, 0.010 + 8 * 0.001),  # one pass writes the same weights anew
         (None, HALF, 0.005 + 1 * 0.001),
         (WHOLE, HALF, 0.005 + 1 * 0.001 + 0.002),  # the other layer is restored
-        (TWO, WHOLE, 0.010 + 4 * 0.001 + 0.004),
-        (None, TWO, 0.020 + 8 * 0.001),
+        (None, TWO, 0.010 + 8 * 0.001),  # q, k and v are written as one
+        (TWO, WHOLE, 0.010 + 4 * 0.001),
+        (None, OUT, 0.010 / 3 + 4 * 0.001),
+        (OUT, WHOLE, 0.010 + 4 * 0.001 + 0.004 / 3),
     ],
 )
 def test_only_the_weights_that_a_switch_touches_cost(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
 from lorikeet.engine import decode_graphs, transfers
 from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
@@ -238,6 +238,7 @@ def test_only_decodes_whose_kernels_fit_are_replayed(models: Models, monkeypatch
         driver.step({"a": 1, "b": 1})
     assert kinds == [Called, Replayed, Called, Replayed]
     assert not can_be_replayed(StepPlan(0, kernel_form=KernelForm.EINSUM))
+    assert can_be_replayed(StepPlan(0, kernel_form=KernelForm.EINSUM, merged=AdapterDigest("a"))), "as the base model"
     with late(models, kernels="native") as (driver, device):
         driver.add("a", random_tokens(4, seed=1))
         driver.step({"a": 4})

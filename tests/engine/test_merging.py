@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import ExecutorError
@@ -21,7 +21,7 @@ from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import SingleGroup
-from lorikeet.models.weights import PRODUCTS, DecoderWeights, pack_weights
+from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.rows import MERGING_MODES, ROWS, MergeBy
 from tests.models.arenas import Arena
 from tests.models.checkpoints import make_checkpoint

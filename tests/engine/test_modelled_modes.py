@@ -42,9 +42,12 @@ class Hand:
         settings = Settings(ModelSettings(max_model_tokens=200), EngineSettings(host_memory_bytes=2**20))
         self.executor, self.sizes = build_modelled_executor(settings, profile, row or Row(), self.clock, coalesced=True)
 
-    def fetch(self, number: int, ref: AdapterRef | None, blocks: int, groups: Groups = ()) -> Transfer:
+    def fetch(
+        self, number: int, ref: AdapterRef | None, blocks: int, groups: Groups = (), left: tuple[int, int] = (0, 0)
+    ) -> Transfer:
         """A copy from the host, begun with the next plan that gets it."""
-        return Transfer(number, Tier.HOST, Tier.DEVICE, BLOCKS[:blocks], BLOCKS[:blocks], ref, groups=groups)
+        there = BLOCKS[:blocks]
+        return Transfer(number, Tier.HOST, Tier.DEVICE, there, there, ref, groups=groups, left_to_host=left)
 
     def move(self, *transfers: Transfer) -> None:
         self.executor.execute(StepPlan(0, transfers=transfers))
@@ -172,18 +175,21 @@ def _constant_step(seconds: float) -> StepCosts:
 
 
 @pytest.mark.parametrize(
-    ("row", "groups", "expected_ms"),
+    ("row", "groups", "left", "expected_ms"),
     [
-        (Row(), PAIRS, 16),
-        (Row(host_layers=HostLayers.STATIC), PAIRS, 17),
-        (Row(), ((0, 8),), 20),
-        (Row(host_layers=HostLayers.STATIC), ((0, 8),), 24),
+        (Row(), PAIRS, (0, 0), 16),
+        (Row(host_layers=HostLayers.STATIC), PAIRS, (0, 2), 17),
+        (Row(), ((0, 8),), (0, 0), 20),
+        (Row(host_layers=HostLayers.STATIC), ((0, 8),), (0, 8), 24),
+        (Row(host_layers=HostLayers.STATIC), ((0, 8),), (0, 4), 21),
     ],
-    ids=["dynamic", "static", "one group", "all on the host"],
+    ids=["dynamic", "static", "one group", "all on the host", "a half of it"],
 )
-def test_an_assisted_prefill_takes_what_the_recurrence_says(row: Row, groups: Groups, expected_ms: float) -> None:
+def test_an_assisted_prefill_takes_what_the_recurrence_says(
+    row: Row, groups: Groups, left: tuple[int, int], expected_ms: float
+) -> None:
     hand = Hand(eight_layers(), row)
-    assert hand.prefill(EIGHT, 5, hand.fetch(1, EIGHT, 8, groups)) == pytest.approx(expected_ms * 1e-3)
+    assert hand.prefill(EIGHT, 5, hand.fetch(1, EIGHT, 8, groups, left)) == pytest.approx(expected_ms * 1e-3)
     hand.land()
     assert hand.prefill(EIGHT, 5, assisted=False, name="b") == pytest.approx(0.008)
 

@@ -44,6 +44,9 @@ class View:
     def is_resident(self, adapter: AdapterRef | None) -> bool:
         return True
 
+    def may_run(self, request: Request) -> bool:
+        return True
+
     def running(self) -> Sequence[Running]:
         return [Running(request, tokens, 0) for request, tokens in self.answers.values()]
 

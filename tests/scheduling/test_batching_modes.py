@@ -11,6 +11,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
 from lorikeet.rows import MERGING_MODES, ROWS
 from lorikeet.scheduling.batching import BATCHING
+from lorikeet.scheduling.batching.credits import CreditParams
 from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.mode import EVERYBODY, BatchWork, Live, Unmerged
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
@@ -205,6 +206,26 @@ def test_a_trial_that_is_due_does_not_shorten_the_plans_of_an_adapter_that_stays
     run(mode, live_of("BB"))
     assert mode.choose(live_of("BB")).merged is None, "nobody is left for whom A is merged"
     assert mode.steps_until_review() <= mode.times.lora_steps_due
+
+
+def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> None:
+    mode = DLora(setup_of(), backfill=True, credit_params=CreditParams(16, starves_above=20, normal_below=18))
+    live = live_of("BAAA", illegal="B")
+    run(mode, live)
+    mode.credits.apply({A: -8, B: 8}, 1)
+    choice = mode.choose(live)
+    assert ids(batch_of(choice, live)) == ["B1", "A1", "A2", "A3"]
+    mode.ran(1, BatchWork(0, 0, 3, {A: 3}, {A}), 0.05, 0.0)
+    assert mode.credits[B] == 24, "its adapter is on its way"
+    run(mode, live)
+    assert mode.credits[B] == 22
+
+
+def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() -> None:
+    mode, live = DLora(setup_of()), live_of("AAAA")
+    mode.choose(live)
+    mode.ran(1, BatchWork(4, 40, 0, {A: 40}, {A}, is_assisted=True), 5.0, 0.0)
+    assert mode.times._seen == [0, 0]
 
 
 # --- one adapter at a time ---------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from lorikeet.core.events import AdapterArrived, Finished, FinishReason, FirstToken, Preempted
+from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Preempted
 from lorikeet.core.plan import Tier
 from lorikeet.rows import ColdStart, KvAfterFinish, Row
+from lorikeet.scheduling.batching.mode import BatchWork
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
@@ -179,6 +180,24 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     return bench
 
 
+def test_a_batching_mode_is_told_who_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
+    bench, works = cold_bench(row=row), list[BatchWork]()
+    ran = bench.scheduler.selection._mode.ran
+
+    def noted(steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
+        works.append(work)
+        ran(steps, work, step_s, switch_s)
+
+    monkeypatch.setattr(bench.scheduler.selection._mode, "ran", noted)
+    bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
+    bench.engine.submit(request("base", [1, 2, 3]))
+    bench.run()
+    assert works[0].is_assisted
+    assert {*works[0].types, *works[1].types} == {"digest-a", None}
+    assert not works[-1].is_assisted
+
+
 def on_host(bench: Bench) -> bool:
     node = bench.memory.tree.adapter("digest-a")  # type: ignore[arg-type]
     assert node is not None
@@ -190,6 +209,7 @@ def test_a_cold_request_has_its_first_token_before_its_adapter_is_there() -> Non
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     bench.run()
     kinds = [type(event) for event in bench.events if event.request_id == "cold"]
+    assert not any(event.waits_for_adapter for event in bench.events if isinstance(event, Admitted))
     assert kinds.index(FirstToken) < kinds.index(AdapterArrived) < kinds.index(Finished)
     first = bench.plans[0]
     assert first.assisted == ("digest-a",)

@@ -43,7 +43,7 @@ def work_of(choice: Choice, live: Sequence[Live]) -> BatchWork:
     batch = batch_of(choice, live)
     adapters = (request.adapter for request in batch)
     rows = Counter(adapter for adapter in adapters if adapter is not None and adapter != choice.merged)
-    return BatchWork(0, 0, len(batch), rows)
+    return BatchWork(0, 0, len(batch), rows, {request.adapter for request in batch})
 
 
 def run(mode: BatchingMode, live: Sequence[Live], steps: int = 1, step_s: float = 0.05) -> Choice:

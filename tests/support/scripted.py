@@ -9,7 +9,7 @@ from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import Departed
-from lorikeet.core.plan import Groups, StepPlan, Transfer
+from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
@@ -66,7 +66,7 @@ class Bench:
             eviction=self.row.eviction,
             prefetch=self.row.prefetch,
             rules=memory_rules(self.row),
-            assist=self.groups,
+            assist=self.order,
         )
         batching = BATCHING[self.row.batching_mode]
         self.scheduler = Scheduler(
@@ -90,9 +90,9 @@ class Bench:
         self.adapter_events: list[AdapterEvent] = []
         self.departed: dict[RequestId, Departed] = {}
 
-    def groups(self, ref: AdapterRef, tokens: int) -> Groups:
+    def order(self, ref: AdapterRef, tokens: int) -> Order:
         """In which order an adapter arrives whose prefill is assisted: its first block last."""
-        return ((1, ref.max_rank), (0, 1)) if self.assist is not None and ref.max_rank > 1 else ()
+        return Order(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else AS_THEY_LIE
 
     def step(self) -> None:
         """One turn, with the accounts checked after it."""

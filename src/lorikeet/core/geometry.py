@@ -6,6 +6,15 @@ LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 """The seven linear modules of a decoder layer that an adapter may change, in packing order."""
 
 
+PRODUCTS: dict[str, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+"""The linear weights of a decoder layer as they are held, and the modules of each, in row order."""
+
+
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     """Input and output features of one linear module."""
 

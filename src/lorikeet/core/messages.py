@@ -3,6 +3,8 @@
 Messages are encoded with MessagePack. Both ends run the same version of Lorikeet; ``Hello`` carries it.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
@@ -84,6 +86,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         max_model_tokens: longest sequence that it serves.
         max_adapter_blocks: largest adapter that it serves.
         kernels: which kernel backend computes.
+        boot_id, at_s: of its machine, and now on its clock.
         notes: lines for the start-up log.
     """
 
@@ -95,6 +98,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     max_model_tokens: int
     max_adapter_blocks: int
     kernels: str
+    boot_id: str
+    at_s: float
     notes: tuple[str, ...] = ()
 
 
@@ -231,6 +236,23 @@ class QueueStats(msgspec.Struct, frozen=True):
     joined: int
 
 
+class AssistCounters(NamedTuple):
+    """What has happened in assisted steps since the start.
+
+    Attributes:
+        host_layers, device_layers: layers of adapters on their way, by who has computed what they add.
+        host_layers_after_arrival: of the former, those that had arrived when it was decided.
+        rescued_slices: of host layers, slices that the rank has computed itself.
+        lost_workers: workers that have ended unasked.
+    """
+
+    host_layers: int
+    device_layers: int
+    host_layers_after_arrival: int
+    rescued_slices: int
+    lost_workers: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges, taken after a step.
 
@@ -255,6 +277,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         memory: what the memory tells.
         modes: how batches ran.
         queue: of the admission queue, None if it has no classes.
+        assist: of host workers, None if there are none.
     """
 
     at_s: float
@@ -281,6 +304,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     ahead_of_adapter: int = 0
     modes: ModeStats = ModeStats()
     queue: QueueStats | None = None
+    assist: AssistCounters | None = None
 
 
 class Departed(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """One step, one plan: the values that pass between scheduler and executor (design, idea 4)."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -71,6 +72,22 @@ Groups = tuple[tuple[int, int], ...]
 """Runs of a transfer's blocks, each from an index to another (half-open)."""
 
 
+class Order(NamedTuple):
+    """How an adapter is to arrive whose prefill is assisted.
+
+    Attributes:
+        groups: see :class:`Transfer`; none: it is not assisted.
+        left_to_host: the same.
+    """
+
+    groups: Groups = ()
+    left_to_host: tuple[int, int] = (0, 0)
+
+
+AS_THEY_LIE = Order()
+"""Blocks as they lie; nobody computes with a part of them."""
+
+
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """Blocks on their way from one tier to another: the weights of an adapter, or KV.
 
@@ -85,6 +102,8 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
         adapter: whose weights they are, in packing order; None for KV.
         demand: whether somebody waits for it. Such transfers go first.
         groups: in the order in which they are to arrive; none: as the blocks lie.
+        left_to_host: first layer, and the one after the last, that nobody waits for while the adapter arrives: the host
+            computes them in any case, also if a block that they share with others is there.
     """
 
     transfer_id: int
@@ -95,6 +114,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     adapter: AdapterRef | None = None
     demand: bool = True
     groups: Groups = ()
+    left_to_host: tuple[int, int] = (0, 0)
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True):

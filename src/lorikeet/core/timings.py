@@ -29,6 +29,7 @@ class RequestTimings:
         finished_s: it ended.
         adapter_wait_s: time from its first blocks until its adapter was there.
         kv_wait_s: time after that until its KV was there too.
+        waits_for_adapter: it could not run before its adapter was there; else its prefill was assisted meanwhile.
         cached_tokens: prompt tokens found in KV at the first admission.
         preemptions: how often it gave its blocks back.
     """
@@ -40,6 +41,7 @@ class RequestTimings:
     finished_s: float | None = None
     adapter_wait_s: float = 0.0
     kv_wait_s: float = 0.0
+    waits_for_adapter: bool = False
     cached_tokens: int = 0
     preemptions: int = 0
 
@@ -52,7 +54,8 @@ class RequestTimings:
             case Admitted():
                 if self.admitted_s is None:
                     self.admitted_s, self.cached_tokens = event.at_s, event.cached_tokens
-            case AdapterArrived() if first_time and self.admitted_s is not None:
+                    self.waits_for_adapter = event.waits_for_adapter
+            case AdapterArrived() if first_time and self.waits_for_adapter and self.admitted_s is not None:
                 self.adapter_wait_s = event.at_s - self.admitted_s
                 self.kv_wait_s = max(0.0, self.kv_wait_s - self.adapter_wait_s)
             case KvArrived() if first_time and self.admitted_s is not None:

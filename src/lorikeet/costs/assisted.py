@@ -32,11 +32,13 @@ class ColdAdapter(NamedTuple):
         layers_s: when each layer arrives, in seconds since the prefill began.
         rows: tokens of each sequence under it.
         rank: as ``AssistCosts`` counts it.
+        left_to_host: layers that a static plan leaves to the host, also if they are there.
     """
 
     layers_s: tuple[float, ...]
     rows: tuple[int, ...]
     rank: float
+    left_to_host: range = range(0)
 
 
 def assist_costs(transfers: TransferModel, row: Row) -> AssistCosts | None:
@@ -95,14 +97,14 @@ def prefill_s(
     Args:
         step_s: of the whole step, if the device adds what these of the cold adapters add.
         cold: the adapters that are on their way.
-        costs: of the host; ``is_static`` leaves the layers that arrive last to it, and waits for the others; ``waits``
-            for those that arrive sooner than it would be done.
+        costs: of the host; ``is_static`` leaves the layers to it that are planned to arrive last, and waits for the
+            others; ``waits`` for those that arrive sooner than it would be done.
     """
     now = 0.0
     known_s: dict[frozenset[AdapterDigest], float] = {}
     for layer in range(costs.layers):
         if costs.is_static:
-            there = frozenset(name for name, each in cold.items() if each.layers_s[layer] < max(each.layers_s))
+            there = frozenset(name for name, each in cold.items() if layer not in each.left_to_host)
             now = max([now, *(cold[name].layers_s[layer] for name in there)])
         else:
             if costs.waits:

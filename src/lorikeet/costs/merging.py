@@ -1,9 +1,9 @@
 """What it costs to have another adapter merged into the base weights than before."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.costs.model import adapter_elements
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.transfers import TransferModel
@@ -11,6 +11,9 @@ from lorikeet.rows import MergeBy
 
 Touched = Set[tuple[str, int]]
 """Weights of the base model: module and layer."""
+
+_WRITTEN_WITH = {module: modules for modules in PRODUCTS.values() for module in modules}
+"""Modules whose weights are held as one, and written as one."""
 
 
 class MergeModel:
@@ -27,8 +30,7 @@ class MergeModel:
         self._by = by
         self._transfers = transfers
         geometry, modules = profile.geometry, profile.lora_modules
-        every_layer = range(geometry.layers)
-        self._all_weights = _weights({(module, layer) for module in modules for layer in every_layer}, geometry)
+        self._all_weights = _weights(_touched(dict.fromkeys(modules, (1,) * geometry.layers)), geometry)
         self._rank_elements = adapter_elements(dict.fromkeys(modules, (1,) * geometry.layers), geometry)
 
     def switch_s(self, old: AdapterRef | None, new: AdapterRef | None) -> float:
@@ -40,7 +42,7 @@ class MergeModel:
         if self._by is MergeBy.MODEL:
             return self._transfers.model_s()
         costs, geometry = self._profile.need(self._profile.switching, "switching"), self._profile.geometry
-        touched, before = _touched(new), _touched(old)
+        touched, before = (_touched({} if each is None else each.ranks) for each in (new, old))
         seconds = costs.restore.value * _weights(before - touched, geometry) / self._all_weights
         if new is not None:
             rank = adapter_elements(new.ranks, geometry) / self._rank_elements
@@ -49,9 +51,10 @@ class MergeModel:
         return seconds
 
 
-def _touched(ref: AdapterRef | None) -> Touched:
-    ranks = {} if ref is None else ref.ranks
-    return {(module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank}
+def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
+    """Return what an adapter of these ranks has written, with what is held together with it."""
+    changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
+    return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH[module]}
 
 
 def _weights(touched: Touched, geometry: ModelGeometry) -> int:

@@ -227,6 +227,7 @@ class Engine:
             ahead_of_adapter=self._scheduler.ahead_of_adapter,
             modes=self._scheduler.selection.stats(),
             queue=self._scheduler.queue.stats(),
+            assist=self._executor.assist_counters(),
         )
 
     def memory_stats(self) -> MemoryStats:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.kernels.base import Kernels, LoraTargets, LoraWeights, Weight
-from lorikeet.models.weights import PRODUCTS, DecoderWeights, lora_targets
+from lorikeet.models.weights import DecoderWeights, lora_targets
 from lorikeet.rows import MergeBy
 
 

@@ -141,6 +141,9 @@ class ModelledExecutor:
         given = tuple(tokens or () for tokens in chosen)
         return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s)
 
+    def assist_counters(self) -> None:
+        """Return nothing: there are no host workers."""
+
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers whose time has come."""
         return self._link.take_done(self._clock.now())

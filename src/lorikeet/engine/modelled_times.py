@@ -106,7 +106,7 @@ class ModelledTimes:
             ref, move = self._refs[digest], self._last_moves[digest]
             arrivals_s = layer_arrivals_s(ref, move.groups, group_ends_s(move.transfer_id), self._transfers)
             rows = tuple(step.tokens for step in plan.sequences if self._adapters[step.request_id] == digest)
-            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref))
+            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref), range(*move.left_to_host))
         return prefill_s(
             lambda there: self._model.step_s(step_work(self._work(plan, assisted - there), plan.kernel_form)),
             cold,

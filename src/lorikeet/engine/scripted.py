@@ -112,6 +112,9 @@ class ScriptedExecutor:
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
         return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s)
 
+    def assist_counters(self) -> None:
+        """Return nothing: there are no host workers."""
+
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers whose time has come; what they bring is there now."""
         return [self._end(done) for done in self._link.take_done(self._clock.now())]

@@ -109,6 +109,7 @@ class Replayed:
 
 
 def can_be_replayed(plan: StepPlan) -> bool:
-    """Whether all sequences decode, and adapters are computed by kernels that fit graphs."""
+    """Whether all sequences decode, and adapters are computed by kernels that fit graphs, or are merged."""
     decodes = all(step.tokens == 1 and step.samples for step in plan.sequences)
-    return decodes and plan.kernel_form is not KernelForm.EINSUM and not plan.assisted
+    fits = plan.kernel_form is not KernelForm.EINSUM or plan.merged is not None
+    return decodes and fits and not plan.assisted

@@ -13,7 +13,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
-from lorikeet.core.plan import Groups, Tier, Transfer, TransferDone
+from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
 from lorikeet.memory.insertion import Computed, Insertion
@@ -32,8 +32,8 @@ from lorikeet.memory.tree import BASE, Kind, Moving, Tree, block_keys
 
 _PLAIN = MemoryRules()
 
-Assist = Callable[[AdapterRef, int], Groups]
-"""In which order an adapter on the host is to arrive if the host assists a prefill of so many tokens; () if not."""
+Assist = Callable[[AdapterRef, int], Order]
+"""How an adapter on the host is to arrive if the host assists a prefill of so many tokens; ``AS_THEY_LIE`` if not."""
 
 
 class Memory:
@@ -59,7 +59,7 @@ class Memory:
         eviction: str = "lru",
         prefetch: str = "none",
         rules: MemoryRules = _PLAIN,
-        assist: Assist = lambda ref, tokens: (),
+        assist: Assist = lambda ref, tokens: AS_THEY_LIE,
     ) -> None:
         self._assist = assist
         self.block_tokens = block_tokens
@@ -253,8 +253,8 @@ class Memory:
         self._leases.add(lease)
         if load:
             to_prefill = tokens - len(path) * self.block_tokens
-            groups = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else ()
-            self.swapper.load(adapter, now, demand=True, groups=groups)
+            order = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else AS_THEY_LIE
+            self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
         for flight in tiers.want([adapter]):

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from itertools import islice
 
-from lorikeet.core.plan import Groups, Tier
+from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
 from lorikeet.memory.room import Room
@@ -111,14 +111,14 @@ class Swapper:
             self._fill(0, now)
             self._expected_s = self._prefetch.due_s(now)
 
-    def load(self, node: int, now: float, *, demand: bool, groups: Groups = ()) -> Flight:
-        """Begin to bring an adapter to the device, its blocks in the order of ``groups``; its room has been made."""
+    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> Flight:
+        """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made."""
         tiers, entry = self._tiers, self._tree.adapters[node]
         host_blocks = []
         if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size):
             host_blocks = tiers.host.lease(entry.host_size)
         blocks = tiers.device.lease(int(self._tree.size[node]))
-        return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, groups=groups)
+        return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)
 
     def note_known(self, node: int) -> None:
         """A new adapter is to be read into the host tier when there is room."""

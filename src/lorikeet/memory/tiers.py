@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.core.ids import BlockId
-from lorikeet.core.plan import Groups, Tier, Transfer, TransferDone
+from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.flights import BlockCounts, Flight, HostCounts, Landing, RouteTotals
 from lorikeet.memory.tree import NO_BLOCK, NO_NODE, Kind, Moving, Tree
@@ -144,7 +144,7 @@ class Tiers:
         now: float,
         *,
         demand: bool,
-        groups: Groups = (),
+        order: Order = AS_THEY_LIE,
     ) -> Flight:
         """Begin to bring an adapter to the device: from the host if it is there, else from its source.
 
@@ -154,7 +154,7 @@ class Tiers:
             host_blocks: leased for it, to read its source by way of; empty if it is on the host, or to read directly.
             now: the time.
             demand: whether somebody waits.
-            groups: runs of blocks in the order in which they are to arrive; none: as they lie.
+            order: of its blocks.
         """
         tree, entry = self.tree, self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
@@ -174,7 +174,7 @@ class Tiers:
             entry.device_blocks[: entry.host_size],
             entry.ref,
             demand,
-            groups,
+            *order,
         )
         return self._begin(transfer, (node,), now)
 

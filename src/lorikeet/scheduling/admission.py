@@ -64,6 +64,10 @@ class EngineView(Protocol):
         """Whether it is on the device or on its way there. The base model is."""
         ...
 
+    def may_run(self, request: Request) -> bool:
+        """Whether the batching mode lets a request run now that waits."""
+        ...
+
     def running(self) -> Sequence[Running]:
         """Return the admitted requests, in the order in which they would keep their room."""
         ...

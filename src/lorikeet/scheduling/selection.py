@@ -110,19 +110,19 @@ class Selection:
             return False
         return len(running) < self._limits.max_running or self.last_displaced(running) is not None
 
-    def allows(self, sequence: Sequence) -> bool:
+    def allows(self, request_id: RequestId) -> bool:
         """Whether the batching mode lets it run now."""
-        return self._choice.requests is None or sequence.request_id in self._choice.requests
+        return self._choice.requests is None or request_id in self._choice.requests
 
     def allowed(self, running: Many[Sequence]) -> Many[Sequence]:
         """Return those of the running sequences that it lets run."""
-        return running if self._choice.requests is None else [s for s in running if self.allows(s)]
+        return running if self._choice.requests is None else [s for s in running if self.allows(s.request_id)]
 
     def last_displaced(self, running: Many[Sequence]) -> Sequence | None:
         """Return who of those that may not run now would be the first to give its blocks back."""
         if self._choice.requests is None:
             return None
-        return next((sequence for sequence in reversed(running) if not self.allows(sequence)), None)
+        return next((sequence for sequence in reversed(running) if not self.allows(sequence.request_id)), None)
 
     @property
     def steps_until_review(self) -> float:
@@ -143,16 +143,18 @@ class Selection:
         self._assisted_steps += bool(plan.assisted)
         if not self._mode.follows_requests:
             return
-        rows, decodes, prefill_tokens = Counter[AdapterDigest](), 0, 0
+        rows, types, decodes, prefill_tokens = Counter[AdapterDigest](), set[AdapterDigest | None](), 0, 0
         for step in plan.sequences:
             sequence = self._sequences[step.request_id]
             is_decode = sequence.is_decoding
             decodes += is_decode
             prefill_tokens += 0 if is_decode else step.tokens
             digest = sequence.digest
+            types.add(digest)
             if digest is not None and plan.merged is None:
                 rows[digest] += step.tokens
-        work = BatchWork(len(plan.sequences) - decodes, prefill_tokens, decodes, rows)
+        prefills, is_assisted = len(plan.sequences) - decodes, bool(plan.assisted)
+        work = BatchWork(prefills, prefill_tokens, decodes, rows, types, is_assisted)
         self._mode.ran(result.steps_run, work, step_s, result.switch_s)
 
     def _rank(self, digest: AdapterDigest) -> int:

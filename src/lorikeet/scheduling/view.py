@@ -3,10 +3,12 @@
 from collections.abc import Sequence as Many
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.request import Request
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import Kind, Moving
 from lorikeet.scheduling.admission import Running
 from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.selection import Selection
 from lorikeet.scheduling.sequence import Sequence
 
 
@@ -17,13 +19,17 @@ class SchedulerView:
         memory: of the engine.
         max_model_tokens: longest sequence.
         running: the scheduler's list of them.
+        selection: who may run.
         pace: of the steps.
     """
 
-    def __init__(self, memory: Memory, max_model_tokens: int, running: Many[Sequence], pace: Pace) -> None:
+    def __init__(
+        self, memory: Memory, max_model_tokens: int, running: Many[Sequence], selection: Selection, pace: Pace
+    ) -> None:
         self._memory = memory
         self.max_model_tokens = max_model_tokens
         self._running = running
+        self._selection = selection
         self.pace = pace
 
     @property
@@ -43,6 +49,10 @@ class SchedulerView:
         """Whether it is on the device or on its way there. The base model is."""
         tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
         return node is not None and bool(tree.on_device[node] or tree.moving[node] == Moving.IN)
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the batching mode lets a request run now that waits."""
+        return self._selection.allows(request.request_id)
 
     def running(self) -> list[Running]:
         """Return the admitted requests, in the order in which they would keep their room."""

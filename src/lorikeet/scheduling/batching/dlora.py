@@ -5,7 +5,7 @@ section 4.2 and appendix A.1. What it leaves open: docs/decisions/batching-mode.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ class _Pending(NamedTuple):
 
     Attributes:
         merged: adapter that is merged for it.
+        starving: whose turn it is; nobody's if nobody starves.
         gains: credits by type.
         iteration: for the log of the period; None: it does not belong there.
         is_first: of its state or of its period: the end of the last may have moved the thresholds, so the next choice
@@ -29,6 +30,7 @@ class _Pending(NamedTuple):
     """
 
     merged: AdapterDigest | None
+    starving: Set[Type]
     gains: dict[Type, int]
     iteration: Iteration | None
     is_first: bool
@@ -96,6 +98,7 @@ class DLora(BatchingMode):
         logged = self._tuned and candidate is not None
         self._pending = _Pending(
             merged,
+            frozenset(starving),
             self._gains(batch, oldest, merged, is_pass=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
             is_first,
@@ -111,12 +114,15 @@ class DLora(BatchingMode):
         assert self._pending is not None
         self._merged = self._pending.merged  # not before: a plan that runs nobody switches nothing
         is_trial = self.times.lora_steps_due > 0
-        self.times.note(steps, work, step_s)
+        if not work.is_assisted:
+            self.times.note(steps, work, step_s)
         if is_trial and not self.times.lora_steps_due:
             self.thresholds.begin()
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
-        self.credits.apply(self._pending.gains, steps)
+        starving = self._pending.starving
+        if not starving or starving & work.types:  # else their adapters are on their way: it was no turn of theirs
+            self.credits.apply(self._pending.gains, steps)
         if self._pending.iteration is not None:
             self.thresholds.note(self._pending.iteration, steps)
         self._pending = None

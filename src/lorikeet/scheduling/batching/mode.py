@@ -5,7 +5,7 @@ choose; after the plan has run it is told how long that took. Each mode has a na
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -52,12 +52,16 @@ class BatchWork(NamedTuple):
         prefill_tokens: tokens of theirs.
         decodes: the other sequences, one token each.
         rows: tokens under each adapter, the merged one left out.
+        types: adapters of all sequences, None for the base model.
+        is_assisted: the host took part, so the step tells nothing of how long others take.
     """
 
     prefills: int
     prefill_tokens: int
     decodes: int
     rows: Mapping[AdapterDigest, int]
+    types: Set[AdapterDigest | None] = frozenset()
+    is_assisted: bool = False
 
 
 class BatchingMode(ABC):
