@@ -88,7 +88,7 @@ class FakeEngine:
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
-        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_tokens, 50, "scripted")
+        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_tokens, 50, "scripted", "boot", 0.0)
 
     def submit(self, request: Request) -> "FakeHandle":
         self.submitted.append(request)
@@ -141,7 +141,7 @@ class FakeHandle:
         self.timings = RequestTimings(request.arrival_s)
         self.timings.apply(Queued(request.request_id, time.monotonic()))
 
-    def abort(self) -> None:
+    def abort(self, *, is_complete: bool = False) -> None:
         self._engine.aborted.append(self.request.request_id)
 
     async def __aiter__(self) -> AsyncIterator[Output]:

@@ -9,7 +9,16 @@ from prometheus_client.samples import Sample
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, ModeStats, QueueStats, RouteStats, TierBytes
+from lorikeet.core.messages import (
+    AssistCounters,
+    DecisionTimes,
+    EngineStats,
+    MemoryStats,
+    ModeStats,
+    QueueStats,
+    RouteStats,
+    TierBytes,
+)
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.metrics import Metrics
 from lorikeet.server.usage import Counts
@@ -175,6 +184,15 @@ async def test_merging_and_cold_starts_are_told(server: Running) -> None:
     assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
     server.engine.stats = STATS
     assert "lorikeet:merged_adapter" not in await page(server)
+
+
+async def test_what_host_workers_do_is_told_where_there_are_any(server: Running) -> None:
+    server.engine.stats = msgspec.structs.replace(STATS, assist=AssistCounters(50, 30, 2, 4, 1))
+    samples = await page(server)
+    names = ("host_layers", "device_layers", "host_layers_after_arrival", "rescued_slices", "lost_workers")
+    assert [value(samples, f"lorikeet:assist_{name}_total") for name in names] == [50, 30, 2, 4, 1]
+    server.engine.stats = STATS
+    assert "lorikeet:assist_host_layers_total" not in await page(server)
 
 
 async def test_classes_of_the_admission_queue_are_told(server: Running) -> None:

@@ -71,6 +71,19 @@ def test_the_parts_of_ttft_add_up(tmp_path: Path) -> None:
     assert line["ttft_s"] - sum(parts) == 0.5, "prefill"
 
 
+def test_who_is_assisted_does_not_wait_for_its_adapter() -> None:
+    name = RequestId("r")
+    timings = RequestTimings(arrival_s=10.0)
+    for event in (
+        Queued(name, 10.25),
+        Admitted(name, 11.0, 0),
+        AdapterArrived(name, 13.0),
+        FirstToken(name, 13.5),
+    ):
+        timings.apply(event)
+    assert (timings.adapter_wait_s, timings.first_token_s) == (0.0, 13.5)
+
+
 async def test_text_is_logged_only_on_request(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     log = RequestLog(path, max_bytes=10**6, keep=1, text=True)

@@ -109,6 +109,23 @@ def test_who_is_passed_over_is_no_queue() -> None:
     assert line.predict() == 0.0
 
 
+def test_whose_prompt_took_long_to_read_passes_nobody_over() -> None:
+    line = Line()
+    slow, timings = line.request(), RequestTimings(line.now_s)
+    line.now_s += 1.0
+    line.arrive(30)
+    line.forecast.begin(slow, timings)
+    line.admit([(slow, timings)])
+    assert line.predict() > 0.0, "thirty wait"
+
+
+def test_of_several_that_come_together_the_last_one_counts() -> None:
+    line = Line()
+    line.admit(line.arrive(100)[:80])
+    last_s = line.forecast.ttft_s(line.request(), 20)
+    assert last_s == pytest.approx(40 * SERVICE_S + START_S, rel=0.05)
+
+
 def test_by_priority_who_is_passed_over_stays_in_front_of_those_behind_it() -> None:
     line = Line("priority")
     line.arrive(priority=5)

@@ -72,6 +72,8 @@ def test_shedding_needs_a_target_to_shed_for() -> None:
     with pytest.raises(ConfigError, match="shed needs a target"):
         read_targets(ServerSettings(shed=True, slo_tpot_s=1.0, adapter_slos=("french=ttft=0",)))
     assert read_targets(ServerSettings(shed=True, adapter_slos=("french=ttft=1",)))
+    with pytest.raises(ConfigError, match="one replica"):
+        read_targets(ServerSettings(shed=True, slo_ttft_s=1.0), replicas=2)
 
 
 # --- attainment --------------------------------------------------------------------------------------

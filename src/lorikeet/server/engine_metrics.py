@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.messages import EngineStats, QueueStats
+from lorikeet.core.messages import AssistCounters, EngineStats, QueueStats
 from lorikeet.engine.views import EngineView
 from lorikeet.server.families import Families
 from lorikeet.server.usage import AdapterUsage, Counts
@@ -53,6 +53,8 @@ class EngineCollector(Collector):
         yield from self._modes(stats)
         if stats.queue is not None:
             yield from self._classes(stats.queue)
+        if stats.assist is not None:
+            yield from self._host_workers(stats.assist)
 
     def _requests(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
@@ -127,6 +129,20 @@ class EngineCollector(Collector):
             "Sequences whose prefill is done, and whose adapter is still on its way.",
             stats.ahead_of_adapter,
         )
+
+    def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
+        for name, text, value in (
+            ("host_layers", "Layers of adapters on their way that host workers computed.", counts.host_layers),
+            ("device_layers", "Those that the device computed, as they had arrived.", counts.device_layers),
+            (
+                "host_layers_after_arrival",
+                "Of the host's, those that had arrived when it was decided.",
+                counts.host_layers_after_arrival,
+            ),
+            ("rescued_slices", "Shares of host workers that the engine computed itself.", counts.rescued_slices),
+            ("lost_workers", "Host workers that ended unasked.", counts.lost_workers),
+        ):
+            yield self._make.count(f"lorikeet:assist_{name}", text, value)
 
     def _classes(self, queue: QueueStats) -> Iterable[Metric]:
         make = self._make

@@ -7,6 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
+import msgspec
+
 from lorikeet.scheduling.prediction.messages import (
     FROM_PROCESS,
     TEXT_TOKENS,
@@ -77,16 +79,15 @@ class PredictorProcess:
             prompt: token ids.
             adapter: name, None for the base model.
         """
-        if not self._ready.is_set() or self._waiting >= MOST_WAITING:
+        process = self._process
+        if not self._ready.is_set() or self._waiting >= MOST_WAITING or process is None or process.stdin is None:
             self.refused += 1
             return None
-        assert self._process is not None
-        assert self._process.stdin is not None
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer = self._asked[number] = loop.create_future()
         self._waiting += 1
         until_s = time.monotonic() + self._timeout_s
-        self._process.stdin.write(frame(Ask(number, prompt[-TEXT_TOKENS:], len(prompt), adapter, until_s)))
+        process.stdin.write(frame(Ask(number, prompt[-TEXT_TOKENS:], len(prompt), adapter, until_s)))
         try:
             return await asyncio.wait_for(answer, self._timeout_s)
         except TimeoutError:
@@ -115,30 +116,37 @@ class PredictorProcess:
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                     start_new_session=True,  # a Ctrl-C at the terminal is for the API process
                 )
-                await self._listen(process)
-                log.error("the predictor process ended", code=await process.wait(), starts_again_in_s=self._rest_s)
             except OSError as error:
                 log.error("the predictor process cannot be started", error=str(error), again_in_s=self._rest_s)
+            else:
+                await self._listen(process)
+                log.error("the predictor process ended", code=await process.wait(), starts_again_in_s=self._rest_s)
             self._give_up()
             await asyncio.sleep(self._rest_s)
             self._rest_s = min(2 * self._rest_s, _LAST_REST_S)
             self.restarts += 1
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Take what a process says until it ends."""
+        """Take what a process says until it ends, or says what nobody understands, which ends it."""
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(frame(self._setup))
         received = bytearray()
-        while content := await process.stdout.read(_READ_BYTES):
-            received += content
-            for message in map(FROM_PROCESS.decode, take_frames(received)):
-                self._cpu_s = message.cpu_s
-                match message:
-                    case Ready():
-                        self._ready.set()
-                    case Told():
-                        self._take(message)
+        try:
+            while content := await process.stdout.read(_READ_BYTES):
+                received += content
+                for message in map(FROM_PROCESS.decode, take_frames(received)):
+                    self._cpu_s = message.cpu_s
+                    match message:
+                        case Ready():
+                            self._ready.set()
+                        case Told():
+                            self._take(message)
+        except msgspec.DecodeError as error:
+            log.error("the predictor process cannot be understood", error=str(error))
+            with suppress(ProcessLookupError):
+                process.kill()
+        self._ready.clear()  # before anybody else asks it
 
     def _take(self, told: Told) -> None:
         self._rest_s = _FIRST_REST_S

@@ -206,7 +206,7 @@ class Service:
         request, forecast = requests[0], self.observer.forecast
         if forecast is None or request.slo is None or request.slo.ttft_s is None:
             return
-        target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request)
+        target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
         if predicted_s > target_s:
             self.observer.refused(request.adapter, request.slo, len(requests), shed=True)
             raise ApiError(

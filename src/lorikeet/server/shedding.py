@@ -53,6 +53,7 @@ def _due_s(request: Request) -> float:
 
 
 _AHEAD: dict[str, CountAhead] = {
+    "fifo": _ranked(lambda request: request.arrival_s),
     "priority": _ranked(lambda request: request.priority),
     "deadline": _ranked(_due_s),
     "sjf": _ranked(lambda request: request.expected_tokens),
@@ -121,9 +122,10 @@ class TtftForecast:
                 counts[each] *= kept
         admitted = {name: t.admitted_s for name, (_, t) in self._waiting.items() if t.admitted_s is not None}
         if admitted and self._is_in_order:
-            names = list(self._waiting)
-            last = max(place for place, name in enumerate(names) if name in admitted)
-            self._overtaken.update(name for name in names[:last] if name not in admitted)
+            # By arrival, as the engine has them: whose prompt takes long to read comes here later than others.
+            last_s = max(self._waiting[name][0].arrival_s for name in admitted)
+            before = (name for name, (request, _) in self._waiting.items() if request.arrival_s < last_s)
+            self._overtaken.update(name for name in before if name not in admitted)
         for name in admitted:
             self._leave(name)
         if size:
@@ -132,13 +134,19 @@ class TtftForecast:
             self._admissions[size] += len(admitted)
             self._seconds[size] += passed_s
 
-    def ttft_s(self, request: Request) -> float:
-        """Return the TTFT, in seconds, of a request that is not yet submitted; 0 if nobody waits before it."""
+    def ttft_s(self, request: Request, siblings: int = 0) -> float:
+        """Return the TTFT, in seconds, of a request that is not yet submitted; 0 if nobody waits before it.
+
+        Args:
+            request: which.
+            siblings: others that come with it, of which the last one is meant.
+        """
         self.look()
         queue = [waiting for name, (waiting, _) in self._waiting.items() if name not in self._overtaken]
         ahead = self._count_ahead(queue, request)
         if not ahead:
             return 0.0
+        ahead += siblings
         sizes = [size for size in self._seconds if size >= _size(ahead) - 1]
         admissions = sum(self._admissions[size] for size in sizes)
         passed_s = sum(self._seconds[size] for size in sizes)

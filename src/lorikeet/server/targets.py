@@ -26,11 +26,16 @@ class Targets:
         return None if slo == Slo() else slo
 
 
-def read_targets(settings: ServerSettings) -> Targets:
+def read_targets(settings: ServerSettings, replicas: int = 1) -> Targets:
     """Return what the settings say.
 
+    Args:
+        settings: of the server.
+        replicas: most that there may be.
+
     Raises:
-        ConfigError: an entry of ``adapter_slos`` cannot be read, or requests shall be shed and no TTFT has a target.
+        ConfigError: an entry of ``adapter_slos`` cannot be read, or requests shall be shed and no TTFT has a target, or
+            there may be several replicas.
     """
     of_adapters: dict[str, Slo] = {}
     for entry in settings.adapter_slos:
@@ -44,6 +49,8 @@ def read_targets(settings: ServerSettings) -> Targets:
         of_adapters[name] = _over(slo, of_adapters.get(name, Slo()))
     if settings.shed and not any((settings.slo_ttft_s, *(slo.ttft_s for slo in of_adapters.values()))):
         raise ConfigError("shed needs a target for the time to first token: slo_ttft_s, or one of adapter_slos")
+    if settings.shed and replicas > 1:
+        raise ConfigError("shed goes with one replica: of several the queues cannot be told apart")
     return Targets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
 
 
