@@ -20,6 +20,7 @@ from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Running
 from lorikeet.scheduling.multilevel.options import REFRESH_S
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
+from lorikeet.scheduling.multilevel.sizes import Sizes
 from lorikeet.scheduling.pace import Pace
 from lorikeet.scheduling.policies import ADMISSION
 
@@ -53,6 +54,9 @@ class _Engine:
     def is_resident(self, adapter: AdapterRef | None) -> bool:
         self.asked += 1
         return adapter is None or adapter.digest not in self._absent
+
+    def may_run(self, request: Request) -> bool:
+        return True
 
     def running(self) -> list[Running]:
         return self.admitted
@@ -112,13 +116,14 @@ def _measure() -> dict[str, Any]:
         queue.add(request, now)
         if index < SAMPLES - WAITING - RUNNING:
             queue.remove(request, now)
-            queue._ends.add(now, *_sizes(request, engine), chance.expovariate(0.2))
+            queue._census.ended(_sizes(request, engine), chance.expovariate(0.2), now)
     now = SAMPLES * step_s
     _admit(queue, engine, now)
     assert (len(queue), len(engine.admitted)) == (WAITING, RUNNING)
     classes = len(queue.stats().quota_tokens)
     # Nobody has been waited for too long yet: else those who could join others leave their room to the first head.
-    queue._stuck.longest_run_s.update(dict.fromkeys(range(classes), RUN_S))
+    for number in range(classes):
+        queue._stuck.ran(number, RUN_S)
     engine.asked = 0
     tried = sum(1 for _ in _decide(queue, now))
     asked = engine.asked
@@ -139,8 +144,8 @@ def _request(index: int, now: float, chance: random.Random, adapters: list[Adapt
     return Request(RequestId(str(index)), prompt, sampling, now, chance.choice(adapters), predicted_tokens=output)
 
 
-def _sizes(request: Request, engine: _Engine) -> tuple[int, int, int]:
-    return len(request.prompt_token_ids), request.expected_tokens, engine.adapter_tokens(request.adapter)
+def _sizes(request: Request, engine: _Engine) -> Sizes:
+    return Sizes(len(request.prompt_token_ids), request.expected_tokens, engine.adapter_tokens(request.adapter))
 
 
 def _admit(queue: ChameleonQueue, engine: _Engine, now: float) -> None:

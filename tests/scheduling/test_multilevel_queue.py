@@ -45,6 +45,7 @@ class World:
     pace: Pace = field(default_factory=Pace)
     running_now: dict[RequestId, tuple[Request, int]] = field(default_factory=dict)
     resident: dict[str, AdapterRef] = field(default_factory=dict)
+    out_of_turn: set[str] = field(default_factory=set)
 
     def adapter_tokens(self, adapter: AdapterRef | None) -> int:
         return 0 if adapter is None else adapter.max_rank * BLOCK
@@ -57,6 +58,9 @@ class World:
             Running(request, made, len(request.prompt_token_ids) + made) for request, made in self.running_now.values()
         ]
 
+    def may_run(self, request: Request) -> bool:
+        return request.request_id not in self.out_of_turn
+
     def free_tokens(self) -> int:
         used = {request.digest for request, _ in self.running_now.values()}
         pinned = sum(self.adapter_tokens(ref) for digest, ref in self.resident.items() if digest in used)
@@ -64,6 +68,8 @@ class World:
         return room - pinned - sum(each.kv_tokens for each in self.running())
 
     def try_admit(self, request: Request) -> Wait | None:
+        if not self.may_run(request):
+            return Wait.SLOT
         kv, free = len(request.prompt_token_ids) + len(request.output_token_ids), self.free_tokens()
         used = {each.digest for each, _ in self.running_now.values()}
         adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
@@ -86,12 +92,15 @@ def ask(name: str, prompt: int, output: int, arrival_s: float = 0.0, adapter: Ad
     return Request(RequestId(name), [1] * prompt, params, arrival_s, adapter, predicted_tokens=output)
 
 
-def admit(queue: AdmissionQueue, world: World, now: float = 0.0) -> list[str]:
-    """One step's admission; return who was admitted."""
+def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 1000) -> list[str]:
+    """One step's admission, which ends when so many run; return who was admitted."""
     admitted, policy = [], queue.admit(now)
     try:
         request = next(policy)
         while True:
+            if len(world.running_now) >= slots:
+                policy.close()
+                return admitted
             outcome = world.try_admit(request)
             if outcome is None:
                 admitted.append(request.request_id)
@@ -105,7 +114,7 @@ def with_quotas(
 ) -> ChameleonQueue:
     """A queue whose classes are given."""
     queue = ChameleonQueue(world, Options(**options))  # type: ignore[arg-type]
-    queue._classes = Classes((0.0,) * len(quotas), boundaries, ())
+    queue._census.classes = Classes((0.0,) * len(quotas), boundaries, ())
     queue._ledger.total_tokens = sum(quotas)
     queue._ledger.divide(quotas, {})
     queue._waiting = [[] for _ in quotas]
@@ -237,7 +246,7 @@ def test_a_run_lasts_from_the_first_admission_to_the_end_without_the_time_betwee
     queue.add(msgspec.structs.replace(request, exports=1), 4.0)
     assert admit(queue, world, 10.0) == ["x"]
     queue.ended(request, 16.0)
-    assert queue._ends.since(0.0)[:, 3].tolist() == [10.0]
+    assert queue._census._ends.since(0.0)[:, 3].tolist() == [10.0]
     assert queue.figures().longest_run_s == {0: 10.0}
 
 
@@ -257,7 +266,7 @@ def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_g
     world = World(total_tokens=1000)
     queue = with_quotas(world, (1010, 140), (0.5,))
     queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
-    queue._stuck.longest_run_s = {0: 10.0, 1: 10.0}
+    queue._stuck._longest_run_s = {0: 10.0, 1: 10.0}
     for number in range(50):
         queue.add(ask(f"s{number}", 19, 1, number), 0.0)
     assert len(admit(queue, world, 0.0)) == 50
@@ -300,6 +309,20 @@ def test_nobody_leaves_room_to_a_head_that_lacks_tokens() -> None:
     assert admit(queue, world, 1.0) == ["first"], "40 of 100 tokens are left"
     queue.add(ask("small", 45, 5, 2.0), 2.0)
     assert admit(queue, world, 2.0) == ["small"], "60 of 105 tokens of room are left"
+
+
+def test_nobody_leaves_room_to_a_head_that_may_not_run_now() -> None:
+    """Under a batching mode its turn may come only after the others have run."""
+    world = World(total_tokens=160)
+    queue = with_quotas(world, (1000, 1000), (0.5,))
+    queue._class_of = lambda sizes: int(sizes.input_tokens > 50)  # type: ignore[method-assign]
+    for name, prompt, arrival_s in (("first", 100, 0.0), ("large", 120, 1.0)):
+        queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
+    assert admit(queue, world, 1.0) == ["first"], "large waits for room"
+    queue.add(ask("small", 45, 5, 2.0), 2.0)
+    assert admit(queue, world, 2.0) == [], "small leaves it what there is"
+    world.out_of_turn = {"large"}
+    assert admit(queue, world, 3.0) == ["small"]
 
 
 def joining_world(quotas: tuple[int, ...] = (10_000, 10_000)) -> tuple[World, ChameleonQueue, AdapterRef]:
@@ -345,7 +368,7 @@ def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
 
 def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_the_longest_run() -> None:
     world, queue, big = joining_world()
-    queue._stuck.longest_run_s = {0: 10.0}
+    queue._stuck._longest_run_s = {0: 10.0}
     queue.add(ask("head", 70, 10, 1.0), 1.0)
     assert admit(queue, world, 1.0) == [], "it lacks 10 tokens"
     for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
@@ -356,7 +379,7 @@ def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_
 def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waiting_for_ever() -> None:
     world, big = World(total_tokens=2000), make_adapter("big", 25)
     queue = with_quotas(world, (300,), (), charge=Charge.SHARED, join_from=0.5)
-    queue._stuck.longest_run_s = {0: 10.0}
+    queue._stuck._longest_run_s = {0: 10.0}
     queue.add(ask("first", 20, 30, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     queue.add(ask("head", 180, 20, 1.0), 1.0)
@@ -371,6 +394,41 @@ def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waitin
             del world.running_now[gone.request_id]
             queue.ended(gone, step)
     raise AssertionError("it waits")
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_full_steps_do_not_keep_a_class_from_being_tried_for_ever(joins: bool) -> None:
+    world, queue, big = joining_world()
+    world.total_tokens, slots = 1000, 3
+    queue._stuck._longest_run_s = {0: 1.0, 1: 8.0}
+    for number in range(2):
+        queue.add(ask(f"small {number}", 1, 1, 0.0, big if joins else None), 0.0)
+    assert admit(queue, world, 0.0, slots) == ["small 0", "small 1"]
+    for number in range(2):
+        queue.add(ask(f"large {number}", 101, 100, 0.0), 0.0)
+    order: list[str] = []
+    for now in range(1, 12):
+        ended, _ = world.running_now.pop(list(world.running_now)[1])  # "first" goes on
+        queue.ended(ended, float(now))
+        queue.add(ask(f"small at {now}", 1, 1, float(now), big if joins else None), float(now))
+        order += admit(queue, world, float(now), slots)
+    assert len(order) == 11, "no slot stays empty"
+    late = [now for now, name in enumerate(order, 1) if "large" in name]
+    assert late == [5, 10], "half of 8 s after it was first not tried, and once more"
+
+
+def test_patience_follows_what_ended_lately() -> None:
+    world = World()
+    queue = ChameleonQueue(world, Options(least_samples=2, refresh_s=10.0))
+    for arrival_s, ran_s in ((0.0, 6.0), (0.0, 5.0), (20.0, 1.0), (40.0, 2.0)):
+        before = queue.figures().longest_run_s
+        request = ask(f"at {arrival_s}", 10, 10, arrival_s)
+        queue.add(request, arrival_s)
+        assert admit(queue, world, arrival_s) == [request.request_id]
+        world.running_now.clear()
+        queue.ended(request, arrival_s + ran_s)
+        assert queue._stuck._longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
+        assert queue.figures().longest_run_s == {0: 6.0} or not before, "since the start"
 
 
 def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
@@ -492,6 +550,7 @@ class Traffic:
         self.random = random.Random(self.seed)
         total, held_back = self.random.choice([(300, 0), (900, 600), (1200, 600), (3000, 1000)])
         self.world = World(total, held_back)  # so that sometimes tokens are short, sometimes only room
+        self.slots = self.random.choice([3, 1000])
         self.queue = ChameleonQueue(self.world, self.options)
         self.adapters = [None, *(make_adapter(f"a{rank}", rank) for rank in (1, 2, 4, 8, 16))]
         self.truth: dict[RequestId, int] = {}
@@ -532,7 +591,7 @@ class Traffic:
         for request in self.queue.review(self.now):
             self.squashed += 1
             self.leave(request, world.running_now[request.request_id][1], goes_on=True)
-        self.check_order(admit(self.queue, world, self.now))
+        self.check_order(admit(self.queue, world, self.now, self.slots))
         while world.free_tokens() < len(world.running_now):
             request, made = max(world.running_now.values(), key=lambda pair: pair[0].arrival_s)
             self.leave(request, made, goes_on=True)

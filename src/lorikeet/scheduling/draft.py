@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan
+from lorikeet.memory.leases import Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.sequence import Sequence
 
@@ -18,12 +19,14 @@ class Draft:
         tokens: by sequence.
         cold: the same of prefills that the host assists.
         preempted: whether a sequence lost its blocks for want of room.
+        without_slot: adapters that others are in the way of; their requests need not be tried again in this step.
     """
 
     budget_tokens: int
     tokens: dict[Sequence, int] = field(default_factory=dict)
     cold: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
+    without_slot: set[AdapterDigest | None] = field(default_factory=set)
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence what it can use of the budget."""
@@ -35,6 +38,20 @@ class Draft:
     def take_back(self, sequence: Sequence) -> None:
         """Take from a sequence what it was given."""
         self.budget_tokens += self.tokens.pop(sequence, 0) + self.cold.pop(sequence, 0)
+
+    def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
+        """Whether an adapter beside those of the running sequences makes more than ``most``; 0 is no limit."""
+        if digest is not None and most and digest not in self.without_slot:
+            used = {sequence.digest for sequence in running} - {None}
+            if digest not in used and len(used) >= most:
+                self.without_slot.add(digest)
+        return digest in self.without_slot
+
+    def refused(self, digest: AdapterDigest | None, why: Wait) -> Wait:
+        """A request was not admitted; note what that says of others under its adapter, and return the reason."""
+        if why is Wait.SLOT:
+            self.without_slot.add(digest)
+        return why
 
     def by_adapter(self) -> list[tuple[Sequence, int]]:
         """Return who gets what, sequences of one adapter side by side."""
@@ -91,11 +108,3 @@ def seal(
         max_duration_s=limit_s,
         assisted=tuple(assisted),
     )
-
-
-def is_one_too_many(digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
-    """Whether an adapter beside those of the running sequences makes more than ``most``; 0 is no limit."""
-    if digest is None or not most:
-        return False
-    used = {sequence.digest for sequence in running} - {None}
-    return digest not in used and len(used) >= most

@@ -33,7 +33,7 @@ from lorikeet.rows import ColdStart, Row
 from lorikeet.scheduling.admission import AdmissionPolicy
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.coldstart.costs import AssistCosts
-from lorikeet.scheduling.draft import Draft, is_one_too_many, seal
+from lorikeet.scheduling.draft import Draft, seal
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.outputs import Outputs
 from lorikeet.scheduling.pace import Pace
@@ -77,14 +77,13 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
         self._pace = Pace()
-        self.queue = admission(SchedulerView(memory, limits.max_model_tokens, self._running, self._pace))
         self.selection = Selection(batching, limits, row.kernel_form, memory, self._sequences, self._pace, assist)
+        view = SchedulerView(memory, limits.max_model_tokens, self._running, self.selection, self._pace)
+        self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._outputs = Outputs()
-        self.preemptions = 0
-        self.prefix_queries_tokens = 0
-        self.prefix_hits_tokens = 0
+        self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -277,15 +276,16 @@ class Scheduler:
             if displaced is None:
                 return
             self._suspend(displaced, now)
+            draft.without_slot.clear()
             self.selection.count_untried()
             self._admit_waiting(draft, now)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, now: float) -> Wait | None:
         request = sequence.request
-        if not self.selection.allows(sequence):
+        if not self.selection.allows(sequence.request_id):
             return Wait.SLOT
         self.selection.tried()
-        if is_one_too_many(request.digest, self._running, self._row.max_step_adapters):
+        if draft.lacks_slot(request.digest, self._running, self._row.max_step_adapters):
             return Wait.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         while lease in (Wait.ROOM, Wait.ADAPTER_ROOM) and not self._memory.room_is_coming:
@@ -295,7 +295,7 @@ class Scheduler:
             self._suspend(displaced, now)
             lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         if isinstance(lease, Wait):
-            return lease
+            return draft.refused(request.digest, lease)
         if len(self._running) >= self._limits.max_running:
             displaced = self.selection.last_displaced(self._running)
             assert displaced is not None, "there was a slot"
@@ -305,7 +305,7 @@ class Scheduler:
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
-        waits = bool(lease.adapter_transfers), bool(lease.kv_transfers)
+        waits = bool(lease.adapter_transfers) and not sequence.is_cold, bool(lease.kv_transfers)
         self._outputs.events.append(Admitted(request.request_id, now, cached, *waits))
         if sequence.can_run:
             draft.give(sequence)

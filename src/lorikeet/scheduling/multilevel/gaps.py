@@ -1,12 +1,17 @@
-"""How long classes with waiting requests go without an admission."""
+"""How long classes with waiting requests go without an admission, and how long their requests run: figures only."""
 
 from collections.abc import Collection
 
 
 class Gaps:
-    """One under way for each class that has waiting requests."""
+    """One under way for each class that has waiting requests.
+
+    Attributes:
+        longest_run_s: by class number, the longest time from admission to the end.
+    """
 
     def __init__(self) -> None:
+        self.longest_run_s: dict[int, float] = {}
         self._since_s: dict[int, float] = {}
         self._longest_s: dict[int, float] = {}
 
@@ -24,6 +29,10 @@ class Gaps:
             self.end(number, now)
         for number in numbers:
             self.begin(number, now)
+
+    def ran(self, number: int, ran_s: float) -> None:
+        """A request of a class has ended after so long a time."""
+        self.longest_run_s[number] = max(self.longest_run_s.get(number, 0.0), ran_s)
 
     def longest_s(self, now: float) -> dict[int, float]:
         """Return the longest of each class, those that go on included."""

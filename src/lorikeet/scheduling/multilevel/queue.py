@@ -2,12 +2,10 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import QueueStats
@@ -15,24 +13,18 @@ from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
 from lorikeet.scheduling.multilevel.bypass import wait_in_steps
-from lorikeet.scheduling.multilevel.classes import Classes, find_classes
+from lorikeet.scheduling.multilevel.census import Census
 from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
 from lorikeet.scheduling.multilevel.gaps import Gaps
 from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.loads import class_load
 from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
-from lorikeet.scheduling.multilevel.quotas import assign_quotas
-from lorikeet.scheduling.multilevel.sizes import Sizes, weighted_sizes
+from lorikeet.scheduling.multilevel.sizes import Sizes
 from lorikeet.scheduling.multilevel.stuck import StuckHeads
-from lorikeet.scheduling.multilevel.window import Window
 
 _LOOK_PAST = 64
 """Most requests of a class that are looked at for some that may come before their turn."""
-_LARGEST_PERCENTILE = 99.9
-"""Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
 
 _DEFAULT = Options()
-_ONE_CLASS = Classes((0.0,), (), ())
 
 
 class ChameleonQueue(AdmissionQueue):
@@ -51,16 +43,13 @@ class ChameleonQueue(AdmissionQueue):
     def __init__(self, view: EngineView, options: Options = _DEFAULT) -> None:
         super().__init__(view)
         self._options = options
-        self._largest = Sizes(view.max_model_tokens, view.max_model_tokens, 1)
-        self._classes = _ONE_CLASS
+        self._census = Census(options, view.max_model_tokens)
         self._ledger = Ledger(int(options.overcommit * view.total_tokens))
         self._waiting: list[list[Waiting]] = [[]]
         self._admitted: dict[RequestId, Admitted] = {}
         self._users: Counter[str | None] = Counter()
         self._before: dict[RequestId, Waiting] = {}
         self._stuck = StuckHeads()
-        self._enough = options.least_samples
-        self._arrivals, self._ends = Window(3), Window(4)
         self._began_s: float | None = None
         self._counts: Counter[str] = Counter()
         self._gaps = Gaps()
@@ -73,13 +62,12 @@ class ChameleonQueue(AdmissionQueue):
         if self._began_s is None:
             self._began_s, self.due_s = now, now + self._options.refresh_s
         before = self._before.pop(request.request_id, None)
-        expected = max(request.expected_tokens, len(request.output_token_ids) + 1)
-        expected = max(expected, before.expected_tokens if before is not None else 0)
+        least = before.expected_tokens if before is not None else 0
+        expected = max(request.expected_tokens, len(request.output_token_ids) + 1, least)
         sizes = Sizes(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
         if not request.is_resumed:
-            self._arrivals.add(now, *sizes)
-        # Limits and durations come from the pace.
-        early = self.view.pace.is_known and self._knows_more(now)
+            self._census.arrived(sizes, now)
+        early = self.view.pace.is_known and self._census.knows_more(now)  # limits and durations come from the pace
         # One that comes back may do so while others are being admitted, from queues that must stay as they are.
         if not request.is_resumed and (now >= self.due_s or early):
             self._refresh(now)
@@ -115,8 +103,9 @@ class ChameleonQueue(AdmissionQueue):
             entry.waiting.held_s, entry.waiting.left_s = ran_s, now
             self._before[request.request_id] = entry.waiting
             return
-        self._ends.add(now, *entry.waiting.sizes, ran_s)
+        self._census.ended(entry.waiting.sizes, ran_s, now)
         self._stuck.ran(entry.number, ran_s)
+        self._gaps.ran(entry.number, ran_s)
 
     def waiting(self) -> Iterable[Request]:
         """Return them by class, the smallest first, and by arrival."""
@@ -129,18 +118,23 @@ class ChameleonQueue(AdmissionQueue):
     # --- admission -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Admission:
-        """Those who join; then two phases (Algorithm 1): by each class's quota, then by what empty ones have left."""
+        """Those who join; then two phases (Algorithm 1): by each class's quota, then by what empty ones have left.
+
+        Before all come classes that full steps have kept from being tried for long, the longest first.
+        """
         if now >= self.due_s and len(self):
             self._refresh(now)
         self._last_s = now
         blocked: set[int] = set()
         refused: set[RequestId] = set()
         left: dict[int, int] = {}
+        for number in self._stuck.untried_for_long((n for n, queue in enumerate(self._waiting) if queue), now):
+            yield from self._put_batch(number, self._own(number), blocked, refused, now)
         for number in range(len(self._waiting)):
             yield from self._join(number, refused, now)
         for number, queue in enumerate(self._waiting):
-            own = {number: max(0, self._ledger.available(number))}
-            if queue:
+            own = self._own(number)
+            if queue and number not in blocked:
                 yield from self._put_batch(number, own, blocked, refused, now)
             if not queue:
                 left |= own
@@ -150,12 +144,15 @@ class ChameleonQueue(AdmissionQueue):
             if queue and number not in blocked:
                 yield from self._put_batch(number, left, blocked, refused, now)
 
+    def _own(self, number: int) -> dict[int, int]:
+        return {number: max(0, self._ledger.available(number))}
+
     def _join(self, number: int, refused: set[RequestId], now: float) -> Admission:
         """Admit those of a class, by its own quota, who share the adapter of running requests and save much by that.
 
         Once the head of the class has waited for long, they leave it its tokens.
         """
-        lenders, head = {number: max(0, self._ledger.available(number))}, self._stuck.of(number)
+        lenders, head = self._own(number), self._stuck.of(number)
         kept = self._need(head.entry) if head is not None and self._stuck.has_waited(head, now) else 0
         for entry in self._waiting[number][:_LOOK_PAST]:
             is_saving = entry.sizes.adapter_tokens >= self._options.join_from * self._tokens(entry)
@@ -192,7 +189,9 @@ class ChameleonQueue(AdmissionQueue):
             if self._must_leave_room(entry, number, now):
                 self._stuck.note(number, entry, now)
                 return
-            match (yield entry.request):
+            outcome = yield entry.request
+            self._stuck.tried(number)
+            match outcome:
                 case None:
                     self._take(entry, number, need, lenders, now)
                 case Wait.TRANSFER | Wait.SLOT:  # neither is room that others take from it
@@ -233,6 +232,8 @@ class ChameleonQueue(AdmissionQueue):
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
         if joins and not self._stuck.has_waited(head, now):
+            return False
+        if not view.may_run(head.entry.request):  # its turn comes after that of others, who may be waiting here
             return False
         return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
 
@@ -325,55 +326,27 @@ class ChameleonQueue(AdmissionQueue):
     def _refresh(self, now: float) -> None:
         """Find classes and quotas anew by what arrived lately, and class everybody again (sections 5.1 and 6)."""
         assert self._began_s is not None
-        quotas: tuple[int, ...]
-        options, since_s = self._options, now - self._options.refresh_s
-        self.due_s = now + options.refresh_s
+        self.due_s = now + self._options.refresh_s
         self._counts["refreshes"] += 1
-        arrived, ended = self._arrivals.since(since_s), self._ends.since(since_s)
-        self._stuck.clear()
-        is_unsure = len(arrived) < options.least_samples
-        self._enough = options.least_samples if is_unsure else 2 * len(arrived)
-        if is_unsure:
-            self._classes, quotas, feasible = _ONE_CLASS, (self._ledger.total_tokens,), True
-        else:
-            inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
-            self._largest = Sizes(inputs, outputs, arrived[:, 2].max())
-            sizes = weighted_sizes(arrived, self._largest, options.weights)
-            self._classes = find_classes(sizes, options.k_rule)
-            over_s = max(min(options.refresh_s, now - self._began_s), 1e-9)
-            arrived_in, ended_in = self._classes.of(sizes), np.array(self._classes_of(ended[:, :3]))
-            came = ((arrived[arrived_in == n], ended[ended_in == n, 3]) for n in range(len(self._classes.centroids)))
-            loads = [class_load(*each, over_s, self.view.pace, options.largest_percentile) for each in came]
-            quotas, feasible = assign_quotas(
-                loads, self._ledger.total_tokens, floor=options.floor, share=options.share, overload=options.overload
-            )
+        quotas, feasible, longest_run_s = self._census.renew(
+            self._ledger.total_tokens, self.view.pace, now - self._began_s, now
+        )
+        self._stuck.renew(longest_run_s)
         self._counts["infeasible"] += not feasible
         admitted = list(self._admitted.values())
-        self._before = {name: each for name, each in self._before.items() if now - each.left_s < options.refresh_s}
-        for each, number in zip(admitted, self._classes_of([each.waiting.sizes for each in admitted]), strict=True):
+        refresh_s = self._options.refresh_s
+        self._before = {name: each for name, each in self._before.items() if now - each.left_s < refresh_s}
+        for each, number in zip(admitted, self._census.of([each.waiting.sizes for each in admitted]), strict=True):
             each.number = number
         self._ledger.divide(quotas, {name: each.number for name, each in self._admitted.items()})
         waiting = sorted(chain.from_iterable(self._waiting), key=lambda entry: entry.request.arrival_s)
         self._waiting = [[] for _ in quotas]
-        for entry, number in zip(waiting, self._classes_of([entry.sizes for entry in waiting]), strict=True):
+        for entry, number in zip(waiting, self._census.of([entry.sizes for entry in waiting]), strict=True):
             self._waiting[number].append(entry)
         self._gaps.go_on({number for number, queue in enumerate(self._waiting) if queue}, now)
 
-    def _knows_more(self, now: float) -> bool:
-        """Whether enough has arrived lately to find classes, or twice as much as when they were found."""
-        if len(self._arrivals) < self._enough:
-            return False
-        return len(self._arrivals.since(now - self._options.refresh_s)) >= self._enough
-
     def _class_of(self, sizes: Sizes) -> int:
-        return self._classes_of([sizes])[0]
-
-    def _classes_of(self, sizes: Sequence[Sizes] | NDArray[np.float64]) -> list[int]:
-        if not len(sizes) or not self._classes.boundaries:
-            return [0] * len(sizes)
-        weighted = weighted_sizes(np.asarray(sizes), self._largest, self._options.weights)
-        numbers: list[int] = self._classes.of(weighted).tolist()
-        return numbers
+        return self._census.of([sizes])[0]
 
     def _insert(self, entry: Waiting, number: int, now: float) -> None:
         insort(self._waiting[number], entry, key=lambda other: other.request.arrival_s)
@@ -391,9 +364,9 @@ class ChameleonQueue(AdmissionQueue):
         """Return what there is to tell, gaps that go on included."""
         return QueueFigures(
             **msgspec.structs.asdict(self.stats()),
-            boundaries=self._classes.boundaries,
+            boundaries=self._census.classes.boundaries,
             infeasible_refreshes=self._counts["infeasible"],
             admitted=self._counts["admitted"],
             longest_gap_s=self._gaps.longest_s(self._last_s),
-            longest_run_s=dict(self._stuck.longest_run_s),
+            longest_run_s=dict(self._gaps.longest_run_s),
         )
