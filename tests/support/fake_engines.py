@@ -11,7 +11,7 @@ from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.messages import DropAdapter, FromEngine, Hello, Shutdown, StepOutputs, ToEngine
 from tests.adapters.builders import geometry
 
-HELLO = Hello("fake", geometry(), 100, 16, 1024, 512, 50, "none")
+HELLO = Hello("fake", geometry(), 100, 16, 1024, 512, 50, "none", "boot", 0.0)
 
 
 class FakeEngine:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Protocol
@@ -11,7 +12,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from lorikeet.core.messages import Fatal, FromEngine, Hello, Progress, ToEngine
+from lorikeet.core.messages import Fatal, FromEngine, Hello, Progress, StepOutputs, Submit, ToEngine
+from lorikeet.engine.clocks import RemoteClock, boot_id
 
 LAST_WORDS_S = 0.2
 """How long messages of a dead engine are waited for."""
@@ -105,6 +107,8 @@ class LocalHost:
 class Connection:
     """A running engine process and the socket to it. Made by :func:`connect`.
 
+    All times on this side are those of this machine's clock, wherever the engine runs.
+
     Args:
         process: runs the engine.
         socket: bound to the address that the engine connects to.
@@ -121,9 +125,18 @@ class Connection:
         self._socket = socket
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = self._receive()
+        self._clock: RemoteClock | None = None
+
+    def greet(self, hello: Hello) -> None:
+        """The engine is ready."""
+        self.hello = hello
+        if hello.boot_id != boot_id():
+            self._clock = RemoteClock(hello.at_s, time.monotonic())
 
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine."""
+        if self._clock is not None and isinstance(message, Submit):
+            message = Submit(self._clock.theirs(message.request))
         self._socket.send(self._encoder.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
@@ -146,7 +159,10 @@ class Connection:
                 else:
                     await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
-                    yield decoder.decode(receiving.result())
+                    message = decoder.decode(receiving.result())
+                    if self._clock is not None and isinstance(message, StepOutputs):
+                        message = self._clock.ours(message, time.monotonic())
+                    yield message
                     receiving = None
                 elif exited.done():
                     return
@@ -185,7 +201,7 @@ async def connect(
             elif isinstance(message, Fatal):
                 raise EngineError(message.message)
             elif isinstance(message, Hello):
-                connection.hello = message
+                connection.greet(message)
                 return connection
         raise EngineError(f"the engine process ended with code {process.returncode} before it was ready")
     except BaseException as error:

@@ -34,6 +34,7 @@ from lorikeet.core.messages import (
     ToEngine,
 )
 from lorikeet.engine.build import Replica, build_replica
+from lorikeet.engine.clocks import boot_id
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
 
@@ -153,6 +154,8 @@ def _hello(replica: Replica) -> Hello:
         max_model_tokens=sizes.max_model_tokens,
         max_adapter_blocks=sizes.max_adapter_blocks,
         kernels=sizes.kernels,
+        boot_id=boot_id(),
+        at_s=time.monotonic(),
         notes=replica.notes,
     )
 
