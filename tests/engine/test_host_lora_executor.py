@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.config import ClusterSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import LORA_MODULES
@@ -22,6 +24,7 @@ from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.build import assemble
+from lorikeet.engine.cores import usable_cores
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
@@ -408,5 +411,20 @@ def test_workers_are_started_only_where_they_can_be_of_use(models: Models, chang
         notes = assemble(settings, executor, sizes, MonotonicClock()).notes
         told = any(note.startswith("cold prefills are not assisted") for note in notes)
         assert told == (settings.engine.row == "toppings")
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_worker_has_a_core_of_its_own_unless_another_replica_may_use_it(models: Models, replicas: int) -> None:
+    settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
+    settings = msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=replicas))
+    executor, _, _ = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
+    try:
+        assert executor.host_lora is not None
+        (worker,) = executor.host_lora.pool.process_ids
+        cores = usable_cores()
+        own = {max(cores)} if replicas == 1 and len(cores) > 1 else cores
+        assert set(psutil.Process(worker).cpu_affinity() or ()) == own
     finally:
         executor.close()

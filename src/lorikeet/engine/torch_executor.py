@@ -274,7 +274,7 @@ def build_torch_executor(
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
             others = peers.host_arenas(arena[:1].nbytes) if peers is not None else []
-            host_lora, assist = build_host_lora(workers, engine, row, model, arena, transfers, others, longest_tokens)
+            host_lora, assist = build_host_lora(workers, settings, row, model, arena, transfers, others, longest_tokens)
             undo.callback(host_lora.close)
             if peers is not None:
                 peers.lead(host_lora.pool.ring)

@@ -9,6 +9,7 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, Figure, HostLora
+from lorikeet.engine.cores import usable_cores
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
 from lorikeet.engine.host_lora.start import open_pool, start_worker_processes
@@ -44,7 +45,7 @@ def measure_host_lora(
     if not processes:
         return []
     found = []
-    pool, _ = open_pool(processes, engine, sizes.local_geometry, executor.transfers)
+    pool, _ = open_pool(processes, engine, sizes.local_geometry, executor.transfers, usable_cores())
     with closing(pool):
         for _ in range(rounds):
             found.append(measure_host(pool, sizes.local_geometry, executor.transfers.host))

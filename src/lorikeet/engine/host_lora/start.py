@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lorikeet.config import EngineSettings
+from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.cores import asked_threads, usable_cores
 from lorikeet.engine.helper_process import HelperProcess
@@ -67,6 +67,7 @@ def open_pool(
     settings: EngineSettings,
     geometry: ModelGeometry,
     transfers: Transfers,
+    cores: set[int],
     others: Sequence[HostArena] = (),
 ) -> tuple[HostPool, bool]:
     """Return a pool of workers that are ready, and whether they share cores with the ranks.
@@ -76,16 +77,17 @@ def open_pool(
         settings: of the engine.
         geometry: of a rank's share of the model.
         transfers: have the host tier of rank 0.
+        cores: that nobody but this replica uses.
         others: those of the other ranks; owned by the pool.
 
     Raises:
         ExecutorError: a worker did not start.
     """
     threads = asked_threads(settings.threads) * settings.tensor_parallel
-    cores = worker_cores(len(processes), threads, usable_cores())
+    own = worker_cores(len(processes), threads, cores)
     pool = HostPool(
         processes,
-        cores,
+        own,
         [transfers.host_arena, *others],
         transfers.host.dtype,
         geometry,
@@ -97,12 +99,12 @@ def open_pool(
     except BaseException:
         pool.close()
         raise
-    return pool, None in cores
+    return pool, None in own
 
 
 def build_host_lora(
     processes: Sequence[HelperProcess],
-    settings: EngineSettings,
+    settings: Settings,
     row: Row,
     model: RankModel,
     arena: Tensor,
@@ -114,7 +116,7 @@ def build_host_lora(
 
     Args:
         processes: at least one; owned by what is returned.
-        settings: of the engine.
+        settings: all.
         row: says on which layers the host computes, and how the rest is planned.
         model: the rank's share.
         arena: the device arena, empty.
@@ -126,17 +128,20 @@ def build_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start.
     """
-    pool, cores_shared = open_pool(processes, settings, model.geometry, transfers, others)
+    engine, cluster = settings.engine, settings.cluster
+    is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # others may be on this machine
+    cores = usable_cores() if is_alone else set[int]()
+    pool, cores_shared = open_pool(processes, engine, model.geometry, transfers, cores, others)
     try:
         costs = measure(
             pool,
             model,
             arena,
             transfers.host,
-            settings.block_tokens,
-            min(settings.max_step_tokens, longest_tokens),
+            engine.block_tokens,
+            min(engine.max_step_tokens, longest_tokens),
             row,
-            settings.link_bytes_per_s,
+            engine.link_bytes_per_s,
             cores_shared=cores_shared,
         )
     except BaseException:
