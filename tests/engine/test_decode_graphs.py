@@ -108,11 +108,11 @@ def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
         (36, 52, 9, 10),
         (52, 53, 9, 10),
     ]
-    lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 0)
+    lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 0, is_aligned=True)
     of = decode_graphs._Variant.of
     assert [of(60, lora, count).segments for count in (1, 8, 9, 33, 60)] == [8, 8, 32, 64, 64]
     assert (of(60, lora, 1).ranks, of(3, lora, 3).segments) == (128, 4)
-    padded = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.PADDED, frozenset("q"), 65, 0)
+    padded = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.PADDED, frozenset("q"), 65, 0, is_aligned=True)
     assert of(60, padded, 1).ranks == 65
 
 

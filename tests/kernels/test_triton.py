@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets
+from lorikeet.kernels.backends import choose_kernels
+from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.gpu.kernels import TritonKernels, _parts
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
@@ -120,10 +121,26 @@ def test_attention(shape: attention.Shape, dtype: torch.dtype) -> None:
     check_error("triton attention", draw)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("contexts", [(1,), (700,), (64, 65, 1), (300, 1024)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_of_few_decodes_is_split(contexts: tuple[int, ...], window: int, dtype: torch.dtype) -> None:
+    shape = attention.Shape([(1, context) for context in contexts], kv_heads=2, group=3, head_dim=80, window=window)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        case = Paged(shape, dtype, seed)
+        return case.by_triton(), case.by_torch(dtype), case.by_torch(torch.float64)
+
+    check_error("triton split attention", draw)
+
+
 def test_a_nan_that_is_seen_is_not_hidden() -> None:
     case = Paged(attention.Shape([(3, 40)]), torch.float32)
     case.kv[case.tables[0, 0], 0, 3] = torch.nan
     assert case.by_triton().isnan().all()
+    case = Paged(attention.Shape([(1, 400)]), torch.float32)
+    case.kv[case.tables[0, 0], 0, 3] = torch.nan
+    assert case.by_triton().isnan().all(), "nor in one of several splits"
 
 
 def adapted(case: lora.Case, form: KernelForm = KernelForm.UNPADDED, layer: int = lora.LAYER) -> Tensor:
@@ -147,6 +164,38 @@ def test_lora(dtype: torch.dtype, data: st.DataObject) -> None:
     check_error("triton linear_lora", draw)
     if case.segments:
         assert torch.equal(found, adapted(case, KernelForm.PADDED)), "padding changes no bit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("inputs", [1024, 1100])
+def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype) -> None:
+    targets = (LoraTarget("q", 0, 140), LoraTarget("v", 150, 64))
+    adapters = [lora.weights(inputs, targets, {"q": pieces, "v": [3]}, dtype, 7) for pieces in ([5, 30], [64, 8])]
+    weight, x = random(214, inputs, dtype=dtype, seed=1) / 30, random(2 * rows, inputs, dtype=dtype, seed=2)
+    case = lora.Case(targets, [(0, rows, adapters[0]), (rows, 2 * rows, adapters[1])], x, weight)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        again = lora.redrawn(case, seed)
+        return adapted(again), lora.dense(again, dtype), lora.dense(again, torch.float64)
+
+    check_error("triton split lora", draw)
+    assert torch.equal(adapted(case), adapted(case, KernelForm.PADDED))
+
+
+def test_weights_tell_whether_all_lie_at_multiples_of_16_bytes() -> None:
+    memory = torch.zeros(64)  # itself at such a multiple
+    first, second = (
+        LoraWeights({(0, "q"): ((memory[:8].view(1, 8), memory[at : at + 8].view(1, 8)),)}, 1) for at in (12, 13)
+    )
+    assert [LoraBatch([LoraSegment(0, 1, each)]).is_aligned for each in (first, second)] == [True, False]
+    assert not LoraBatch([LoraSegment(0, 1, first), LoraSegment(1, 2, second)]).is_aligned
+    assert LoraWeights({}, 1).is_aligned
+
+
+def test_inputs_are_split_where_programs_are_few_and_into_tiles_enough() -> None:
+    assert [_parts(programs, 4096, 128) for programs in (1, 33, 100, 132, 133, 10**6)] == [8, 8, 2, 2, 1, 1]
+    assert [_parts(1, inputs, 128) for inputs in (1, 511, 512, 1024)] == [1, 1, 2, 4]
 
 
 def test_einsum_is_the_references() -> None:
@@ -204,3 +253,14 @@ def test_plain_products_are_the_librarys() -> None:
     assert torch.equal(TRITON.linear(x, packed, bias), ReferenceKernels().linear(x, weight, bias))
     TRITON.repack(weight * 2, packed)
     assert torch.equal(TRITON.linear(x, packed, None), x @ weight.T)
+
+
+def test_without_a_c_compiler_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    gpu = torch.device("cuda")
+    assert "neither gcc nor clang" in choose_kernels("auto", torch.bfloat16, gpu).name
+    with pytest.raises(ValueError, match="neither gcc nor clang"):
+        choose_kernels("triton", torch.bfloat16, gpu)
+    monkeypatch.setenv("CC", "cc")
+    assert choose_kernels("auto", torch.bfloat16, gpu).name == "triton"

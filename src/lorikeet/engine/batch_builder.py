@@ -97,7 +97,7 @@ def build_batch(
     def tensor(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    sampling = np.array([row.samples for row in rows], dtype=bool)
+    sampled = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
     return Batch(
         token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
         positions=tensor(positions),
@@ -113,8 +113,10 @@ def build_batch(
         row_starts=tensor(np.concatenate(([0], stops))),
         contexts=tensor(starts + counts),
         block_tables=tensor(_padded(tables)),
-        sample_rows=tensor(stops[sampling] - 1),
+        sample_rows=tensor(sampled),
         lora=lora_batch(rows, weights, form, merged),
+        most_rows=max((row.tokens for row in rows), default=None),
+        sampled=tuple(sampled.tolist()),
     )
 
 

@@ -74,6 +74,7 @@ class _Variant(NamedTuple):
         form: how mixed ranks are computed.
         ranks: of the largest adapter; of ``PADDED`` ones, that to which all are padded.
         segments: at most.
+        is_aligned: whether their weights all lie at multiples of 16 bytes.
     """
 
     rows: int
@@ -81,6 +82,7 @@ class _Variant(NamedTuple):
     form: KernelForm = KernelForm.UNPADDED
     ranks: int = 0
     segments: int = 0
+    is_aligned: bool = True
 
     @classmethod
     def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
@@ -92,7 +94,7 @@ class _Variant(NamedTuple):
         if lora.form is not KernelForm.PADDED:
             ranks = max(_LEAST_RANKS, 1 << (ranks - 1).bit_length())
         most = next((most for most in _SEGMENTS if segments <= most), padded)
-        return cls(padded, lora.modules, lora.form, ranks, min(most, padded))
+        return cls(padded, lora.modules, lora.form, ranks, min(most, padded), lora.is_aligned)
 
 
 class DecodeGraphs:
@@ -207,7 +209,9 @@ class DecodeGraphs:
         lora = None
         if variant.modules:
             table = self._inputs.segments[: variant.segments]
-            lora = LoraBatch.from_table(table, variant.form, variant.modules, variant.ranks, _SEGMENT_ROWS)
+            lora = LoraBatch.from_table(
+                table, variant.form, variant.modules, variant.ranks, _SEGMENT_ROWS, is_aligned=variant.is_aligned
+            )
         return self._device.capture(self._step(variant.rows, lora))
 
     def _step(self, rows: int, lora: LoraBatch | None) -> Callable[[], None]:
@@ -229,6 +233,7 @@ class DecodeGraphs:
                 block_tables=tables,
                 sample_rows=row_starts[:rows],
                 lora=lora,
+                most_rows=1,
             )
             logits = self._model.decoder.forward(batch, self._kv)
             parameters = ChoiceParameters(

@@ -1,6 +1,7 @@
 """Which backend computes."""
 
 import os
+import shutil
 
 import torch
 
@@ -50,4 +51,6 @@ def _triton_kernels(device: torch.device) -> Kernels:
         from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
     except ImportError as error:
         raise TritonUnavailableError(f"the Triton kernels need Triton: {error}") from error
+    if device.type == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise TritonUnavailableError("Triton builds its launchers with a C compiler: there is neither gcc nor clang")
     return TritonKernels()

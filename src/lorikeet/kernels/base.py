@@ -63,6 +63,11 @@ class LoraWeights:
         return made
 
     @cached_property
+    def is_aligned(self) -> bool:
+        """Whether all addresses are multiples of 16 bytes."""
+        return not bool((self.table[:, :2] & 15).any())
+
+    @cached_property
     def pieces(self) -> LoraPieces:
         """As tensors."""
         return self._make_pieces()
@@ -143,10 +148,18 @@ class LoraBatch:
         padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
         self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
         self._on_device: Tensor | None = None
+        self._is_aligned: bool | None = None
 
     @classmethod
     def from_table(
-        cls, table: Tensor, form: KernelForm, modules: frozenset[str], largest_rank: int, segment_rows: int
+        cls,
+        table: Tensor,
+        form: KernelForm,
+        modules: frozenset[str],
+        largest_rank: int,
+        segment_rows: int,
+        *,
+        is_aligned: bool,
     ) -> "LoraBatch":
         """Make one for kernels that read nothing but the table, whose content may change from one replay to another.
 
@@ -156,11 +169,19 @@ class LoraBatch:
             modules: those that any adapter which ever stands in the table touches.
             largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
             segment_rows: of any segment that ever stands in the table, at most.
+            is_aligned: whether all weights that they name lie at multiples of 16 bytes.
         """
         made = cls((), form)
-        made.segment_rows = segment_rows
+        made.segment_rows, made._is_aligned = segment_rows, is_aligned
         made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
         return made
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all weights lie at multiples of 16 bytes."""
+        if self._is_aligned is None:
+            self._is_aligned = all(segment.weights.is_aligned for segment in self.segments)
+        return self._is_aligned
 
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
@@ -230,6 +251,8 @@ class Batch:
         sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
         lora: the adapters, None if no row has one.
         assist: for adapters of ``lora`` that change q, k and v alone and are not all on the device; None if all are.
+        most_rows: of any sequence; None if the host does not know.
+        sampled: ``sample_rows`` where the host knows them; else it must ask the device.
     """
 
     token_ids: Tensor
@@ -242,13 +265,15 @@ class Batch:
     sample_rows: Tensor
     lora: LoraBatch | None = None
     assist: Assist | None = None
+    most_rows: int | None = None
+    sampled: tuple[int, ...] | None = None
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:
         """The adapters of the sample rows alone."""
         if self.lora is None or len(self.sample_rows) == len(self.token_ids):
             return self.lora
-        return self.lora.of_rows(self.sample_rows.tolist())
+        return self.lora.of_rows(self.sample_rows.tolist() if self.sampled is None else self.sampled)
 
 
 class PackedWeight(Protocol):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,26 @@ from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import attention, draw, elementwise, lora
 
-_ROWS, _RANKS, _WIDTH = 16, 16, 64
-"""Tiles of the LoRA kernels; a product of Triton's needs at least 16 each way."""
-_TOKENS, _LEAST_ROWS, _MOST_ROWS = 32, 16, 64
+_FEW_ROWS, _FEW_RANKS, _FEW_WIDTH = 16, 16, 128
+"""Tiles of the LoRA kernels where segments have few rows; a product of Triton's needs at least 16 each way."""
+_MANY_ROWS, _MANY_RANKS, _MANY_WIDTH = 64, 64, 64
+"""The same for longer segments, whose inputs would else be read once for every few ranks."""
+_PROGRAMS = 264
+"""So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
+_MOST_PARTS = 8
+_COLUMNS = 128
+
+
+class _Tile(NamedTuple):
+    """Of attention: query rows (times heads that share a KV head) at most, tokens at a time, and who computes them."""
+
+    rows: int
+    tokens: int
+    warps: int
+
+
+_FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
+_LEAST_ROWS, _MOST_ROWS, _MOST_SPLITS = 16, 64, 16
 _VOCAB = 1024
 _FILTERED, _FILTER_WARPS = 8192, 16
 """A row is filtered by one program, which goes over it dozens of times."""
@@ -82,19 +100,30 @@ class TritonKernels:
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """One launch for all sequences, with tiles for the longest that there could be."""
+        """One launch for all sequences, with tiles for the longest; of few decodes, the tokens are split."""
         block_tokens, kv_heads, head_dim = kv.shape[2:]
-        heads = qkv.shape[1] // head_dim - 2 * kv_heads
-        group, sequences = heads // kv_heads, len(batch.contexts)
-        most = len(qkv) - sequences + 1  # rows of a sequence; how many they are in fact only the device knows
-        rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(_MOST_ROWS, group))
+        heads, sequences = qkv.shape[1] // head_dim - 2 * kv_heads, len(batch.contexts)
+        group = heads // kv_heads
+        most = batch.most_rows or len(qkv) - sequences + 1
+        tile = _MANY if most * group > _MOST_ROWS else _FEW
+        rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(tile.rows, group))
         rows = triton.next_power_of_2(rows)
-        out = qkv.new_empty(len(qkv), heads * head_dim)
-        attention.attention[(sequences, kv_heads, triton.cdiv(most, rows // group))](
-            qkv, kv, out, batch.row_starts, batch.contexts, batch.block_tables, scale, window or 0,
-            qkv.stride(0), out.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), batch.block_tables.stride(0),
-            group, head_dim, max(16, triton.next_power_of_2(head_dim)), block_tokens, rows, _TOKENS, _WIDE,
+        splits = max(1, min(_PROGRAMS // (sequences * kv_heads), _MOST_SPLITS)) if most == 1 else 1
+        out = found = qkv.new_empty(len(qkv), heads * head_dim)
+        shares, width = found, max(16, triton.next_power_of_2(head_dim))
+        if splits > 1:
+            found = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+            shares = torch.empty(splits, len(qkv), heads, 2, dtype=torch.float32, device=out.device)
+        attention.attention[(sequences, kv_heads, triton.cdiv(most, rows // group) * splits)](
+            qkv, kv, found, shares, batch.row_starts, batch.contexts, batch.block_tables, scale, window or 0,
+            splits, heads, qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0), out.numel(),
+            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, _WIDE, num_warps=tile.warps,
         )  # fmt: skip
+        if splits > 1:
+            attention.join_splits[(len(qkv), heads)](
+                found, shares, out, splits, out.stride(0), out.stride(0), len(qkv),
+                head_dim, width, triton.next_power_of_2(splits), num_warps=1,
+            )  # fmt: skip
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -121,20 +150,33 @@ class TritonKernels:
 def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     batch, layer, targets = delta
     tables = batch.on(x.device)
-    ranks = batch.largest_rank
+    ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
     if not (len(tables) and ranks):
         return
+    rows, tile_ranks, width = _FEW_ROWS, _FEW_RANKS, _FEW_WIDTH
+    if batch.segment_rows > _FEW_ROWS:
+        rows, width = _MANY_ROWS, _MANY_WIDTH
+        tile_ranks = min(_MANY_RANKS, max(_FEW_RANKS, triton.next_power_of_2(ranks)))
+    tiles, rank_tiles = triton.cdiv(batch.segment_rows, rows), triton.cdiv(ranks, tile_ranks)
+    parts = _parts(len(tables) * tiles * rank_tiles * count, inputs, width)
+    part_inputs = triton.cdiv(triton.cdiv(inputs, parts), width) * width
+    inner = torch.empty(parts, count, len(x), ranks, dtype=torch.float32, device=x.device)
     padded = ranks if batch.form is KernelForm.PADDED else 0
-    layer_modules = layer * len(LORA_MODULES)
-    numbers = targets.on(x.device)
-    inner = torch.empty(len(targets.each), len(x), ranks, dtype=torch.float32, device=x.device)
-    tiles, count = triton.cdiv(batch.segment_rows, _ROWS), len(targets.each)
-    lora.shrink[(len(tables), tiles, count)](
-        x, inner, tables, numbers, layer_modules, x.shape[1], padded, x.stride(0), inner.stride(1), inner.stride(0),
-        _ROWS, _RANKS, _WIDTH, _WIDE,
+    layer_modules, numbers = layer * len(LORA_MODULES), targets.on(x.device)
+    part_stride, target_stride, inner_stride, _ = inner.stride()
+    lora.shrink[(len(tables), tiles * rank_tiles, count * parts)](
+        x, inner, tables, numbers, layer_modules, inputs, padded, rank_tiles, parts, part_inputs,
+        x.stride(0), inner_stride, target_stride, part_stride,
+        rows, tile_ranks, width, batch.is_aligned, _WIDE,
     )  # fmt: skip
-    parts = triton.cdiv(max(target.outputs for target in targets.each), _WIDTH)
-    lora.expand[(len(tables), tiles, count * parts)](
-        inner, out, tables, numbers, layer_modules, padded, out.stride(0), inner.stride(1), inner.stride(0), parts,
-        _ROWS, _RANKS, _WIDTH,
+    column_tiles = triton.cdiv(max(target.outputs for target in targets.each), _COLUMNS)
+    lora.expand[(len(tables), tiles, count * column_tiles)](
+        inner, out, tables, numbers, layer_modules, padded, parts, column_tiles,
+        out.stride(0), inner_stride, target_stride, part_stride,
+        rows, _FEW_RANKS, _COLUMNS, batch.is_aligned, "ieee" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
+
+
+def _parts(programs: int, inputs: int, width: int) -> int:
+    """Return into how many parts inputs are split, so that there are programs enough and each has a few tiles."""
+    return max(1, min(_PROGRAMS // programs, _MOST_PARTS, inputs // (2 * width)))
