@@ -54,13 +54,20 @@ def run(runs: StoredRuns) -> Result:
                 made[row].append(live.run(row, rate, repeat))
         modelled = {row: live.modelled(row, rate) for row in (OURS, MERGED, UNMERGED)}
     ratios = {phase: {row: _ratio(made[OURS], made[row], phase) for row in (MERGED, UNMERGED)} for phase in PHASES}
-    better = {phase: max(each.values(), key=lambda ratio: ratio.value) for phase, each in ratios.items()}
+    rivals = {phase: max(each, key=lambda row: each[row].value) for phase, each in ratios.items()}
+    better = {phase: ratios[phase][rival] for phase, rival in rivals.items()}
     cheap_ratios = {phase: _ratio(made[CHEAP[OURS]], made[CHEAP[UNMERGED]], phase) for phase in PHASES}
     waits = {row: fmean(_p99_s(each) for each in made[row]) for row in made}
     stretches = [stretch for each in made[OURS] for stretch in each["stretches"]]
     gain_s, paid = sum(each["gain_s"] for each in stretches), sum(each["gain_s"] > 0 for each in stretches)
     failures = [
-        *(f"{phase}: {_words(ratio)}" for phase, ratio in better.items() if min(ratio.value, ratio.low) > WITHIN),
+        *(
+            f"{phase}: {_words(ratio)} × {rivals[phase]}, whose P99 TTFT there is "
+            f"{_waits(made, rivals[phase], phase):.1f} × {UNMERGED}'s, and {OURS}'s {_waits(made, OURS, phase):.1f} × "
+            "(docs/decisions/batching-mode.md)"
+            for phase, ratio in better.items()
+            if min(ratio.value, ratio.low) > WITHIN
+        ),
         *(
             f"cheap adapters, {phase}: {_words(ratio)}"
             for phase, ratio in cheap_ratios.items()
@@ -247,6 +254,12 @@ def _ratio(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], phase: str)
         return [each["phases"][phase]["latencies_s"] for each in runs]
 
     return ratio_over_requests(latencies(ours), latencies(theirs), mean_of)
+
+
+def _waits(made: Mapping[str, Sequence[Mapping[str, Any]]], row: str, phase: str) -> float:
+    """Return a row's P99 TTFT in a phase, as a multiple of never merging's."""
+    ours_s, theirs_s = (fmean(each["phases"][phase]["ttft_p99_s"] for each in made[name]) for name in (row, UNMERGED))
+    return ours_s / theirs_s
 
 
 def _p99_s(run: dict[str, Any]) -> float:

@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against fp64, by the error that torch makes in the same dtype."""
 
 from functools import cache, partial
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,8 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.gpu import attention as gpu_attention
+from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import TritonKernels, _parts
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels import test_native_attention as attention
@@ -121,10 +124,26 @@ def test_attention(shape: attention.Shape, dtype: torch.dtype) -> None:
     check_error("triton attention", draw)
 
 
+class Launches:
+    """A kernel that remembers its grids."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("contexts", [(1,), (700,), (64, 65, 1), (300, 1024)])
 @pytest.mark.parametrize("window", [0, 100])
-def test_attention_of_few_decodes_is_split(contexts: tuple[int, ...], window: int, dtype: torch.dtype) -> None:
+def test_attention_of_few_decodes_is_split(
+    contexts: tuple[int, ...], window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins = Launches(gpu_attention.join_splits)
+    monkeypatch.setattr(gpu_attention, "join_splits", joins)
     shape = attention.Shape([(1, context) for context in contexts], kv_heads=2, group=3, head_dim=80, window=window)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +151,7 @@ def test_attention_of_few_decodes_is_split(contexts: tuple[int, ...], window: in
         return case.by_triton(), case.by_torch(dtype), case.by_torch(torch.float64)
 
     check_error("triton split attention", draw)
+    assert joins.grids
 
 
 def test_a_nan_that_is_seen_is_not_hidden() -> None:
@@ -169,7 +189,9 @@ def test_lora(dtype: torch.dtype, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("inputs", [1024, 1100])
-def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype) -> None:
+def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    shrinks = Launches(gpu_lora.shrink)
+    monkeypatch.setattr(gpu_lora, "shrink", shrinks)
     targets = (LoraTarget("q", 0, 140), LoraTarget("v", 150, 64))
     adapters = [lora.weights(inputs, targets, {"q": pieces, "v": [3]}, dtype, 7) for pieces in ([5, 30], [64, 8])]
     weight, x = random(214, inputs, dtype=dtype, seed=1) / 30, random(2 * rows, inputs, dtype=dtype, seed=2)
@@ -181,6 +203,7 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype) -
 
     check_error("triton split lora", draw)
     assert torch.equal(adapted(case), adapted(case, KernelForm.PADDED))
+    assert all(programs > len(targets) for _, _, programs in shrinks.grids), "for each target there are several parts"
 
 
 def test_weights_tell_whether_all_lie_at_multiples_of_16_bytes() -> None:

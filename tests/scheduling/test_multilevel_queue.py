@@ -300,25 +300,26 @@ def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
         assert admit(queue, world, now) == admitted
 
 
-def test_nobody_leaves_room_to_a_head_that_lacks_tokens() -> None:
+def with_stuck_head(quotas: tuple[int, int], first: int, large: int) -> tuple[ChameleonQueue, World]:
+    """Two large prompts of so many tokens, of which the second is not admitted, in a pool of 160."""
     world = World(total_tokens=160)
-    queue = with_quotas(world, (60, 100), (0.5,))
+    queue = with_quotas(world, quotas, (0.5,))
     queue._class_of = lambda sizes: int(sizes.input_tokens > 50)  # type: ignore[method-assign]
-    for name, prompt, arrival_s in (("first", 55, 0.0), ("large", 75, 1.0)):
+    for name, prompt, arrival_s in (("first", first, 0.0), ("large", large, 1.0)):
         queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
-    assert admit(queue, world, 1.0) == ["first"], "40 of 100 tokens are left"
+    assert admit(queue, world, 1.0) == ["first"]
+    return queue, world
+
+
+def test_nobody_leaves_room_to_a_head_that_lacks_tokens() -> None:
+    queue, world = with_stuck_head((60, 100), 55, 75)  # 40 of 100 tokens are left
     queue.add(ask("small", 45, 5, 2.0), 2.0)
     assert admit(queue, world, 2.0) == ["small"], "60 of 105 tokens of room are left"
 
 
 def test_nobody_leaves_room_to_a_head_that_may_not_run_now() -> None:
     """Under a batching mode its turn may come only after the others have run."""
-    world = World(total_tokens=160)
-    queue = with_quotas(world, (1000, 1000), (0.5,))
-    queue._class_of = lambda sizes: int(sizes.input_tokens > 50)  # type: ignore[method-assign]
-    for name, prompt, arrival_s in (("first", 100, 0.0), ("large", 120, 1.0)):
-        queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
-    assert admit(queue, world, 1.0) == ["first"], "large waits for room"
+    queue, world = with_stuck_head((1000, 1000), 100, 120)  # it waits for room
     queue.add(ask("small", 45, 5, 2.0), 2.0)
     assert admit(queue, world, 2.0) == [], "small leaves it what there is"
     world.out_of_turn = {"large"}

@@ -108,8 +108,16 @@ class AdapterFiles:
         self.carrier.forget(replica_id)
         self._transport.release(replica_id)
 
-    async def removed(self, replica_id: ReplicaId) -> None:
-        """A replica was taken out: delete what it has, if it can still be asked to."""
+    async def end(self, replica: Replica, *, discard: bool) -> None:
+        """Stop a replica for good, once its copies are deleted if they are not to stay."""
+        try:
+            if discard:
+                await self._discard(replica.keeper.replica)
+        finally:
+            await replica.keeper.close()
+
+    async def _discard(self, replica_id: ReplicaId) -> None:
+        """Delete what a replica has, if it can still be asked to."""
         self.carrier.forget(replica_id)
         try:
             async with asyncio.timeout(_DISCARDED_WITHIN_S):

@@ -170,9 +170,8 @@ class ClusterClient:
         """See ``Engines``."""
         await self._tasks.close()
         self._give_up(EngineError("the server is shutting down"))
-        if not self._settings.cluster.pool_dir:  # then it is temporary, also on machines that this one cannot clean
-            await asyncio.gather(*map(self._files.removed, self._replicas), return_exceptions=True)
-        await asyncio.gather(*(replica.keeper.close() for replica in list(self._replicas.values())))
+        is_temporary = not self._settings.cluster.pool_dir  # also on machines that this one cannot clean
+        await asyncio.gather(*(self._files.end(each, discard=is_temporary) for each in list(self._replicas.values())))
         await self._files.carrier.close()
         self._context.destroy(linger=0)
 
@@ -251,10 +250,7 @@ class ClusterClient:
             raise EngineError(f"replica {replica_id} stays: it is the only one now that the others are lost")
         self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
         self._leave(replica)
-        try:
-            await self._files.removed(replica_id)
-        finally:
-            await replica.keeper.close()  # nobody else knows it any longer
+        await self._files.end(replica, discard=True)
         await self._place()
 
     def _has_others(self, replica: Replica) -> bool:

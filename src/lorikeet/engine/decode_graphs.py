@@ -233,7 +233,6 @@ class DecodeGraphs:
                 block_tables=tables,
                 sample_rows=row_starts[:rows],
                 lora=lora,
-                most_rows=1,
             )
             logits = self._model.decoder.forward(batch, self._kv)
             parameters = ChoiceParameters(

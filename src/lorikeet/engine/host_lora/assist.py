@@ -3,7 +3,6 @@
 On a layer that has not arrived with every rank the host does; ``HostLayers`` has other rules, too.
 """
 
-import select
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ from lorikeet.core.messages import AssistCounters
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.assisted_step import AssistedStep
+from lorikeet.engine.host_lora.polling import nap
 from lorikeet.engine.host_lora.pool import TIMEOUT_S, Deal, HostPool, HostRows
 from lorikeet.engine.host_lora.worker import HostAdapter
 from lorikeet.kernels.base import LoraBatch
 from lorikeet.rows import HostLayers
 from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts
-
-_NAP_S = 20e-6
 
 
 class HostLora:
@@ -144,5 +142,5 @@ class HostLora:
         while not self._others_have(arrival, layer):
             if time.monotonic() >= until_s or min(self._others(arrival)) < 0:
                 return False
-            select.select((), (), (), _NAP_S)
+            nap()
         return True

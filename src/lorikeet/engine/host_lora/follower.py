@@ -1,7 +1,5 @@
 """The host's part of assisted steps as the ranks above 0 see it: they do what rank 0 says in the ring."""
 
-import select
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -11,14 +9,11 @@ from torch import Tensor
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.host_lora.assisted_step import AssistedStep
 from lorikeet.engine.host_lora.layout import Ring
+from lorikeet.engine.host_lora.polling import LOOKS, Rests
 from lorikeet.engine.host_lora.pool import Deal, HostRows, y_of
 from lorikeet.kernels.base import LoraBatch
 
 _T = TypeVar("_T")
-
-_LOOKS = 10
-_SPIN_S = 200e-6
-_NAP_S = 20e-6
 
 
 class HostFollower:
@@ -74,10 +69,10 @@ class HostFollower:
 
 
 def _wait(look: Callable[[], _T | None]) -> _T:
-    """Return what is seen as soon as there is something. Other threads may run meanwhile, those that copy above all."""
-    naps_at_s = time.monotonic() + _SPIN_S
+    """Return what is seen as soon as there is something."""
+    rests = Rests()
     while True:
-        for _ in range(_LOOKS):
+        for _ in range(LOOKS):
             if (seen := look()) is not None:
                 return seen
-        select.select((), (), (), 0 if time.monotonic() < naps_at_s else _NAP_S)
+        rests.rest()

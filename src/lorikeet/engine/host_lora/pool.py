@@ -1,7 +1,6 @@
 """Rank 0's host workers: who computes which rows, and what happens to the rows of a worker that is lost."""
 
 import ctypes
-import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
+from lorikeet.engine.host_lora.polling import LOOKS, Rests
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.engine.host_lora.worker_process import Begin, Setup
 from lorikeet.kernels.base import torch_dtype
@@ -33,9 +33,6 @@ OWN_CORE_SPIN_S = 5e-3
 SHARED_CORE_SPIN_S = 50e-6
 """How long a worker polls without rest between two layers: about a layer's time on a core that nobody else wants."""
 
-_LOOKS = 10
-_SPIN_S = 200e-6
-_NAP_S = 20e-6
 _RANK = -1
 
 
@@ -309,18 +306,14 @@ class HostPool:
         worker = self._at_work.get(number)
         if worker is None:
             return False
-        now = time.monotonic()
-        naps_at_s, gives_up_at_s = now + _SPIN_S, now + self._timeout_s
+        rests, gives_up_at_s = Rests(), time.monotonic() + self._timeout_s
         while True:
-            for _ in range(_LOOKS):
+            for _ in range(LOOKS):
                 if self.ring.has_y(ticket, number):
                     return True
             is_gone = worker.is_gone.is_set() and not self.ring.has_y(ticket, number)  # its last act may have been y
-            now = time.monotonic()
-            if is_gone or now >= gives_up_at_s or self.ring.has_error(ticket, number):
+            if is_gone or time.monotonic() >= gives_up_at_s or self.ring.has_error(ticket, number):
                 worker.end()
                 del self._at_work[number]
                 return False
-            # Either way other threads may run. A sleep of no time takes as long as a nap does since Python 3.11
-            # (python/cpython issue 125997), a select of nothing a microsecond.
-            select.select((), (), (), 0 if now < naps_at_s else _NAP_S)
+            rests.rest()

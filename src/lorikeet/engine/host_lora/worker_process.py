@@ -23,6 +23,7 @@ import torch
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.host_lora.layout import Ring, RingShape
+from lorikeet.engine.host_lora.polling import NAP_S
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
@@ -30,7 +31,6 @@ from lorikeet.memory.host_arena import HostArena
 _LOOKS = 100
 """Looks at the ring between two at the clock."""
 
-_NAP_S = 20e-6
 _PR_SET_TIMERSLACK = 29
 
 
@@ -110,7 +110,7 @@ def _await(ring: Ring, ticket: int, step: int, spin_s: float, connection: Connec
         if ring.is_shut_down:
             return False
         # Select naps, and wakes at once if the rank has ended.
-        if time.monotonic() >= rest_at_s and select.select([connection], [], [], _NAP_S)[0]:
+        if time.monotonic() >= rest_at_s and select.select([connection], [], [], NAP_S)[0]:
             return False
 
 

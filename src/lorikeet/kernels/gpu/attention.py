@@ -86,7 +86,7 @@ def attention(
 
 @triton.jit
 def join_splits(
-    found, shares, out, splits, found_stride, out_stride, split_rows,
+    found, shares, out, splits, out_stride, split_rows,
     DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """``out[row, head]`` of all that the splits found, by their weights."""
@@ -98,7 +98,7 @@ def join_splits(
     total = tl.load(share_of + 1, mask=is_split, other=0.0)
     raised = tl.max(largest, axis=0)
     weight = total * tl.exp(largest - tl.where(raised == float("-inf"), 0.0, raised))
-    place = (split * split_rows + row)[:, None] * found_stride + head * DIM + lane[None, :]
+    place = (split * split_rows + row)[:, None] * out_stride + head * DIM + lane[None, :]
     value = tl.load(found + place, mask=is_split[:, None] & is_lane[None, :], other=0.0)
     whole = tl.sum(weight, axis=0)
     mean = tl.sum(value * weight[:, None], axis=0) / tl.where(whole == 0, 1.0, whole)

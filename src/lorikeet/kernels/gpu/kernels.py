@@ -35,7 +35,7 @@ class _Tile(NamedTuple):
 
 
 _FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
-_LEAST_ROWS, _MOST_ROWS, _MOST_SPLITS = 16, 64, 16
+_LEAST_ROWS, _MOST_SPLITS = 16, 16
 _VOCAB = 1024
 _FILTERED, _FILTER_WARPS = 8192, 16
 """A row is filtered by one program, which goes over it dozens of times."""
@@ -105,7 +105,7 @@ class TritonKernels:
         heads, sequences = qkv.shape[1] // head_dim - 2 * kv_heads, len(batch.contexts)
         group = heads // kv_heads
         most = batch.most_rows or len(qkv) - sequences + 1
-        tile = _MANY if most * group > _MOST_ROWS else _FEW
+        tile = _MANY if most * group > _FEW.rows else _FEW
         rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(tile.rows, group))
         rows = triton.next_power_of_2(rows)
         splits = max(1, min(_PROGRAMS // (sequences * kv_heads), _MOST_SPLITS)) if most == 1 else 1
@@ -121,7 +121,7 @@ class TritonKernels:
         )  # fmt: skip
         if splits > 1:
             attention.join_splits[(len(qkv), heads)](
-                found, shares, out, splits, out.stride(0), out.stride(0), len(qkv),
+                found, shares, out, splits, out.stride(0), len(qkv),
                 head_dim, width, triton.next_power_of_2(splits), num_warps=1,
             )  # fmt: skip
         return out
