@@ -88,7 +88,8 @@ class Paged(attention.Case):
         shape = self.shape
         none = torch.zeros(0, dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
-        batch = Batch(none, none, none, none, self.row_starts, self.contexts, tables, none)
+        rows = torch.zeros(len(self.q), dtype=torch.int64)
+        batch = Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none)
         arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
         qkv = torch.cat((self.q, self.q[:, : (2 * shape.kv_heads - 2) * shape.head_dim]), dim=1)
         return TRITON.attention(qkv, arena[:, 1], batch, shape.head_dim**-0.5, shape.window or None)

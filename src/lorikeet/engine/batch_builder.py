@@ -15,7 +15,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.engine.sequences import Ints
 from lorikeet.engine.sequences import Sequence as RunningSequence
-from lorikeet.kernels.base import Batch, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.base import Batch, HostFacts, LoraBatch, LoraSegment, LoraWeights
 
 
 class BatchRow(NamedTuple):
@@ -95,9 +95,14 @@ def build_batch(
     tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_tokens)] for row in rows]
 
     def tensor(array: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return _tensor(array).to(device)
 
-    sampled = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
+    host = HostFacts(
+        row_starts=_tensor(np.concatenate(([0], stops))),
+        contexts=_tensor(starts + counts),
+        block_tables=_tensor(_padded(tables)),
+        sample_rows=_tensor(stops[np.array([row.samples for row in rows], dtype=bool)] - 1),
+    )
     return Batch(
         token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
         positions=tensor(positions),
@@ -110,13 +115,12 @@ def build_batch(
             )
         ),
         slot_offsets=tensor(positions % block_tokens),
-        row_starts=tensor(np.concatenate(([0], stops))),
-        contexts=tensor(starts + counts),
-        block_tables=tensor(_padded(tables)),
-        sample_rows=tensor(sampled),
+        row_starts=host.row_starts.to(device),
+        contexts=host.contexts.to(device),
+        block_tables=host.block_tables.to(device),
+        sample_rows=host.sample_rows.to(device),
         lora=lora_batch(rows, weights, form, merged),
-        most_rows=max((row.tokens for row in rows), default=None),
-        sampled=tuple(sampled.tolist()),
+        host=host,
     )
 
 
@@ -155,6 +159,10 @@ def check_rows(rows: Sequence[BatchRow], block_tokens: int, more: int = 0) -> No
                 f"request {sequence.request_id}: {context + more} tokens do not fit its {len(sequence.blocks)} blocks "
                 f"of {block_tokens}"
             )
+
+
+def _tensor(array: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _blocks(tokens: int, block_tokens: int) -> int:

@@ -1,5 +1,6 @@
 """Which backend computes."""
 
+import importlib.util
 import os
 import shutil
 
@@ -11,25 +12,30 @@ from lorikeet.kernels.native import DTYPES, NativeKernels
 from lorikeet.kernels.reference import ReferenceKernels
 
 NAMES = ("auto", "native", "triton", "reference")
+_FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return a backend.
 
     Args:
-        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU where that can be, else the reference,
-            whose name then says why.
+        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention where that
+            is installed. Where that cannot be it is the reference, whose name then says why.
         dtype, device: of weights, adapters and KV.
 
     Raises:
-        ValueError: there is no such backend, or it cannot be used here.
+        ValueError: there is no such backend, or it cannot be used here, or FlashInfer is installed and broken.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(NAMES)}")
     if name == "reference":
         return ReferenceKernels()
     try:
-        if name == "triton" or (name == "auto" and device.type == "cuda"):
+        if name == "triton":
+            return _triton_kernels(device)
+        if device.type == "cuda" and dtype in _FLASHINFER_DTYPES and importlib.util.find_spec("flashinfer"):
+            return _flashinfer_kernels(device)
+        if device.type == "cuda":
             return _triton_kernels(device)
         if device.type != "cpu" or dtype not in DTYPES:
             raise NativeUnavailableError(f"the native kernels do not compute {dtype} on {device.type}")
@@ -38,6 +44,15 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
         if name != "auto":
             raise ValueError(str(error)) from error
         return ReferenceKernels(instead_of_faster=str(error))
+
+
+def _flashinfer_kernels(device: torch.device) -> Kernels:
+    _triton_kernels(device)  # says why there are none
+    try:
+        from lorikeet.kernels.gpu.flashinfer_attention import FlashInferKernels
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(f"FlashInfer is installed but cannot be used: {error}; --kernels triton needs none") from error
+    return FlashInferKernels(device)
 
 
 class TritonUnavailableError(RuntimeError):

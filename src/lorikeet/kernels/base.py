@@ -235,6 +235,15 @@ class Assist(Protocol):
         ...
 
 
+class HostFacts(NamedTuple):
+    """What the host knows of a batch, so that nobody has to ask the device: the same as in ``Batch``."""
+
+    row_starts: Tensor
+    contexts: Tensor
+    block_tables: Tensor
+    sample_rows: Tensor
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's metadata, built once per step.
@@ -251,8 +260,7 @@ class Batch:
         sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
         lora: the adapters, None if no row has one.
         assist: for adapters of ``lora`` that change q, k and v alone and are not all on the device; None if all are.
-        most_rows: of any sequence; None if the host does not know.
-        sampled: ``sample_rows`` where the host knows them; else it must ask the device.
+        host: what the host knows of it; None for a step of a graph.
     """
 
     token_ids: Tensor
@@ -265,15 +273,22 @@ class Batch:
     sample_rows: Tensor
     lora: LoraBatch | None = None
     assist: Assist | None = None
-    most_rows: int | None = None
-    sampled: tuple[int, ...] | None = None
+    host: HostFacts | None = None
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows of any sequence, at most."""
+        if self.host is None:
+            return len(self.token_ids) - len(self.contexts) + 1
+        return int(self.host.row_starts.diff().amax()) if len(self.contexts) else 0
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:
         """The adapters of the sample rows alone."""
         if self.lora is None or len(self.sample_rows) == len(self.token_ids):
             return self.lora
-        return self.lora.of_rows(self.sample_rows.tolist() if self.sampled is None else self.sampled)
+        rows = self.sample_rows if self.host is None else self.host.sample_rows
+        return self.lora.of_rows(rows.tolist())
 
 
 class PackedWeight(Protocol):

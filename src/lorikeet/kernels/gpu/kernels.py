@@ -104,7 +104,7 @@ class TritonKernels:
         block_tokens, kv_heads, head_dim = kv.shape[2:]
         heads, sequences = qkv.shape[1] // head_dim - 2 * kv_heads, len(batch.contexts)
         group = heads // kv_heads
-        most = batch.most_rows or len(qkv) - sequences + 1
+        most = batch.most_rows
         tile = _MANY if most * group > _FEW.rows else _FEW
         rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(tile.rows, group))
         rows = triton.next_power_of_2(rows)

@@ -1,0 +1,93 @@
+"""The Triton backend with the attention of FlashInfer, a library of kernels (Ye et al., MLSys 2025).
+
+A plan, made on the host for each step, says which program takes which tiles of which sequence; all layers run by it.
+Blocks that hold all layers are pages with a stride for it (its pull request 513). The steps of a graph go on without
+the host, so they keep the attention that finds its way on the device.
+"""
+
+from typing import Any, NamedTuple
+
+import flashinfer
+import torch
+from torch import Tensor
+
+from lorikeet.kernels.base import Batch, HostFacts
+from lorikeet.kernels.gpu.kernels import TritonKernels
+
+WORKSPACE_BYTES = 384 * 2**20
+"""For what splits of long contexts find; with less, large prefills are refused on large devices."""
+
+
+class _Planned(NamedTuple):
+    wrapper: Any
+    batch: Batch
+    scale: float
+
+
+class FlashInferKernels(TritonKernels):
+    """See the module, and ``kernels.base.Kernels``.
+
+    Args:
+        device: a GPU.
+    """
+
+    name = "triton with flashinfer"
+
+    def __init__(self, device: torch.device) -> None:
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._planned: dict[int | None, _Planned] = {}
+
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """By the plan of this step and window; in a graph the attention that needs none."""
+        if batch.host is None:
+            return super().attention(qkv, kv, batch, scale, window)
+        block_tokens, kv_heads, head_dim = kv.shape[2:]
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        planned = self._planned.get(window)
+        if planned is None or planned.batch is not batch or planned.scale != scale:
+            wrapper = self._wrapper() if planned is None else planned.wrapper
+            tables = page_tables(batch.host, block_tokens)
+            wrapper.plan(
+                *(tables._replace(pages=tables.pages.to(qkv.device))),
+                num_qo_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim_qk=head_dim,
+                page_size=block_tokens,
+                causal=True,
+                sm_scale=scale,
+                window_left=-1 if window is None else window - 1,
+                q_data_type=qkv.dtype,
+                kv_data_type=kv.dtype,
+            )
+            planned = self._planned[window] = _Planned(wrapper, batch, scale)
+        queries = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+        found: Tensor = planned.wrapper.run(queries, kv)
+        return found.flatten(1)
+
+    def _wrapper(self) -> Any:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD")
+
+
+class PageTables(NamedTuple):
+    """A step as FlashInfer's plans take it, in its order; int32.
+
+    Attributes:
+        row_starts: ``[n + 1]``.
+        page_starts: ``[n + 1]``, of each sequence in ``pages``.
+        pages: those of all sequences that hold tokens.
+        last_page_tokens: ``[n]``.
+    """
+
+    row_starts: Tensor
+    page_starts: Tensor
+    pages: Tensor
+    last_page_tokens: Tensor
+
+
+def page_tables(host: HostFacts, block_tokens: int) -> PageTables:
+    """Return the tables of a batch, on the host."""
+    counts = (host.contexts + block_tokens - 1) // block_tokens
+    is_page = torch.arange(host.block_tables.shape[1]) < counts[:, None]
+    page_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    last = host.contexts - (counts - 1) * block_tokens
+    return PageTables(*(each.int() for each in (host.row_starts, page_starts, host.block_tables[is_page], last)))
