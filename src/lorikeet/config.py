@@ -99,15 +99,15 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
-            installed and fit dtype and device.
+            installed and fit dtype and device, there with FlashInfer's attention where that is installed.
         enforce_eager: call every kernel of every step; else steps in which all decode are captured as graphs and
             replayed, on a GPU without tensor parallelism.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
         host_lora_workers: processes that compute what adapters add to prefills while they are on their way from the
-            host, for rows that have it so, on an x86-64 CPU. Each is one thread, at work during such prefills alone;
-            with ``threads`` it gets a core of its own where enough are left, else it shares them. 0 for none: requests
-            then wait for their adapters.
+            host, for rows that have it so, on an x86-64 CPU and beside at most one GPU. Each is one thread, at work
+            during such prefills alone; with ``threads``, and beside a GPU, it gets a core of its own where enough are
+            left, else it shares them. 0 for none: requests then wait for their adapters.
         record: file for a recording of all that the engine does, prompts included; empty for none.
     """
 

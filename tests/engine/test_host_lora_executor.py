@@ -15,26 +15,31 @@ from torch import Tensor
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
-from lorikeet.config import ClusterSettings
+from lorikeet.config import ClusterSettings, EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
+from lorikeet.engine import transfers
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.build import assemble
 from lorikeet.engine.cores import usable_cores
+from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import EngineSizes, ExecutorError
 from lorikeet.engine.host_lora.assist import HostLora
+from lorikeet.engine.host_lora.device_pool import DevicePool
+from lorikeet.engine.host_lora.start import wanted_workers
 from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.layer_groups import block_runs
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
-from lorikeet.rows import HostLayers
+from lorikeet.rows import HostLayers, resolve_row
 from lorikeet.scheduling.coldstart.pipeline import cut, load_order
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
+from tests.support.exchanges import Exchanging, PromptExchange
 from tests.support.gates import Gate
 
 LAYERS, GROUPS = 6, 3
@@ -131,14 +136,22 @@ class ColdDriver(Driver):
         return {name: found[key] for name, key in keys.items()}
 
 
-@pytest.fixture(scope="module")
-def made(models: Models) -> Iterator[ColdDriver]:
+@pytest.fixture(scope="module", params=["rank", "device"])
+def made(models: Models, request: pytest.FixtureRequest) -> Iterator[ColdDriver]:
+    """The rank hands rows over itself, or as work of a device."""
     settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
-    executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
+    exchange = PromptExchange()
+    device = Exchanging(exchange) if request.param == "device" else Cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "device_at", lambda place: device)
+        executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     driver = ColdDriver(executor, sizes, models.adapters)
+    assert isinstance(driver.host_lora.pool, DevicePool) == (request.param == "device")
+    exchange.meanwhile = driver.host_lora.pool._collect_all
     yield driver
     driver.gate.open(1000)
     executor.close()
+    assert not getattr(device, "registered", ())
 
 
 @pytest.fixture
@@ -413,6 +426,13 @@ def test_workers_are_started_only_where_they_can_be_of_use(models: Models, chang
         assert told == (settings.engine.row == "toppings")
     finally:
         executor.close()
+
+
+def test_one_device_has_workers_and_several_have_none() -> None:
+    row = resolve_row("toppings")[1]
+    for device, ranks, workers in (("cpu", 1, 3), ("cpu", 2, 3), ("cuda", 1, 3), ("cuda", 2, 0)):
+        engine = EngineSettings(device=device, tensor_parallel=ranks, host_memory_bytes=2**20, host_lora_workers=3)
+        assert wanted_workers(engine, row) == workers
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -1,9 +1,12 @@
-"""Host workers: real processes that read weights from a host arena, and what becomes of their rows when they end."""
+"""Host workers: real processes that read weights from a host arena, and what becomes of their rows when they end.
+
+``pool`` is one whose rank computes itself, and one whose rank launches work of a device; that is a thread.
+"""
 
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +17,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.calibrate import measure_host
+from lorikeet.engine.host_lora.device_pool import DevicePool
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
 from lorikeet.engine.host_lora.pool import HostPool, HostRows, start_worker_process
 from lorikeet.engine.host_lora.start import worker_cores
@@ -23,6 +27,7 @@ from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from tests.adapters.builders import HIDDEN, geometry
+from tests.support.exchanges import Exchanging, ThreadExchange
 
 ELEMENTS, BLOCKS, ROWS, PARTS = 256, 80, 48, 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -69,28 +74,30 @@ def make_store(dtype: torch.dtype) -> Store:
     return Store(arena, host, geometry(), adapters)
 
 
-@contextmanager
-def working(store: Store, workers: int, timeout_s: float = 60.0) -> Iterator[HostPool]:
-    processes = [start_worker_process() for _ in range(workers)]
-    cores = [None] * workers
-    pool = HostPool(processes, cores, [store.arena], store.host.dtype, store.geometry, ROWS, PARTS, timeout_s)
+def make_pool(store: Store, exchange: ThreadExchange | None) -> HostPool:
+    processes = [start_worker_process() for _ in range(2)]
+    make = HostPool if exchange is None else partial(DevicePool, Exchanging(exchange), exchange)
+    return make(processes, [None, None], [store.arena], store.host.dtype, store.geometry, ROWS, PARTS)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    made = make_store(torch.float32)
+    yield made
+    made.arena.close()
+
+
+@pytest.fixture(scope="module", params=["rank", "device"])
+def shared(store: Store, request: pytest.FixtureRequest) -> Iterator[HostPool]:
+    exchange = ThreadExchange() if request.param == "device" else None
+    pool = make_pool(store, exchange)
     try:
         pool.wait_until_ready()
         yield pool
     finally:
+        if exchange is not None:
+            exchange.end()
         pool.close()
-        store.arena.close()
-
-
-@pytest.fixture(scope="module")
-def store() -> Store:
-    return make_store(torch.float32)
-
-
-@pytest.fixture(scope="module")
-def shared(store: Store) -> Iterator[HostPool]:
-    with working(store, 2) as made:
-        yield made
 
 
 @pytest.fixture
@@ -123,6 +130,7 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
         expected[start:stop] += store.expected(name, layer, x[start:stop])
     pool.submit(layer, x, pool.deal(parts))
     pool.add_to(qkv)
+    pool.settle()
     assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
     assert (expected != 1).any(dim=1).sum() == sum(work.values())
 
@@ -269,7 +277,7 @@ def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) 
     os.kill(pool.process_ids[0], signal.SIGSTOP)
     pool.ring.signal_error(pool.ticket + 1, 0)
     with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
-        measure_host(pool, store.geometry, store.host)
+        measure_host(pool, store.geometry, store.host, torch.device("cpu"))
     pool.end()
 
 
@@ -291,6 +299,74 @@ def test_a_step_that_fails_between_two_layers_leaves_nothing_behind(pool: HostPo
     pool.begin(list(store.adapters.values()))
     check(pool, store, 0, {"small": 3})
     pool.end()
+
+
+@pytest.fixture
+def behind(store: Store) -> Iterator[tuple[DevicePool, ThreadExchange]]:
+    """A device that does nothing yet."""
+    exchange = ThreadExchange()
+    pool = make_pool(store, exchange)
+    assert isinstance(pool, DevicePool)
+    pool.wait_until_ready()
+    pool._timeout_s = 60.0
+    yield pool, exchange
+    exchange.goes_on.set()
+    exchange.end()
+    pool.close()
+
+
+def test_the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched(
+    behind: tuple[DevicePool, ThreadExchange], store: Store
+) -> None:
+    pool, exchange = behind
+    pool.begin(list(store.adapters.values()))
+    first, second = (torch.zeros(9, HIDDEN + 16) for _ in range(2))
+    exchange.goes_on.clear()
+    for layer, qkv in enumerate((first, second)):
+        pool.submit(layer, rows(9, seed=layer), pool.deal([HostRows(1, 2, 7)]))
+        pool.add_to(qkv)
+    assert not pool.ring.has_x(1)
+    os.kill(pool.process_ids[0], signal.SIGKILL)
+    exchange.goes_on.set()
+    pool.end()
+    pool.settle()
+    for layer, qkv in enumerate((first, second)):
+        expected = store.expected("large", layer, rows(9, seed=layer)[2:7])
+        torch.testing.assert_close(qkv[2:7].double(), expected, rtol=1e-4, atol=1e-5)
+        assert not qkv[:2].any()
+        assert not qkv[7:].any()
+    assert pool.rescued_slices > 0
+
+
+def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadExchange], store: Store) -> None:
+    pool, exchange = behind
+    pool.begin(list(store.adapters.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "mark", FailedMark)
+        pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        pool.end()
+
+
+def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
+    exchange = ThreadExchange()
+    device, processes = Exchanging(exchange), [start_worker_process()]
+    make = partial(DevicePool, device, exchange, processes, [None], [store.arena], torch.float32, store.geometry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "register", refuse)
+        with pytest.raises(ExecutorError, match="the memory of host workers: no"):
+            make(ROWS, PARTS)
+    assert processes[0].is_gone.wait(60.0)
+    exchange.end()
+
+
+class FailedMark:
+    def wait(self) -> None:
+        raise RuntimeError("the device has failed")
+
+
+def refuse(memory: Tensor) -> None:
+    raise RuntimeError("no")
 
 
 def test_workers_get_cores_of_their_own_where_the_rank_leaves_some() -> None:

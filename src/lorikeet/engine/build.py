@@ -109,7 +109,7 @@ def assemble(
     if row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
         notes.append(
             "cold prefills are not assisted, so requests wait for their adapters: that takes host memory, host "
-            "workers and an x86-64 CPU as the device, or a profile that knows host_lora"
+            "workers, an x86-64 CPU and no more than one GPU, or a profile that knows host_lora"
         )
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")

@@ -85,6 +85,34 @@ class Graph(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """What the stream of the steps does with memory that other processes read and write, in its order.
+
+    Nothing here waits for the device. Other processes see what was given before they see the signal after it, and what
+    they write before a word is there once the word is. Host memory is registered; a word is one of 64 bits.
+    """
+
+    def give(self, rows: Tensor, target: Tensor) -> None:
+        """Copy rows of the device to host memory."""
+        ...
+
+    def signal(self, word: Tensor, value: int) -> None:
+        """Write a word."""
+        ...
+
+    def wait_for(self, word: Tensor, value: int) -> None:
+        """Do nothing more before a word is at least ``value``."""
+        ...
+
+    def add(self, source: Tensor, total: Tensor) -> None:
+        """Add to a tensor of the device what then lies in host memory."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return a mark behind all work so far."""
+        ...
+
+
 class Device(Protocol):
     """Where a rank computes.
 
@@ -118,5 +146,13 @@ class Device(Protocol):
 
         Raises:
             RuntimeError: the device does not take it.
+        """
+        ...
+
+    def exchange(self) -> Exchange | None:
+        """Return what the steps' stream can do with memory of other processes; None: steps are done on return.
+
+        Raises:
+            RuntimeError: the device cannot.
         """
         ...

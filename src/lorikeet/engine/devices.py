@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorikeet.engine.device import BlockCopy, Device, Graph, Mark, Stream
+from lorikeet.engine.device import BlockCopy, Device, Exchange, Graph, Mark, Stream
 from lorikeet.kernels.library import NativeUnavailableError, best_library
 from lorikeet.kernels.native_copy import native_copy
 
@@ -40,6 +40,10 @@ class Cpu:
     def register(self, memory: Tensor) -> Callable[[], None]:
         """Copies reach all memory."""
         return lambda: None
+
+    def exchange(self) -> Exchange | None:
+        """Whoever calls writes and waits itself."""
+        return None
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy."""
@@ -108,6 +112,55 @@ class CudaStream:
         return CudaMark(event)
 
 
+class CudaExchange:
+    """See ``Exchange``; words are the driver's affair (CUDA Driver API, "Stream Memory Operations").
+
+    The stream sleeps until a word is there, and takes none of the device's multiprocessors for that. Registered memory
+    has the same address on the device, as it does everywhere but on integrated GPUs.
+
+    Args:
+        steps: the steps' stream.
+
+    Raises:
+        RuntimeError: the driver has no such operations.
+    """
+
+    def __init__(self, steps: torch.cuda.Stream) -> None:
+        self._stream = steps
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+            # The names behind those of the header since CUDA 11.7.
+            self._write, self._wait = driver.cuStreamWriteValue64_v2, driver.cuStreamWaitValue64_v2
+        except (OSError, AttributeError) as error:
+            raise RuntimeError(f"the driver cannot signal in a stream: {error}") from error
+        for function in (self._write, self._wait):
+            function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
+
+    def give(self, rows: Tensor, target: Tensor) -> None:
+        """Give the copy to the device's copy engines."""
+        target.copy_(rows, non_blocking=True)
+
+    def signal(self, word: Tensor, value: int) -> None:
+        """Write behind a fence, which is the default."""
+        self._do(self._write, word, value)
+
+    def wait_for(self, word: Tensor, value: int) -> None:
+        """Wait until it is as large or larger, which is the default."""
+        self._do(self._wait, word, value)
+
+    def add(self, source: Tensor, total: Tensor) -> None:
+        """Copy, then add."""
+        total.add_(source.to(total.device, non_blocking=True))
+
+    def mark(self) -> Mark:
+        """Record an event."""
+        return CudaStream(self._stream).mark()
+
+    def _do(self, function: Any, word: Tensor, value: int) -> None:
+        if code := function(self._stream.cuda_stream, word.data_ptr(), value, 0):
+            raise RuntimeError(f"the driver does not signal in a stream: CUDA error {code}")
+
+
 class Cuda:
     """See ``Device``. To be made on the thread that runs the steps: their stream is that thread's current one.
 
@@ -123,7 +176,8 @@ class Cuda:
         self._place = place
         self._capturing = torch.cuda.Stream(place)
         self._graph_memory: Any = None  # a type that torch does not name in public
-        self._steps = CudaStream(torch.cuda.current_stream(place))
+        self._current = torch.cuda.current_stream(place)
+        self._steps = CudaStream(self._current)
 
     @property
     def steps(self) -> Stream:
@@ -159,6 +213,10 @@ class Cuda:
         with torch.cuda.device(self._place):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
         return lambda: self._unregister(memory)
+
+    def exchange(self) -> Exchange | None:
+        """Return what the steps' stream can do."""
+        return CudaExchange(self._current)
 
     def _unregister(self, memory: Tensor) -> None:
         with torch.cuda.device(self._place):

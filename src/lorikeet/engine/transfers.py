@@ -56,6 +56,7 @@ class Transfers:
 
     Attributes:
         device: whose the arena is.
+        place: where that lies.
         host: the host tier, ``[host_blocks, elements]``.
         host_arena: the memory that it lies in.
         adapters: those that have arrived in the device arena.
@@ -79,6 +80,7 @@ class Transfers:
     ) -> None:
         self._arena = arena
         self.device = device or device_at(arena.device)
+        self.place = arena.device
         self._layouts = Layouts(geometry, arena.shape[1])
         self._on_done = on_done
         self._has_peers = size > 1

@@ -48,7 +48,8 @@ def measure_host_lora(
     pool, _ = open_pool(processes, engine, sizes.local_geometry, executor.transfers, usable_cores())
     with closing(pool):
         for _ in range(rounds):
-            found.append(measure_host(pool, sizes.local_geometry, executor.transfers.host))
+            transfers = executor.transfers
+            found.append(measure_host(pool, sizes.local_geometry, transfers.host, transfers.place))
             tick()
     return found
 

@@ -18,6 +18,7 @@ from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.device import Stream
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.pool import HostPool, HostRows
 from lorikeet.engine.host_lora.worker import HostAdapter
@@ -34,8 +35,10 @@ DEVICE_TOKENS = (16, 64, 256)
 """Prefills of which the device is measured; the shortest is what workers hide behind."""
 _SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
 _REPEATS = 5
-_DEVICE_S = 0.15
-"""No larger prefill is measured on the device once so much time has gone by."""
+_DEVICE_REPEATS = 2
+"""The first of which may compile kernels."""
+_DEVICE_S = 0.1
+"""No larger prefill is measured on the device once layers have taken so long."""
 
 _COPY_BLOCKS = 16
 _GROUP_S = 50e-6
@@ -70,6 +73,7 @@ def measure(
     model: RankModel,
     arena: Tensor,
     host: Tensor,
+    steps: Stream,
     block_tokens: int,
     most_tokens: int,
     row: Row,
@@ -83,6 +87,7 @@ def measure(
         pool: workers that are ready.
         model: computes a layer for comparison.
         arena, host: device and host tier, ``[blocks, elements]``.
+        steps: the device's stream.
         block_tokens: tokens of KV in a block.
         most_tokens: longest prefill that is measured.
         row: has the axes of assisted prefills.
@@ -94,8 +99,8 @@ def measure(
         ExecutorError: a worker was lost meanwhile.
     """
     geometry = model.geometry
-    host_times = measure_host(pool, geometry, host)
-    layer_times = measure_device(model, arena, block_tokens, most_tokens)
+    host_times = measure_host(pool, geometry, host, arena.device)
+    layer_times = measure_device(model, arena, steps, block_tokens, most_tokens)
     bandwidth = link_bytes_per_s or _measure_copy(arena, host)
     share = qkv_share(geometry)
     costs = AssistCosts(
@@ -133,13 +138,14 @@ def suiting_tokens(times: HostTimes, geometry: ModelGeometry, layer_s: float, ba
     return tokens_in(budget_s, [(tokens, times.seconds(tokens)) for tokens in _SLICE_TOKENS])
 
 
-def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor) -> HostTimes:
+def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: torch.device) -> HostTimes:
     """Measure one worker.
 
     Args:
         pool: has it.
         geometry: of the rank's share of the model.
         host: the host tier, ``[blocks, elements]``, in which adapters come to lie.
+        place: where the model computes.
 
     Raises:
         ConfigError: the host tier is too small for an adapter's layer.
@@ -161,13 +167,14 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor) -> HostT
     computed, handed_over = [], []
     counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
     for (number, rank), tokens in product(enumerate(adapters), counts):
-        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype)
-        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype)
+        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype, device=place)
+        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype, device=place)
         deal = pool.deal([HostRows(number, 0, tokens)])
         seconds = []
         for _ in range(_REPEATS):
             pool.submit(0, x, deal)
             pool.add_to(qkv)
+            pool.settle()
             seconds.append(pool.computed_s)
         if pool.rescued_slices > rescued:  # the rank has computed some itself, and nothing was timed
             raise ExecutorError("a host worker was lost while it was measured")
@@ -182,26 +189,26 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor) -> HostT
 
 @torch.inference_mode()
 def measure_device(
-    model: RankModel, arena: Tensor, block_tokens: int, most_tokens: int
+    model: RankModel, arena: Tensor, steps: Stream, block_tokens: int, most_tokens: int
 ) -> tuple[tuple[int, float], ...]:
     """Return (tokens, seconds) of the first layer in prefills of some lengths."""
     geometry = model.geometry
     decoder = model.decoder.cut(1)
     kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)[:1]
     times: list[tuple[int, float]] = []
-    began_s = time.monotonic()
     for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
         blocks = -(-tokens // block_tokens)
-        if times and (time.monotonic() - began_s > _DEVICE_S or blocks > len(arena)):
+        if times and (sum(seconds for _, seconds in times) > _DEVICE_S or blocks > len(arena)):
             break
         sequence = Sequence(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
         sequence.add_blocks(BlockId(block) for block in range(blocks))
         batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_tokens, arena.device)
         batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))
         seconds = []
-        for _ in range(2):
+        for _ in range(_DEVICE_REPEATS):
             start_s = time.monotonic()
             decoder.forward(batch, kv, logits=False)
+            steps.mark().wait()
             seconds.append(time.monotonic() - start_s)
         times.append((tokens, min(seconds)))
     return tuple(times)

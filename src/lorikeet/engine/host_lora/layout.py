@@ -15,7 +15,8 @@ another::
 ``slot`` is ``t % slots``. A rank may be some tickets ahead of what it has read, one for each slot; descriptors have a
 ring of their own, since a rank whose device is asynchronous describes work long before x is there. A descriptor names
 a cut, which says whose rows are which; many tickets have the same. Whoever signals need not be the rank's process: on
-an accelerator its stream copies x and writes ``x_ready``, waits for ``y_ready``, and writes ``slot_free``.
+an accelerator its stream copies x and writes ``x_ready``, and waits for ``y_ready``; it needs no ``slot_free``, as it
+reads y before it comes to the next x of that slot. A rank that computes in a worker's stead writes its ``y_ready``.
 
 Under tensor parallelism rank 0 alone writes x and describes tickets. x is the same on all ranks, and each has a y of
 its own, the columns that are its share of q, k and v. The others hear of rank 0 layer by layer, in turns that all
@@ -128,6 +129,7 @@ class Ring:
     Attributes:
         fd: file descriptor.
         shape: sizes.
+        memory: all of it, in bytes.
         x: ``[slots, rows, inputs]``, kept as ``KEPT_AS`` says.
         y: ``[slots, ranks, rows, outputs]``, likewise.
     """
@@ -137,6 +139,7 @@ class Ring:
         self.shape = shape
         places = _Places(shape)
         memory = mmap.mmap(fd, places.bytes)
+        self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, places.words)
         self._flags = memoryview(memory)[: places.words * _WORD_BYTES].cast(
             "q"
@@ -276,6 +279,10 @@ class Ring:
         """Let the workers begin: x and the description are written."""
         self._flags[self._places.x_ready[ticket % self.shape.slots]] = ticket
 
+    def x_word(self, ticket: int) -> NDArray[np.int64]:
+        """Return the word that :meth:`signal_x` writes, for a device that does so itself."""
+        return self._word(self._places.x_ready[ticket % self.shape.slots])
+
     def has_x(self, ticket: int) -> bool:
         """Tell whether a worker may begin with a ticket."""
         return bool(self._flags[self._places.x_ready[ticket % self.shape.slots]] >= ticket)
@@ -286,6 +293,10 @@ class Ring:
         self._flags[at + 1] = began_ns
         self._flags[at + 2] = ended_ns
         self._flags[at] = ticket
+
+    def y_word(self, ticket: int, worker: int) -> NDArray[np.int64]:
+        """Return the word that becomes the ticket, or more, once a worker has written its rows of y."""
+        return self._word(self._places.y_ready(ticket % self.shape.slots, worker))
 
     def has_y(self, ticket: int, worker: int) -> bool:
         """Tell whether a worker has written its rows of a ticket."""
@@ -342,6 +353,9 @@ class Ring:
         found, blocks = self._flags[at], self._flags[at + 1]
         return blocks if found == transfer_id == self._flags[at] else 0
 
+    def _word(self, at: int) -> NDArray[np.int64]:
+        return self._words[at : at + 1]
+
 
 class _Places:
     """Where everything lies: flags as indexes of words, x and y in bytes."""
@@ -357,7 +371,7 @@ class _Places:
         self.turns = [self.collected + (1 + turn) * _LINE for turn in range(_TURNS)]
         self._arrived = self.turns[-1] + _LINE
         self._y_ready = self._arrived + shape.ranks * _TRANSFERS * _LINE
-        self._descriptors = self._y_ready + shape.slots * shape.workers * _LINE
+        self._descriptors = self._y_ready + shape.slots * (1 + shape.workers) * _LINE
         self._cuts = self._descriptors + shape.descriptors * _LINE
         self._cut_words = _rounded(_CUT_WORDS + _SLICE_WORDS * shape.slices, _LINE)
         self.words = self._cuts + shape.cuts * self._cut_words
@@ -367,8 +381,8 @@ class _Places:
         self.bytes = self.y_bytes + shape.slots * shape.ranks * shape.rows * shape.outputs * item_bytes
 
     def y_ready(self, slot: int, worker: int) -> int:
-        """The times of a ticket share the line: whoever reads them has just read the flag."""
-        return self._y_ready + (slot * self._shape.workers + worker) * _LINE
+        """The times of a ticket share the line: whoever reads them has just read the flag. The rank is worker -1."""
+        return self._y_ready + (slot * (1 + self._shape.workers) + 1 + worker) * _LINE
 
     def arrived(self, rank: int, transfer_id: int) -> int:
         return self._arrived + (rank * _TRANSFERS + transfer_id % _TRANSFERS) * _LINE

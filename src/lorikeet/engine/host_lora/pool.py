@@ -1,4 +1,8 @@
-"""Rank 0's host workers: who computes which rows, and what happens to the rows of a worker that is lost."""
+"""Rank 0's host workers: who computes which rows, and what happens to the rows of a worker that is lost.
+
+Here is also how rows come and go where the rank's thread computes; for devices that compute behind it see
+``device_pool``.
+"""
 
 import ctypes
 import time
@@ -219,9 +223,7 @@ class HostPool:
 
     def end(self) -> None:
         """End the step."""
-        if self._submitted is not None:  # the step has failed
-            _, deal = self._submitted
-            self.add_to(torch.empty(max(part.stop for part in deal.parts), self.ring.shape.outputs))
+        self._collect_all()
         self.ring.ended = self._steps
         for number in self._at_work:
             self._helpers[number].worked()
@@ -268,17 +270,18 @@ class HostPool:
         layer, deal = self._submitted
         ticket = self.ticket
         sums = [qkv[part.start : part.stop] for part in deal.parts]  # while workers may still be at it
-        lost = [worker for worker in deal.workers if not self._wait_for(ticket, worker)]
-        if lost:
-            self._rescue(ticket, layer, [part for part in deal.slices if part.worker in lost])
+        is_whole = self._finish(ticket, layer, deal)
         self.ring.signal_collected(ticket)
         for total, y in zip(sums, deal.y[ticket % SLOTS], strict=True):
             total.add_(y)
         self.ring.free(ticket)
         now_ns = time.monotonic_ns()
         self._submitted = None
-        if not lost:
-            self._note_times(ticket, deal.workers, collecting_ns, now_ns)
+        if is_whole:
+            self._note_times(ticket, deal, self._submitted_ns, collecting_ns, now_ns)
+
+    def settle(self) -> None:
+        """Block until all that was added is there. It is."""
 
     def close(self) -> None:
         """End the workers."""
@@ -289,23 +292,35 @@ class HostPool:
             arena.close()
         self.ring.close()
 
-    def _rescue(self, ticket: int, layer: int, slices: Sequence[Slice]) -> None:
-        """Compute slices of workers that are lost."""
+    def _collect_all(self) -> None:
+        """Wait for workers that may still be at it."""
+        if self._submitted is not None:  # the step has failed
+            _, deal = self._submitted
+            self.add_to(torch.empty(max(part.stop for part in deal.parts), self.ring.shape.outputs))
+
+    def _finish(self, ticket: int, layer: int, deal: Deal) -> bool:
+        """Wait until all of a ticket's y is there; False if this thread had to compute some of it."""
+        lost = [worker for worker in deal.workers if not self._wait_for(ticket, worker)]
+        slices = [part for part in deal.slices if part.worker in lost]
+        began_ns = time.monotonic_ns()
         for part in slices:
             self._own.compute(ticket, layer, part)
+        for worker in lost:
+            self.ring.signal_y(ticket, worker, began_ns, time.monotonic_ns())
         self.rescued_slices += len(slices)
+        return not lost
 
-    def _note_times(self, ticket: int, workers: Sequence[int], collecting_ns: int, now_ns: int) -> None:
-        began_ns, ended_ns = zip(*(self.ring.times_ns(ticket, worker) for worker in workers), strict=True)
+    def _note_times(self, ticket: int, deal: Deal, submitted_ns: int, collecting_ns: int, now_ns: int) -> None:
+        began_ns, ended_ns = zip(*(self.ring.times_ns(ticket, worker) for worker in deal.workers), strict=True)
         self.computed_s = max(end - begin for begin, end in zip(began_ns, ended_ns, strict=True)) / 1e9
-        handover_ns = min(began_ns) - self._submitted_ns + now_ns - max(*ended_ns, collecting_ns)
+        handover_ns = min(began_ns) - submitted_ns + now_ns - max(*ended_ns, collecting_ns)
         self.handovers_s.append(handover_ns / 1e9)
 
     def _wait_for(self, ticket: int, number: int) -> bool:
         """Wait for a worker's part of a ticket; False if it is lost, in which case it has ended."""
         worker = self._at_work.get(number)
         if worker is None:
-            return False
+            return self.ring.has_y(ticket, number)
         rests, gives_up_at_s = Rests(), time.monotonic() + self._timeout_s
         while True:
             for _ in range(LOOKS):

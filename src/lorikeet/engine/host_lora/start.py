@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from lorikeet.engine.cores import asked_threads, usable_cores
 from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.host_lora.calibrate import measure
+from lorikeet.engine.host_lora.device_pool import DevicePool
 from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.transfers import Transfers
@@ -24,11 +26,12 @@ _ORDERED_CPUS = ("x86_64", "AMD64")
 def wanted_workers(settings: EngineSettings, row: Row) -> int:
     """Return how many host workers a replica has.
 
-    None for accelerators, where the device itself would have to signal, and none on CPUs that may let others see stores
-    in another order than they were made (``layout``). There requests wait for their adapters.
+    None for several accelerators, which would have to hear of each other layer by layer, and none on CPUs that may let
+    others see stores in another order than they were made (``layout``). There requests wait for their adapters.
     """
     is_assisted = row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
-    fits = settings.device == "cpu" and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes > 0
+    is_one = settings.device == "cpu" or settings.tensor_parallel == 1
+    fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes > 0
     return settings.host_lora_workers if is_assisted and fits else 0
 
 
@@ -70,7 +73,7 @@ def open_pool(
     cores: set[int],
     others: Sequence[HostArena] = (),
 ) -> tuple[HostPool, bool]:
-    """Return a pool of workers that are ready, and whether they share cores with the ranks.
+    """Return a pool of workers that are ready, and whether they share cores with the base model.
 
     Args:
         processes: at least one; owned by the pool.
@@ -83,9 +86,12 @@ def open_pool(
     Raises:
         ExecutorError: a worker did not start.
     """
-    threads = asked_threads(settings.threads) * settings.tensor_parallel
+    exchange = transfers.device.exchange()
+    # The base model takes its threads' cores; on a device it takes that of the thread which launches it.
+    threads = asked_threads(settings.threads) * settings.tensor_parallel if exchange is None else 1
     own = worker_cores(len(processes), threads, cores)
-    pool = HostPool(
+    make = HostPool if exchange is None else partial(DevicePool, transfers.device, exchange)
+    pool = make(
         processes,
         own,
         [transfers.host_arena, *others],
@@ -99,7 +105,7 @@ def open_pool(
     except BaseException:
         pool.close()
         raise
-    return pool, None in own
+    return pool, exchange is None and None in own
 
 
 def build_host_lora(
@@ -138,6 +144,7 @@ def build_host_lora(
             model,
             arena,
             transfers.host,
+            transfers.device.steps,
             engine.block_tokens,
             min(engine.max_step_tokens, longest_tokens),
             row,
