@@ -137,7 +137,7 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.bench.profiling.run.QUICK", TINY)
-    monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
+    monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype, device: None)
     monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
     # All that is taken is touched: what a machine has, else, and the host tier of a real model.
     monkeypatch.setattr("lorikeet.commands.profile.EngineSettings", partial(EngineSettings, memory_bytes=2**23))

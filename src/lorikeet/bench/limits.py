@@ -1,4 +1,4 @@
-"""What this machine can do at best: the ceilings that throughput is judged against.
+"""What this machine, or a GPU of it, can do at best: the ceilings that throughput is judged against.
 
 These machines drift: measure in the same minute as the figure that is compared.
 """
@@ -15,7 +15,8 @@ ROWS = (1, 8, 32, 128, 512)
 """Rows of the matrices whose multiply rate is measured."""
 
 _READ_BYTES = 512 * 2**20
-_IN, _OUT = 576, 1536
+_WEIGHTS = {"cpu": (1536, 576), "cuda": (11008, 4096)}
+"""Outputs and inputs of what is multiplied by, by device: of a small model, and of one that fills a GPU."""
 
 
 class MachineLimits(msgspec.Struct, frozen=True):
@@ -24,7 +25,8 @@ class MachineLimits(msgspec.Struct, frozen=True):
     Attributes:
         threads: of torch.
         read_gb_s: memory read bandwidth, GB/s: one pass over 512 MiB, best of 10.
-        gemm_gflops: rows → matrix-multiply rate, GFLOP/s: weights of 576 × 1536, best of 5 rounds of 50.
+        gemm_gflops: rows → matrix-multiply rate, GFLOP/s: weights of 576 × 1536, on a GPU of 4096 × 11008, best of 5
+            rounds of 50.
     """
 
     threads: int
@@ -33,23 +35,44 @@ class MachineLimits(msgspec.Struct, frozen=True):
 
 
 class LimitMeter:
-    """Measures :class:`MachineLimits`, about one second a time; holds its buffer, whose first touch is slow."""
+    """Measures :class:`MachineLimits`, about one second a time; holds its buffer, whose first touch is slow.
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = ROWS) -> None:
-        self._buffer = torch.ones(_READ_BYTES // 4)
-        self._weights = torch.randn(_OUT, _IN, dtype=dtype)
-        self._inputs = {count: torch.randn(count, _IN, dtype=dtype) for count in sorted(set(rows))}
+    Args:
+        dtype: of products.
+        rows: of the matrices that are multiplied.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = ROWS, device: str = "cpu") -> None:
+        self._device = device
+        self._buffer = torch.ones(_READ_BYTES // 4, device=device)
+        self._weights = torch.randn(_WEIGHTS[device], dtype=dtype, device=device)
+        inputs = self._weights.shape[1]
+        self._inputs = {count: torch.randn(count, inputs, dtype=dtype, device=device) for count in sorted(set(rows))}
 
     @torch.inference_mode()
     def measure(self) -> MachineLimits:
         """Measure now."""
-        read_s = _best_s(self._buffer.sum, rounds=10, calls=1)
+        read_s = self._best_s(self._buffer.sum, rounds=10, calls=1)
         rates = {}
         for rows, inputs in self._inputs.items():
             multiply = partial(torch.nn.functional.linear, inputs, self._weights)
-            seconds = _best_s(multiply, rounds=5, calls=50)
-            rates[rows] = 2 * rows * _IN * _OUT / seconds / 1e9
+            seconds = self._best_s(multiply, rounds=5, calls=50)
+            rates[rows] = 2 * rows * self._weights.numel() / seconds / 1e9
         return MachineLimits(torch.get_num_threads(), _READ_BYTES / read_s / 1e9, rates)
+
+    def _best_s(self, call: Callable[[], object], rounds: int, calls: int) -> float:
+        """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up."""
+        best_s = float("inf")
+        for number in range(rounds + 1):
+            start_s = time.perf_counter()
+            for _ in range(calls if number else 1):
+                call()
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+            if number:
+                best_s = min(best_s, (time.perf_counter() - start_s) / calls)
+        return best_s
 
 
 def median_limits(measured: Sequence[MachineLimits]) -> MachineLimits:
@@ -59,15 +82,3 @@ def median_limits(measured: Sequence[MachineLimits]) -> MachineLimits:
         statistics.median(limits.read_gb_s for limits in measured),
         {rows: statistics.median(limits.gemm_gflops[rows] for limits in measured) for rows in measured[0].gemm_gflops},
     )
-
-
-def _best_s(call: Callable[[], object], rounds: int, calls: int) -> float:
-    """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up."""
-    call()
-    best_s = float("inf")
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best_s = min(best_s, (time.perf_counter() - start_s) / calls)
-    return best_s

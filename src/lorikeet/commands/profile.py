@@ -24,6 +24,10 @@ def profile(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: sooner, and less exact.")] = False,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    load_format: Annotated[
+        str, typer.Option(help="auto (safetensors) or dummy (random weights, for a folder with a config alone).")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
     max_running: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 64,
     max_step_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a step.")] = 512,
@@ -39,7 +43,7 @@ def profile(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
 ) -> None:
-    """Measure steps, adapters and transfers on this machine, and write their costs to one TOML file.
+    """Measure steps, adapters and transfers on this machine or its GPU, and write their costs to one TOML file.
 
     Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read. Operating points, by
     which a cluster places adapters, are found by simulation with these costs.
@@ -67,14 +71,21 @@ def profile(
         fail("--profile: nothing would be measured; it goes with --operating-points", code=2)
     if slo and not operating_points:
         fail("--slo goes with --operating-points", code=2)
-    for flag, given in (("--model", model), ("--dtype", dtype != "auto"), ("--threads", threads)):
+    measured = {
+        "--model": model,
+        "--dtype": dtype != "auto",
+        "--load-format": load_format != "auto",
+        "--device": device != "cpu",
+        "--threads": threads,
+    }
+    for flag, given in measured.items():
         if known and given:
             fail(f"{flag}: nothing is measured with --profile", code=2)
     if output is not None and output.suffix != ".toml":
         fail(f"--output {str(output)!r}: a profile is a .toml file", code=2)
     if operating_points and not slo:
         fail("--operating-points: under which SLO? for example --slo ttft=10", code=2)
-    engine = EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens, threads=threads)
+    engine = EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens, device=device, threads=threads)
     try:
         limits = parse_slo(slo)
         search = msgspec.structs.replace(BRIEF if quick else THOROUGH, ranks=parse_ranks(ranks))
@@ -83,7 +94,8 @@ def profile(
             if known:
                 found, path = load_profile(known), output or Path(known if known.endswith(".toml") else f"{known}.toml")
             else:
-                found, path = _measure(model, dtype, engine, output, quick, announcer)
+                wanted = ModelSettings(model=model, dtype=dtype, load_format=load_format)
+                found, path = _measure(wanted, engine, output, quick, announcer)
                 write_profile(found, path)  # whatever becomes of the search
             if operating_points:
                 replica = msgspec.structs.replace(
@@ -100,17 +112,17 @@ def profile(
 
 
 def _measure(
-    model: str, dtype: str, engine: EngineSettings, output: Path | None, quick: bool, announcer: "Announcer"
+    model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, announcer: "Announcer"
 ) -> "tuple[CostProfile, Path]":
     """Measure a profile; return it and where it goes."""
     from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
     from lorikeet.server.model_folder import prepare_model
 
-    prepared = prepare_model(ModelSettings(model=model), announcer.stage)
+    prepared = prepare_model(model, announcer.stage)
     name = prepared.identity.rpartition("/")[2]
     path = output or Path(f"{name.lower()}.toml")
     settings = Settings(
-        model=ModelSettings(model=str(prepared.path), dtype=dtype),
+        model=msgspec.structs.replace(model, model=str(prepared.path)),
         engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES, touch_memory=True),
     )
     return run_profile(settings, path.stem, name, QUICK if quick else FULL, announcer.show), path

@@ -14,6 +14,7 @@ from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.costs.model import adapter_elements
 
 MODULES = ATTENTION
 RANKS = (8, 16, 32, 64, 128)
@@ -32,6 +33,12 @@ class RandomAdapters(NamedTuple):
     def digests(self) -> dict[int, list[str]]:
         """Return the digests by rank."""
         return {rank: [ref.digest for ref in refs] for rank, refs in self.refs.items()}
+
+
+def adapter_bytes(geometry: ModelGeometry, ranks: Sequence[int]) -> int:
+    """Return what an adapter of the largest rank takes."""
+    of_layers = (max(ranks),) * geometry.layers
+    return adapter_elements(dict.fromkeys(MODULES, of_layers), geometry) * geometry.dtype_bytes
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from lorikeet.bench.ceilings import model_cost
 from lorikeet.bench.limits import LimitMeter, MachineLimits, median_limits
 from lorikeet.bench.machine import cpu_model
-from lorikeet.bench.profiling.adapters import MODULES, RANKS, random_adapters
+from lorikeet.bench.profiling.adapters import MODULES, RANKS, adapter_bytes, random_adapters
 from lorikeet.bench.profiling.efficiency import kernel_efficiency
 from lorikeet.bench.profiling.host import host_lora, measure_host_lora
 from lorikeet.bench.profiling.loop import BATCHES as LOOP_BATCHES
@@ -30,6 +30,7 @@ from lorikeet.costs.step_fit import fit_step
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.kernels.base import torch_dtype
+from lorikeet.models.config import read_model_config
 
 Progress = Callable[[str, int, int], None]
 
@@ -72,11 +73,11 @@ def run_profile(
     progress: Progress = lambda stage, done, total: None,
     limits: Callable[[], MachineLimits] | None = None,
 ) -> CostProfile:
-    """Measure this machine with one model.
+    """Measure this machine, or a GPU of it, with one model.
 
     Args:
         settings: of the engine; ``settings.model.model`` is a local folder, ``settings.engine.host_memory_bytes`` what
-            copies are measured with.
+            copies are measured with, or as much as two of the largest adapters take if that is more.
         name: of the profile.
         model: its name.
         thoroughness: how much is measured.
@@ -89,20 +90,22 @@ def run_profile(
         ValueError: the model or its weights cannot be used.
         ExecutorError: a step could not be run.
     """
-    merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, row=_MERGING_ROW))
-    executor, config, sizes = build_torch_executor(merging, Path(settings.model.model), progress, lambda: None)
+    how, folder = thoroughness, Path(settings.model.model)
+    config = read_model_config(folder)
     dtype = torch_dtype(config.dtype if settings.model.dtype == "auto" else settings.model.dtype)
-    how = thoroughness
+    room_bytes = max(settings.engine.host_memory_bytes, 2 * adapter_bytes(config.geometry(dtype.itemsize), how.ranks))
+    engine = msgspec.structs.replace(settings.engine, host_memory_bytes=room_bytes)
+    settings = msgspec.structs.replace(settings, engine=engine)
+    merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, row=_MERGING_ROW))
+    executor, _, sizes = build_torch_executor(merging, folder, progress, lambda: None)
     with closing(executor), random_adapters(sizes.geometry, how.ranks) as adapters:
         rig = Rig(executor, sizes, config.vocab_size, how.kv_tokens)
         rig.write_kv(adapters.refs[how.ranks[-1]][0])
         # The machine drifts: what it can do at best is measured before, between and after.
-        measure_limits = limits or LimitMeter(dtype).measure
+        measure_limits = limits or LimitMeter(dtype, device=engine.device).measure
         seen = [measure_limits()]
-        bounds = Limits(
-            settings.engine.max_running, settings.engine.max_step_tokens, sizes.max_model_tokens, rig.kv_tokens
-        )
-        steps, engine = base_steps(bounds), settings.engine
+        bounds = Limits(engine.max_running, engine.max_step_tokens, sizes.max_model_tokens, rig.kv_tokens)
+        steps = base_steps(bounds)
         tick = _ticker(progress, "steps", len(steps) * (how.step_rounds + 1))
         sweep = StepSweep(rig, steps, engine.max_repeat, engine.repeat_limit_s, tick)
         sweep.measure(how.step_rounds // 2)
