@@ -2,7 +2,8 @@
 
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.accept.disturbance import ATTEMPTS, MOST_STOLEN, undisturbed
-from benchmarks.accept.inprocess import replica
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine_profile import machine_profile
 from benchmarks.accept.models import default_model
@@ -31,6 +31,8 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.build import build_replica
+from lorikeet.models.config import read_model_config
 from lorikeet.simulator.run import simulate
 
 ADAPTERS, REPEATS, WITHIN, LOAD = 20, 3, 0.10, 0.5
@@ -70,6 +72,30 @@ class _Work(NamedTuple):
     f"{LOAD:.0%} of peak: 128 + 64 tokens and conversations",
 )
 def run(runs: StoredRuns) -> Result:
+    """Compare them on this machine, with the default model."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch:
+        settings = Settings(
+            ModelSettings(model=str(default_model()), dtype="bfloat16"),
+            EngineSettings(memory_bytes=MEMORY_BYTES, touch_memory=True),
+        )
+        return twin_result(runs, Bed(settings, partial(machine_profile, runs), Path(scratch)))
+
+
+class Bed(NamedTuple):
+    """Where twins are compared.
+
+    Attributes:
+        settings: of the live engine; its model is a local folder.
+        profile: returns one of that model there, by the name of the part that keeps it.
+        folder: empty, for adapters.
+    """
+
+    settings: Settings
+    profile: Callable[[str], CostProfile]
+    folder: Path
+
+
+def twin_result(runs: StoredRuns, bed: Bed) -> Result:
     """Find each workload's peak by simulation, run half of it live, and simulate that.
 
     Machines drift from one quarter of an hour to the next. So the machine is profiled before and after each live
@@ -77,19 +103,22 @@ def run(runs: StoredRuns) -> Result:
     part of any cost: what they disturbed is measured again.
     """
     works, rates = _works(), dict[str, float]()
+    refs = _adapters(bed.folder, read_model_config(Path(bed.settings.model.model)).geometry(2))
     live: dict[str, list[dict[str, Any]]] = {work.name: [] for work in works}
     twins: dict[str, list[dict[str, Any]]] = {work.name: [] for work in works}
-    before = machine_profile(runs)
+    simulate_by = partial(_simulate, bed.settings, refs)
+    before = bed.profile("profile")
     for work in works:
-        rates[work.name] = LOAD * runs.get(f"peak-{work.name}", partial(_peak, before, work))["rate"]
+        peak = runs.get(f"peak-{work.name}", partial(_peak, partial(simulate_by, before, work)))
+        rates[work.name] = LOAD * peak["rate"]
     for repeat in range(REPEATS):
         for work in works if repeat % 2 == 0 else reversed(works):
             part = f"live-{work.name}-{repeat}"
-            measure = partial(_live, work, rates[work.name])
+            measure = partial(_live, bed.settings, refs, work, rates[work.name])
             live[work.name].append(runs.get(part, partial(undisturbed, measure)))
-        after = machine_profile(runs, f"profile-{repeat + 1}")
+        after = bed.profile(f"profile-{repeat + 1}")
         for work in works:
-            both = [_times(_simulate(profile, work, rates[work.name])) for profile in (before, after)]
+            both = [_times(simulate_by(profile, work, rates[work.name])) for profile in (before, after)]
             twins[work.name].append({time: statistics.mean(each[time] for each in both) for time in both[0]})
         before = after
     rows = [row for work in works for row in _compare(work.name, live[work.name], twins[work.name])]
@@ -129,34 +158,24 @@ def _works() -> list[_Work]:
     return [_Work("128 + 64", fixed, BLOCK_TOKENS), _Work("conversations", chat, BLOCK_TOKENS)]
 
 
-def _peak(profile: CostProfile, work: _Work) -> dict[str, Any]:
-    def attainment(rate: float) -> float:
-        return _simulate(profile, work, rate).figures(SLO).slo_attainment or 0.0
-
-    peak = find_peak(attainment, TARGET, 2.0, precision=0.05)
+def _peak(simulate_at: Callable[[float], Run]) -> dict[str, Any]:
+    peak = find_peak(lambda rate: simulate_at(rate).figures(SLO).slo_attainment or 0.0, TARGET, 2.0, precision=0.05)
     if peak.rate is None:
-        raise RuntimeError(f"{work.name}: no rate meets the limits")
+        raise RuntimeError("no rate meets the limits")
     return {"rate": peak.rate}
 
 
-def _simulate(profile: CostProfile, work: _Work, rate: float) -> Run:
-    settings = Settings(ModelSettings(), EngineSettings(memory_bytes=MEMORY_BYTES))
-    with tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch:
-        refs = _adapters(Path(scratch), profile.geometry)
-    requests = work.requests(rate)
-    return simulate(settings, profile, requests, refs, work.prompts()).run
+def _simulate(live: Settings, refs: Mapping[str, AdapterRef], profile: CostProfile, work: _Work, rate: float) -> Run:
+    settings = Settings(ModelSettings(), EngineSettings(memory_bytes=live.engine.memory_bytes))
+    return simulate(settings, profile, work.requests(rate), refs, work.prompts()).run
 
 
-def _live(work: _Work, rate: float) -> dict[str, Any]:
+def _live(settings: Settings, refs: Mapping[str, AdapterRef], work: _Work, rate: float) -> dict[str, Any]:
     requests = work.requests(rate)
-    with (
-        tempfile.TemporaryDirectory(prefix="lorikeet-costs2-") as scratch,
-        replica(default_model(), "bfloat16", memory_bytes=MEMORY_BYTES, touch_memory=True) as built,
-    ):
-        refs = _adapters(Path(scratch), built.sizes.geometry)
+    with closing(build_replica(settings).engine) as engine:
         warm = [WorkloadRequest(0.0, None, 256, 32)] * 16
-        run_workload(built.engine, MonotonicClock(), warm, {}, Prompts(1, 0, DEFAULT_IDS, work.block_tokens))
-        return _times(run_workload(built.engine, MonotonicClock(), requests, refs, work.prompts()))
+        run_workload(engine, MonotonicClock(), warm, {}, Prompts(1, 0, DEFAULT_IDS, work.block_tokens))
+        return _times(run_workload(engine, MonotonicClock(), requests, refs, work.prompts()))
 
 
 def _adapters(folder: Path, geometry: ModelGeometry) -> dict[str, AdapterRef]:

@@ -5,6 +5,7 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.runs import StoredRuns
 
 _COPIES, _GRAPHS = "test_late_device.py::test_", "test_decode_graphs.py::test_"
+_HANDED_OVER = "test_host_lora_pool.py::test_"
 EXAMPLES = {
     "no read before its copy's event, no reuse of a block in flight, tokens of transformers and PEFT": (
         f"{_COPIES}steps_and_late_copies_never_touch_the_same"
@@ -26,6 +27,9 @@ EXAMPLES = {
     "kernels that wait would be seen": f"{_GRAPHS}kernels_that_wait_would_be_seen",
     "tokens that are read before their event would be seen": (f"{_GRAPHS}tokens_that_are_read_too_early_would_be_seen"),
     "rows that fill a graph store nothing": f"{_GRAPHS}rows_that_fill_a_graph_store_nothing",
+    "host workers: the thread goes on while the device has not come to what it launched": (
+        f"{_HANDED_OVER}the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched"
+    ),
     "graphs beside late copies, whole engine": f"{_COPIES}graphs_and_late_copies_never_touch_the_same",
 }
 _FOLDER = "tests/engine"

@@ -2,6 +2,7 @@
 
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,24 @@ from benchmarks.accept.server import LORIKEET
 from lorikeet.costs.profile import CostProfile, decode_profile
 
 
-def machine_profile(runs: StoredRuns, part: str = "profile", *, quick: bool = False) -> CostProfile:
-    """Return the profile, measured once and kept as a part of the line."""
-    return decode_profile(runs.get(part, partial(undisturbed, partial(_measure, quick)))["toml"], part)
+def machine_profile(
+    runs: StoredRuns, part: str = "profile", *, quick: bool = False, flags: Sequence[str] = ()
+) -> CostProfile:
+    """Return the profile, measured once and kept as a part of the line.
+
+    Args:
+        runs: the parts.
+        part: which it is.
+        quick: the command's quick one.
+        flags: further ones of the command.
+    """
+    flags = (*(["--quick"] if quick else []), *flags)
+    return decode_profile(runs.get(part, partial(undisturbed, partial(_measure, flags)))["toml"], part)
 
 
-def _measure(quick: bool) -> dict[str, Any]:
+def _measure(flags: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lorikeet-profile-") as scratch:
         file = Path(scratch) / "profile.toml"
-        command = [str(LORIKEET), "profile", "--output", str(file), *(["--quick"] if quick else [])]
+        command = [str(LORIKEET), "profile", "--output", str(file), *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return {"toml": file.read_text(encoding="utf-8")}

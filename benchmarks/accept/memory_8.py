@@ -4,6 +4,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import Executor
 from lorikeet.engine.torch_executor import TorchExecutor
 from lorikeet.engine.transfer_counts import Work
+from lorikeet.models.config import read_model_config
 
 RANK, DECODES, ROUNDS, LOADS, EVERY_S = 64, 8, 3, 12, 1.0
 ADAPTERS = ROUNDS * LOADS
@@ -137,9 +139,6 @@ def run(runs: StoredRuns) -> Result:
 
 
 def _measure() -> dict[str, Any]:
-    steps: list[Step] = []
-    loads: list[Load] = []
-    copies = TimedCopies()
     with tempfile.TemporaryDirectory(prefix="lorikeet-memory8-") as scratch:
         engine = EngineSettings(
             row="lorikeet:plain-no-reuse",
@@ -150,24 +149,38 @@ def _measure() -> dict[str, Any]:
             max_repeat=1,
             threads=THREADS,
         )
-        model = ModelSettings(model=str(default_model()), dtype="bfloat16", max_model_tokens=LONGEST_TOKENS)
-        ends_s: list[float] = []
-        built = build_replica(Settings(model, engine), on_load_done=lambda: ends_s.append(time.monotonic()))
-        executor = built.engine._executor
-        assert isinstance(executor, TorchExecutor)
-        try:
-            refs = _adapters(Path(scratch), built.sizes.geometry)
-            fill_host(built.engine, tuple(refs))
-            for number in range(ROUNDS):
-                timed = Timed(executor)
-                ends_s.clear()
-                with mock.patch.object(built.engine, "_executor", timed), copies.patch():
-                    _round(built.engine, number, refs[number * LOADS : (number + 1) * LOADS])
-                steps += _steps(timed.turns)
-                loads += map(Load, timed.load_begins_s, ends_s)
-            counts = executor.transfers.counts.by_thread()
-        finally:
-            built.engine.close()
+        model = default_model()
+        refs = _adapters(Path(scratch), read_model_config(model).geometry(2))
+        settings = ModelSettings(model=str(model), dtype="bfloat16", max_model_tokens=LONGEST_TOKENS)
+        return measure_loads(Settings(settings, engine), refs)
+
+
+def measure_loads(settings: Settings, refs: Sequence[AdapterRef]) -> dict[str, Any]:
+    """Load adapters beside decodes, and return every step and load, as plain data.
+
+    Args:
+        settings: of an engine with a host tier for all adapters, one step in a plan and ``LONGEST_TOKENS``.
+        refs: ``ADAPTERS`` that it does not know.
+    """
+    steps: list[Step] = []
+    loads: list[Load] = []
+    copies = TimedCopies()
+    ends_s: list[float] = []
+    built = build_replica(settings, on_load_done=lambda: ends_s.append(time.monotonic()))
+    executor = built.engine._executor
+    assert isinstance(executor, TorchExecutor)
+    try:
+        fill_host(built.engine, tuple(refs))
+        for number in range(ROUNDS):
+            timed = Timed(executor)
+            ends_s.clear()
+            with mock.patch.object(built.engine, "_executor", timed), copies.patch():
+                _round(built.engine, number, refs[number * LOADS : (number + 1) * LOADS])
+            steps += _steps(timed.turns)
+            loads += map(Load, timed.load_begins_s, ends_s)
+        counts = executor.transfers.counts.by_thread()
+    finally:
+        built.engine.close()
     loop = threading.get_native_id()
     beside = {load: [step for step in steps if _overlap(step, load)] for load in loads}
     overlapping = {step for group in beside.values() for step in group}
@@ -196,7 +209,7 @@ def _adapters(folder: Path, geometry: Any) -> list[AdapterRef]:
     return [reference(each.name, each, geometry) for each in written]
 
 
-def _round(engine: Any, number: int, refs: list[AdapterRef]) -> None:
+def _round(engine: Any, number: int, refs: Sequence[AdapterRef]) -> None:
     """Decode, and ask for another adapter every second; end when all have been asked for and answered."""
     output_tokens = LONGEST_TOKENS - PROMPT_TOKENS
     for request in make_requests(f"decode{number}", DECODES, PROMPT_TOKENS, output_tokens, seed=number):

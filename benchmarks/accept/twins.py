@@ -36,6 +36,8 @@ class TwinExecutor:
         self._twins: set[RequestId] = set()
         self.decodes: list[Pair] = []
         """Of steps in which every sequence decodes."""
+        self.prefills: list[Pair] = []
+        """Of steps in which every sequence begins."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -45,19 +47,26 @@ class TwinExecutor:
         plan = msgspec.structs.replace(plan, repeat=1)
         base = self._base_of(plan)
         seconds, results = dict[bool, float](), dict[bool, StepResult]()
-        base_first = len(self.decodes) % 2 == 0
+        pairs = self._pairs_of(plan)
+        base_first = len(pairs) % 2 == 0
         for is_base in (base_first, not base_first):
             start_s = time.perf_counter()
             results[is_base] = self._inner.execute(base if is_base else plan)
             seconds[is_base] = time.perf_counter() - start_s
-        if plan.sequences and all(step.tokens == 1 and step.start > 0 for step in plan.sequences):
-            self.decodes.append(Pair(adapters_s=seconds[False], base_s=seconds[True]))
+        pairs.append(Pair(adapters_s=seconds[False], base_s=seconds[True]))
         return results[False]
 
     def drop_twins(self) -> None:
         """Forget the twins that no plan has dropped yet."""
         self._inner.execute(StepPlan(step=0, drops=tuple(self._twins)))
         self._twins.clear()
+
+    def _pairs_of(self, plan: StepPlan) -> list[Pair]:
+        """Return where a plan's pair is kept, if it is."""
+        if plan.sequences and all(step.tokens == 1 and step.start > 0 for step in plan.sequences):
+            return self.decodes
+        begins = plan.sequences and all(step.tokens > 1 and step.start == 0 for step in plan.sequences)
+        return self.prefills if begins else []
 
     def _base_of(self, plan: StepPlan) -> StepPlan:
         """Return the plan for the twins: no adapters, and nothing that is done once."""

@@ -1,0 +1,146 @@
+"""What is measured on a GPU, on a CPU with a model of two layers; and how it is judged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accept import cuda_3, cuda_4, memory_8
+from benchmarks.accept.cuda_3 import COLD_ROWS, judge_cold, judge_loads, judge_steps
+from benchmarks.accept.gpu_rig import GpuRig, why_no_gpu
+from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
+from lorikeet.models.config import read_model_config
+
+LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops": 1e14, "link_bytes_per_s": 5e10}
+SMALL = MODEL_SHAPES["llama-2-7b"] | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 10240,
+    "max_position_embeddings": 256,
+}
+SIZES: dict[str, Any] = {
+    "ADAPTERS": 5,
+    "PREFILL_TOKENS": 64,
+    "DECODES": ((1, 16), (4, 8)),
+    "STEPS": 8,
+    "LORA_ROWS": (2, 4),
+    "OVERHEAD_DISTINCT": 2,
+    "OVERHEAD_ROWS": 4,
+    "OVERHEAD_CONTEXT": 16,
+    "LOADED_ADAPTERS": 2,
+    "COLD_RANKS": (4, 8),
+    "COLD_TOKENS": (8, 16),
+    "COLD_REPEATS": 1,
+}
+LOADS = {"ROUNDS": 1, "LOADS": 2, "EVERY_S": 0.02, "DECODES": 2, "LONGEST_TOKENS": 250}
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuRig:
+    """Small enough for a CPU."""
+    monkeypatch.setitem(MODEL_SHAPES, "small", SMALL)
+    for module, values in ((cuda_3, SIZES), (memory_8, LOADS)):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    engine = {"memory_bytes": 2**24, "host_memory_bytes": 2**23, "max_step_tokens": 64, "link_bytes_per_s": 1e6}
+    return GpuRig(tmp_path, "small", device="cpu", **engine)
+
+
+def test_the_shapes_are_those_of_the_models_they_are_named_after(tmp_path: Path) -> None:
+    billions = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "qwen3-8b": 8.19}
+    for name, parameters in billions.items():
+        config = read_model_config(write_model_shape(tmp_path / name, name))
+        layer = sum(shape.in_features * shape.out_features for shape in config.module_shapes().values())
+        total = config.layers * layer + 2 * config.vocab_size * config.hidden_size
+        assert total / 1e9 == pytest.approx(parameters, rel=0.002)
+    with pytest.raises(ValueError, match="'gpt' is not one of llama-2-7b"):
+        write_model_shape(tmp_path, "gpt")
+
+
+def test_steps_are_measured_and_judged(rig: GpuRig) -> None:
+    found = cuda_3.measure_steps(rig)
+    assert [each["rows"] for each in found["decodes"]] == [1, 4]
+    assert all(len(each["s"]) >= 1 for each in found["decodes"])
+    assert len(found["prefill_s"]) == 5
+    assert all(len(each["pairs"]) >= 4 for each in found["lora"])
+    assert len(found["prefill_pairs"]) == 5
+    assert len(judge_steps(found, LIMITS).figure) == 2 + 1 + 2 + 2 + 1
+
+
+def test_loads_are_measured_and_judged(rig: GpuRig) -> None:
+    found = cuda_3.measure_gpu_loads(rig)
+    assert len(found["loads_s"]) == 2
+    of_a_layer = 64 * (64 + 48 + 48 + 64)  # rank × inputs and outputs of q, k, v and o
+    assert found["load_bytes"] == 2 * 2 * of_a_layer
+    assert judge_loads(found, LIMITS).figure.keys() == {"a load", "steps beside a load"}
+
+
+def test_cold_starts_are_measured_and_judged(rig: GpuRig) -> None:
+    found = cuda_3.measure_cold(rig)
+    assert set(found) == set(COLD_ROWS)
+    for points in found.values():
+        assert set(points) == {"4 x 8", "4 x 16", "8 x 8", "8 x 16"}
+        assert all(first_s > 0 for point in points.values() for first_s in point["ttft_s"])
+    assert all(load_s > 0 for load_s in found[cuda_3.ON_DEMAND]["4 x 8"]["load_s"])
+    assert not any(found[cuda_3.ON_DEMAND]["8 x 16"]["host_layers"])
+    assert any(point["host_layers"][0] for point in found[cuda_3.ASSIST].values())
+    assert len(judge_cold(found, LIMITS).figure) == 4
+
+
+def test_a_decode_is_held_against_the_bytes_that_it_reads() -> None:
+    found = {
+        "decodes": [
+            {"rows": 1, "context": 8, "bytes": 8e9, "s": [0.010]},
+            {"rows": 32, "context": 8, "bytes": 7e9, "s": [0.010]},
+        ],
+        "prefill_s": [1.0],
+        "prefill_flops": 6.6e13,
+        "lora": [
+            {"rows": 8, "bytes": 1e9, "pairs": [[0.0114, 0.0101]]},
+            {"rows": 100, "bytes": 1e9, "pairs": [[0.0115, 0.0100]]},
+        ],
+        "overhead": {"8": [[1.079, 1.0]], "100": [[2.0, 1.0]]},
+        "prefill_pairs": [[1.13, 1.0]],
+    }
+    assert judge_steps(found, LIMITS).failures == [
+        "decode, 32 rows: 70% of the limit, 10.00 ms at 8 tokens",
+        "LoRA, 100 adapters: 1.50 × the limit, 1.50 ms",
+        "of a prefill, adapters: +13.0%",
+    ]
+
+
+def test_a_load_is_held_against_the_link_and_the_steps_beside_it_against_the_others() -> None:
+    found = {"loads_s": [0.010], "load_bytes": 4.1e8, "overlapping_s": [1.02], "others_s": [1.0]}
+    assert judge_loads(found, LIMITS).failures == []
+    found |= {"load_bytes": 3.9e8, "overlapping_s": [1.04]}
+    assert judge_loads(found, LIMITS).failures == [
+        "a load: 78% of the link, 10.0 ms",
+        "steps beside a load: 1.040 × the others",
+    ]
+
+
+def test_cold_starts_are_held_against_the_load() -> None:
+    def point(ttft_s: float, load_s: float = 0.0, host_layers: int = 0) -> dict[str, Any]:
+        return {"8 x 64": {"ttft_s": [ttft_s], "load_s": [load_s], "host_layers": [host_layers]}}
+
+    good = (point(0.02), point(0.03, 0.01), point(0.025), point(0.025, 0.0, 9), point(0.03))
+    found = dict(zip(COLD_ROWS, good, strict=True))
+    assert judge_cold(found, LIMITS).failures == []
+    found |= {cuda_3.ON_DEMAND: point(0.033, 0.01), cuda_3.ASSIST: point(0.029), cuda_3.AUTO: point(0.032, 0.0, 9)}
+    assert judge_cold(found, LIMITS).failures == [
+        "rank 8 x 64 tokens: a cold start does not cost its load",
+        "rank 8 x 64 tokens: assisted is too slow",
+        "rank 8 x 64 tokens: auto is not the better",
+    ]
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+def test_without_a_gpu_nothing_is_run_and_the_line_says_so(tmp_path: Path) -> None:
+    for runner in (cuda_3, cuda_4):
+        result = runner.run(StoredRuns("cuda", tmp_path, "code"))
+        assert not result.passed
+        assert result.cause == "torch sees no CUDA device on this machine"
