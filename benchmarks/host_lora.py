@@ -34,7 +34,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.engine.host_lora.delta import host_targets, write_delta
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows, start_worker_process
+from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows, PoolSizes, start_worker_process
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
@@ -92,7 +92,10 @@ class _RingToProcess:
     def __init__(self, store: Store, core: int) -> None:
         parts = [HostRows(0, 0, TOKENS)]
         self._pool = HostPool(
-            [start_worker_process()], [core], [store.arena], store.host.dtype, store.geometry, rows=TOKENS, parts=1
+            [start_worker_process()],
+            [core],
+            [store.arena],
+            PoolSizes(store.host.dtype, store.geometry, rows=TOKENS, parts=1),
         )
         self._pool.wait_until_ready()
         self._pool.begin([store.adapter])

@@ -109,7 +109,7 @@ def twin_result(runs: StoredRuns, bed: Bed) -> Result:
     simulate_by = partial(_simulate, bed.settings, refs)
     before = bed.profile("profile")
     for work in works:
-        peak = runs.get(f"peak-{work.name}", partial(_peak, partial(simulate_by, before, work)))
+        peak = runs.get(f"peak-{work.name}", partial(_peak, work.name, partial(simulate_by, before, work)))
         rates[work.name] = LOAD * peak["rate"]
     for repeat in range(REPEATS):
         for work in works if repeat % 2 == 0 else reversed(works):
@@ -158,10 +158,10 @@ def _works() -> list[_Work]:
     return [_Work("128 + 64", fixed, BLOCK_TOKENS), _Work("conversations", chat, BLOCK_TOKENS)]
 
 
-def _peak(simulate_at: Callable[[float], Run]) -> dict[str, Any]:
+def _peak(name: str, simulate_at: Callable[[float], Run]) -> dict[str, Any]:
     peak = find_peak(lambda rate: simulate_at(rate).figures(SLO).slo_attainment or 0.0, TARGET, 2.0, precision=0.05)
     if peak.rate is None:
-        raise RuntimeError("no rate meets the limits")
+        raise RuntimeError(f"{name}: no rate meets the limits")
     return {"rate": peak.rate}
 
 

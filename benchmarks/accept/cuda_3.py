@@ -72,8 +72,8 @@ def run(runs: StoredRuns) -> Result:
         return Result(figure="not run", passed=False, cause=reason)
     with gpu_rig() as rig:
         limits = runs.get("limits", gpu_limits)
-        found = {name: runs.get(name, partial(measure, rig)) for name, measure in PARTS.items()}
-    judged = [judge(found[name], limits) for name, judge in JUDGES.items()]
+        found = {name: runs.get(name, partial(measure, rig)) for name, (measure, _) in PARTS.items()}
+    judged = [judge(found[name], limits) for name, (_, judge) in PARTS.items()]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures] + [f"not built: {', '.join(_NOT_BUILT)}"]
     return Result(
@@ -326,5 +326,8 @@ def judge_cold(found: dict[str, Any], limits: dict[str, Any]) -> Judged:
     return Judged(figure, failures)
 
 
-PARTS = {"steps": measure_steps, "loads": measure_gpu_loads, "cold": measure_cold}
-JUDGES = {"steps": judge_steps, "loads": judge_loads, "cold": judge_cold}
+PARTS = {
+    "steps": (measure_steps, judge_steps),
+    "loads": (measure_gpu_loads, judge_loads),
+    "cold": (measure_cold, judge_cold),
+}

@@ -19,7 +19,7 @@ from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.host_lora.calibrate import measure_host
 from lorikeet.engine.host_lora.device_pool import DevicePool
 from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import HostPool, HostRows, start_worker_process
+from lorikeet.engine.host_lora.pool import HostPool, HostRows, PoolSizes, start_worker_process
 from lorikeet.engine.host_lora.start import worker_cores
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.kernels.base import LoraPieces
@@ -74,10 +74,14 @@ def make_store(dtype: torch.dtype) -> Store:
     return Store(arena, host, geometry(), adapters)
 
 
+def sizes_for(store: Store) -> PoolSizes:
+    return PoolSizes(store.host.dtype, store.geometry, ROWS, PARTS)
+
+
 def make_pool(store: Store, exchange: ThreadExchange | None) -> HostPool:
     processes = [start_worker_process() for _ in range(2)]
     make = HostPool if exchange is None else partial(DevicePool, Exchanging(exchange), exchange)
-    return make(processes, [None, None], [store.arena], store.host.dtype, store.geometry, ROWS, PARTS)
+    return make(processes, [None, None], [store.arena], sizes_for(store))
 
 
 @pytest.fixture(scope="module")
@@ -351,11 +355,11 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
 def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
     exchange = ThreadExchange()
     device, processes = Exchanging(exchange), [start_worker_process()]
-    make = partial(DevicePool, device, exchange, processes, [None], [store.arena], torch.float32, store.geometry)
+    make = partial(DevicePool, device, exchange, processes, [None], [store.arena])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "register", refuse)
         with pytest.raises(ExecutorError, match="the memory of host workers: no"):
-            make(ROWS, PARTS)
+            make(sizes_for(store))
     assert processes[0].is_gone.wait(60.0)
     exchange.end()
 

@@ -1,10 +1,11 @@
-"""What a device's stream does with memory of other processes, on a CPU: beside the calling thread, or in it."""
+"""A device's stream beside memory of other processes, on a CPU: in a thread of its own, or in the calling one."""
 
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class ThreadExchange:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def give(self, rows: Tensor, target: Tensor) -> None:
+    def copy(self, rows: Tensor, target: Tensor) -> None:
         self._work.put(lambda: target.copy_(rows))
 
     def signal(self, word: Tensor, value: int) -> None:
@@ -81,7 +82,7 @@ class PromptExchange:
     def __init__(self) -> None:
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def give(self, rows: Tensor, target: Tensor) -> None:
+    def copy(self, rows: Tensor, target: Tensor) -> None:
         target.copy_(rows)
 
     def signal(self, word: Tensor, value: int) -> None:
@@ -105,10 +106,14 @@ class Exchanging(Cpu):
         registered: memory that copies can reach now.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: "ThreadExchange | PromptExchange") -> None:
         super().__init__()
         self.registered: list[int] = []
         self._exchange = exchange
+
+    @property
+    def steps(self) -> Any:
+        return self._exchange
 
     def exchange(self) -> Exchange:
         return self._exchange

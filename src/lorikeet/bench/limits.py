@@ -63,16 +63,16 @@ class LimitMeter:
 
     def _best_s(self, call: Callable[[], object], rounds: int, calls: int) -> float:
         """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up."""
-        best_s = float("inf")
-        for number in range(rounds + 1):
-            start_s = time.perf_counter()
-            for _ in range(calls if number else 1):
-                call()
-            if self._device == "cuda":
-                torch.cuda.synchronize()
-            if number:
-                best_s = min(best_s, (time.perf_counter() - start_s) / calls)
-        return best_s
+        self._seconds(call, 1)
+        return min(self._seconds(call, calls) for _ in range(rounds)) / calls
+
+    def _seconds(self, call: Callable[[], object], calls: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
 
 
 def median_limits(measured: Sequence[MachineLimits]) -> MachineLimits:

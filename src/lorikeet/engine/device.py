@@ -86,15 +86,11 @@ class Graph(Protocol):
 
 
 class Exchange(Protocol):
-    """What the stream of the steps does with memory that other processes read and write, in its order.
+    """What the stream of the steps does beside copies with memory that other processes read and write, in its order.
 
-    Nothing here waits for the device. Other processes see what was given before they see the signal after it, and what
+    Nothing here waits for the device. Other processes see what was copied before they see the signal after it, and what
     they write before a word is there once the word is. Host memory is registered; a word is one of 64 bits.
     """
-
-    def give(self, rows: Tensor, target: Tensor) -> None:
-        """Copy rows of the device to host memory."""
-        ...
 
     def signal(self, word: Tensor, value: int) -> None:
         """Write a word."""
@@ -106,10 +102,6 @@ class Exchange(Protocol):
 
     def add(self, source: Tensor, total: Tensor) -> None:
         """Add to a tensor of the device what then lies in host memory."""
-        ...
-
-    def mark(self) -> Mark:
-        """Return a mark behind all work so far."""
         ...
 
 

@@ -84,31 +84,35 @@ class CudaMark:
 
 
 class CudaStream:
-    """A stream of the device."""
+    """A stream of the device.
+
+    Attributes:
+        stream: torch's.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Give the copy to the device's copy engines."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
         """Give the copies to the device's copy engines."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
                 copy.target[put].copy_(copy.source[taken], non_blocking=True)
 
     def follow(self, mark: Mark) -> None:
         """Let the stream wait for an event of this device."""
         assert isinstance(mark, CudaMark)
-        self._stream.wait_event(mark.event)
+        self.stream.wait_event(mark.event)
 
     def mark(self) -> Mark:
         """Record an event."""
         event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
+        event.record(self.stream)
         return CudaMark(event)
 
 
@@ -136,10 +140,6 @@ class CudaExchange:
         for function in (self._write, self._wait):
             function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
 
-    def give(self, rows: Tensor, target: Tensor) -> None:
-        """Give the copy to the device's copy engines."""
-        target.copy_(rows, non_blocking=True)
-
     def signal(self, word: Tensor, value: int) -> None:
         """Write behind a fence, which is the default."""
         self._do(self._write, word, value)
@@ -151,10 +151,6 @@ class CudaExchange:
     def add(self, source: Tensor, total: Tensor) -> None:
         """Copy, then add."""
         total.add_(source.to(total.device, non_blocking=True))
-
-    def mark(self) -> Mark:
-        """Record an event."""
-        return CudaStream(self._stream).mark()
 
     def _do(self, function: Any, word: Tensor, value: int) -> None:
         if code := function(self._stream.cuda_stream, word.data_ptr(), value, 0):
@@ -176,8 +172,7 @@ class Cuda:
         self._place = place
         self._capturing = torch.cuda.Stream(place)
         self._graph_memory: Any = None  # a type that torch does not name in public
-        self._current = torch.cuda.current_stream(place)
-        self._steps = CudaStream(self._current)
+        self._steps = CudaStream(torch.cuda.current_stream(place))
 
     @property
     def steps(self) -> Stream:
@@ -216,7 +211,7 @@ class Cuda:
 
     def exchange(self) -> Exchange | None:
         """Return what the steps' stream can do."""
-        return CudaExchange(self._current)
+        return CudaExchange(self._steps.stream)
 
     def _unregister(self, memory: Tensor) -> None:
         with torch.cuda.device(self._place):

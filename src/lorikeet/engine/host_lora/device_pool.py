@@ -13,12 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.device import Device, Exchange, Mark
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.helper_process import HelperProcess
-from lorikeet.engine.host_lora.pool import SLOTS, TIMEOUT_S, Deal, HostPool
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.engine.host_lora.pool import SLOTS, Deal, HostPool, PoolSizes
 from lorikeet.memory.host_arena import HostArena
 
 
@@ -50,7 +48,7 @@ class DevicePool(HostPool):
     Args:
         device: computes; its steps' stream is that of the calling thread.
         exchange: its own.
-        processes, cores, arenas, dtype, geometry, rows, parts, timeout_s: see ``HostPool``; there is one arena.
+        processes, cores, arenas, sizes: see ``HostPool``; there is one arena.
 
     Raises:
         ExecutorError: the device does not take the ring.
@@ -66,15 +64,11 @@ class DevicePool(HostPool):
         processes: Sequence[HelperProcess],
         cores: Sequence[int | None],
         arenas: Sequence[HostArena],
-        dtype: torch.dtype,
-        geometry: ModelGeometry,
-        rows: int,
-        parts: int,
-        timeout_s: float = TIMEOUT_S,
+        sizes: PoolSizes,
     ) -> None:
-        super().__init__(processes, cores, arenas, dtype, geometry, rows, parts, timeout_s)
-        self._exchange = exchange
-        self._x = torch.from_numpy(self.ring.x).view(torch_dtype(self.ring.shape.dtype))
+        super().__init__(processes, cores, arenas, sizes)
+        self._stream, self._exchange = device.steps, exchange
+        self._x = torch.from_numpy(self.ring.x).view(sizes.dtype)
         self._open: deque[_Given] = deque()
         self._last: _Given | None = None
         try:
@@ -94,10 +88,10 @@ class DevicePool(HostPool):
         row = 0
         for part in deal.parts:
             rows = part.stop - part.start
-            self._exchange.give(x[part.start : part.stop], slot[row : row + rows])
+            self._stream.copy(x[part.start : part.stop], slot[row : row + rows])
             row += rows
         self._exchange.signal(torch.from_numpy(self.ring.x_word(ticket)), ticket)
-        self._open.append(_Given(ticket, layer, deal, self._exchange.mark(), at_ns))
+        self._open.append(_Given(ticket, layer, deal, self._stream.mark(), at_ns))
 
     def add_to(self, qkv: Tensor) -> None:
         """Let the stream wait for what was submitted, and add it to its rows of ``qkv [T, out]``."""
@@ -114,7 +108,7 @@ class DevicePool(HostPool):
             RuntimeError: the device has failed.
         """
         self._collect_all()
-        self._exchange.mark().wait()
+        self._stream.mark().wait()
         if self._last is not None:
             self._note_times(self._last.ticket, self._last.deal, self._last.at_ns, 0, time.monotonic_ns())
             self._last = None

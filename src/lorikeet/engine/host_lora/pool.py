@@ -100,6 +100,24 @@ def y_of(ring: Ring, rank: int) -> list[Tensor]:
     return list(torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank])
 
 
+class PoolSizes(NamedTuple):
+    """What a pool is made for.
+
+    Attributes:
+        dtype: of the model.
+        geometry: of a rank's share of the model.
+        rows: most rows of a layer.
+        parts: most parts of a layer.
+        timeout_s: for workers to answer.
+    """
+
+    dtype: torch.dtype
+    geometry: ModelGeometry
+    rows: int
+    parts: int
+    timeout_s: float = TIMEOUT_S
+
+
 class HostPool:
     """Hands rows out to workers and collects what they make of them. Used by one thread.
 
@@ -111,11 +129,7 @@ class HostPool:
         processes: the workers; owned by this object from now on.
         cores: where each is to run, None for any core.
         arenas: the memory of each rank's host tier, this one's first; the others' are owned by this object from now on.
-        dtype: of the model.
-        geometry: of a rank's share of the model.
-        rows: most rows of a layer.
-        parts: most parts of a layer.
-        timeout_s: for workers to answer.
+        sizes: what it is made for.
 
     Attributes:
         worker_tokens: rows of one request that a worker takes while there are enough workers.
@@ -132,12 +146,9 @@ class HostPool:
         processes: Sequence[HelperProcess],
         cores: Sequence[int | None],
         arenas: Sequence[HostArena],
-        dtype: torch.dtype,
-        geometry: ModelGeometry,
-        rows: int,
-        parts: int,
-        timeout_s: float = TIMEOUT_S,
+        sizes: PoolSizes,
     ) -> None:
+        dtype, geometry, rows, parts, timeout_s = sizes
         q = geometry.modules["q"]
         blocks = [torch.from_numpy(arena.bytes).view(dtype) for arena in arenas]
         shape = RingShape(

@@ -13,7 +13,7 @@ from lorikeet.engine.helper_process import HelperProcess
 from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.host_lora.calibrate import measure
 from lorikeet.engine.host_lora.device_pool import DevicePool
-from lorikeet.engine.host_lora.pool import HostPool, start_worker_process
+from lorikeet.engine.host_lora.pool import HostPool, PoolSizes, start_worker_process
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.transfers import Transfers
 from lorikeet.memory.host_arena import HostArena
@@ -95,10 +95,7 @@ def open_pool(
         processes,
         own,
         [transfers.host_arena, *others],
-        transfers.host.dtype,
-        geometry,
-        rows=settings.max_step_tokens,
-        parts=settings.max_running,
+        PoolSizes(transfers.host.dtype, geometry, rows=settings.max_step_tokens, parts=settings.max_running),
     )
     try:
         pool.wait_until_ready()
