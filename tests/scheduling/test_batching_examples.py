@@ -6,7 +6,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.credits import CreditParams, Credits, transfers
 from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.dynamic import Decision, decide
-from lorikeet.scheduling.batching.mode import Unmerged
+from lorikeet.scheduling.batching.mode import BatchWork, Unmerged
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
 from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds, throughput
 from lorikeet.scheduling.batching.times import Batch
@@ -318,13 +318,46 @@ def test_nobody_starves_where_all_requests_are_of_one_adapter() -> None:
     assert run(mode, live_of("B")).merged == B
 
 
-def test_the_turn_of_a_starving_adapter_is_merged_where_that_pays() -> None:
-    mode, live = example(backfill=True), live_of("AAABB")
-    for _ in range(2):
-        run(mode, live)
-    assert (mode.credits[A], mode.credits[B]) == (2, 6)
-    mode.credits.apply({A: -1, B: 1}, 1)
-    mode.thresholds.alpha = 0.4
+def starving_mode(types: str, lora_s: float, switch_s: float = 0.0) -> DLora:
+    """Return a mode that knows how long steps and switches take, and in which B is about to starve beside a hot A."""
+    mode = DLora(
+        setup_of(max_batch=4),
+        tuned=False,
+        backfill=True,
+        threshold_params=ThresholdParams(alpha=0.4, beta=0.1),
+        credit_params=CreditParams(initial=6, starves_above=8, normal_below=7, turn_ends_below=3),
+    )
+    mode.times.note(8, BatchWork(0, 0, 4, {}), 0.01)
+    mode.times.note(8, BatchWork(0, 0, 4, {A: 2, B: 2}), lora_s)
+    mode.times.note_switch(True, switch_s)
+    live = live_of(types)
+    while mode.credits[B] <= 8:
+        assert run(mode, live, step_s=0.01).merged == A
+    return mode
+
+
+def test_a_turn_of_a_starving_adapter_is_merged_and_lasts_until_it_owes() -> None:
+    mode, live = starving_mode("AAAB", lora_s=0.04), live_of("AAAB")
+    seen = []
+    for _ in range(4):
+        choice = run(mode, live, step_s=0.01)
+        seen.append((choice.merged, ids(batch_of(choice, live)), mode.credits[B]))
+    hot = ["A1", "A2", "A3"]
+    assert seen == [(B, ["B1"], 6), (B, ["B1"], 3), (B, ["B1"], 0), (A, hot, 1)], "and then A is merged at once"
+
+
+@pytest.mark.parametrize(
+    ("types", "lora_s", "switch_s"),
+    [("AAAB", 0.012, 0.0), ("AACB", 0.022, 0.0), ("AAAB", 0.04, 0.1)],
+    ids=["adapters cost little", "three adapters' turns", "switches cost more"],
+)
+def test_all_run_unmerged_on_a_turn_where_that_is_the_faster_way(types: str, lora_s: float, switch_s: float) -> None:
+    mode, live = starving_mode(types, lora_s, switch_s), live_of(types)
     choice = run(mode, live)
-    assert (choice.merged, ids(batch_of(choice, live))) == (B, ["B1", "B2"])
-    assert (mode.credits[A], mode.credits[B]) == (4, 4), "B pays for the three that it passes over"
+    assert (choice.merged, len(batch_of(choice, live))) == (None, 4)
+    assert mode.credits[B] == 7, "it pays two for an iteration of its request in which nobody is passed over"
+
+
+def test_two_adapters_turns_are_merged_where_one_after_the_other_takes_less_time() -> None:
+    mode, live = starving_mode("AAAB", lora_s=0.022), live_of("AAAB")
+    assert run(mode, live).merged == B

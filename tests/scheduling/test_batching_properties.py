@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.scheduling.batching.credits import CreditParams, usual_params
 from lorikeet.scheduling.batching.dlora import DLora
-from lorikeet.scheduling.batching.mode import Choice, Live
+from lorikeet.scheduling.batching.mode import BatchWork, Choice, Live
 from lorikeet.scheduling.batching.thresholds import ThresholdParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
 
@@ -20,17 +20,41 @@ TRAFFIC = st.lists(ROUND, min_size=1, max_size=25)
 UP_TO_6 = st.integers(0, 6)
 
 
-def mode_of(max_batch: int, spare: int, band: int, margin: int, backfill: bool, alpha: float) -> DLora:
+def mode_of(
+    max_batch: int, spare: int, band: int, margin: int, backfill: bool, alpha: float, debt: int | None, is_known: bool
+) -> DLora:
     initial = max_batch + spare
-    return DLora(
+    mode = DLora(
         setup_of(max_batch),
         backfill=backfill,
         threshold_params=ThresholdParams(alpha=alpha, beta=alpha / 2, period_steps=5),
-        credit_params=CreditParams(initial, starves_above=initial + band + margin, normal_below=initial + band),
+        credit_params=CreditParams(
+            initial,
+            starves_above=initial + band + margin,
+            normal_below=initial + band,
+            turn_ends_below=None if debt is None else initial - min(debt, spare),
+        ),
     )
+    if is_known:  # else both modes have run often enough only after many rounds
+        for rows in range(1, 9):
+            mode.times.note(1, BatchWork(0, 0, rows, {}), 0.01 + 0.001 * rows)
+            mode.times.note(1, BatchWork(0, 0, rows, {A: rows}), 0.0107 + 0.0021 * rows)
+    return mode
 
 
-MODES = st.builds(mode_of, st.integers(1, 6), UP_TO_6, UP_TO_6, UP_TO_6, st.booleans(), st.floats(0.2, 1.2))
+def modes(is_known: bool) -> st.SearchStrategy[DLora]:
+    """Return modes of any kind, to which both modes' times are known from the beginning or not."""
+    return st.builds(
+        mode_of,
+        st.integers(1, 6),
+        UP_TO_6,
+        UP_TO_6,
+        UP_TO_6,
+        st.booleans(),
+        st.floats(0.2, 1.2),
+        st.none() | UP_TO_6,
+        st.just(is_known),
+    )
 
 
 def lists_of(traffic: Sequence[tuple[str, set[int]]], illegal: str = "") -> Iterator[list[Live]]:
@@ -57,18 +81,19 @@ def step(mode: DLora, live: Sequence[Live], steps: int = 1) -> Choice:
 
 
 @settings(max_examples=300)
-@given(MODES, TRAFFIC, st.sampled_from(("", "B", "AC")))
+@given(modes(is_known=False) | modes(is_known=True), TRAFFIC, st.sampled_from(("", "B", "AC")))
 def test_batches_credits_and_switches_keep_their_bounds(
     mode: DLora, traffic: list[tuple[str, set[int]]], illegal: str
 ) -> None:
     merged: AdapterDigest | None = None
     initial = mode.credits[AdapterDigest("nobody's")]
     for live in lists_of(traffic, illegal):
+        was_on_turn = mode._on_turn is not None
         choice = step(mode, live)
         batch = batch_of(choice, live)
         assert len(batch) <= mode.max_batch
         assert bool(batch) == bool(live)
-        may_turn = merged not in {request.adapter for request in live} or bool(mode.credits._starving)
+        may_turn = merged not in {request.adapter for request in live} or was_on_turn or bool(mode.credits._starving)
         assert merged is None or may_turn or choice.merged in (None, merged), "no way from one with requests to another"
         merged = choice.merged
         if merged and batch:
@@ -92,13 +117,14 @@ def check_several_at_once(mode: DLora, traffic: Sequence[tuple[str, set[int]]], 
         for _ in range(steps):
             assert step(single, live) == choice
         assert all(mode.credits[each] == single.credits[each] for each in (A, B, C, None))
-        assert mode.thresholds.alpha == pytest.approx(single.thresholds.alpha)
-        assert mode.thresholds.beta == pytest.approx(single.thresholds.beta)
+        # The robust line through the times is found step by step, so how many come at once shows in its last digits.
+        assert mode.thresholds.alpha == pytest.approx(single.thresholds.alpha, rel=1e-3)
+        assert mode.thresholds.beta == pytest.approx(single.thresholds.beta, rel=1e-3)
         assert mode.thresholds.steps_left == single.thresholds.steps_left
 
 
 @settings(max_examples=300)
-@given(MODES, TRAFFIC, st.integers(1, 12))
+@given(modes(is_known=False), TRAFFIC, st.integers(1, 12))
 def test_several_steps_at_once_are_the_same_steps_one_by_one(
     mode: DLora, traffic: list[tuple[str, set[int]]], most: int
 ) -> None:
@@ -109,7 +135,7 @@ def test_after_a_period_that_ended_with_another_candidate_each_step_is_decided_a
     stay: tuple[str, set[int]] = ("", set())
     before = [("AAC-B", set[int]()), ("A-AAA", set[int]()), ("ABC", {0, 2, 7}), ("B", set[int]())]
     leave: list[tuple[str, set[int]]] = [("C", set()), ("", {5}), ("", {5}), ("", {0, 1, 3})]
-    mode = mode_of(max_batch=3, spare=1, band=0, margin=5, backfill=False, alpha=1.0)
+    mode = mode_of(max_batch=3, spare=1, band=0, margin=5, backfill=False, alpha=1.0, debt=None, is_known=False)
     check_several_at_once(mode, [*before, stay, stay, stay, stay, *leave], most=2)
 
 

@@ -22,6 +22,8 @@ class CreditParams(NamedTuple):
         initial: what a type begins with.
         starves_above: with more than this a type starves, and goes first.
         normal_below: with less than this it no longer does.
+        turn_ends_below: with less than this the turn of a type that is merged for it is over; None: as soon as it no
+            longer starves.
         price: what a request of a type with a surplus pays for an iteration in which nobody is passed over, because
             somebody starves.
     """
@@ -29,13 +31,19 @@ class CreditParams(NamedTuple):
     initial: int
     starves_above: int
     normal_below: int
+    turn_ends_below: int | None = None
     price: int = 2
 
 
 def usual_params(max_batch: int) -> CreditParams:
     """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``."""
     initial = 2 * max_batch
-    return CreditParams(initial, starves_above=initial + 64, normal_below=initial + 16)
+    return CreditParams(
+        initial,
+        starves_above=initial + 64,
+        normal_below=initial + 16,
+        turn_ends_below=initial - min(64, max_batch),
+    )
 
 
 def transfers(chosen: Sequence[Live], oldest: Sequence[Live]) -> dict[Type, int]:
@@ -80,6 +88,7 @@ class Credits:
         self._params = params
         self._credits: dict[Type, int] = {}
         self._starving: set[Type] = set()
+        self._on_turn: Type = None
 
     def __getitem__(self, each: Type) -> int:
         """Return a type's credit."""
@@ -123,14 +132,30 @@ class Credits:
         paid = {each: min(surplus, self._params.price * requests[each]) for each, surplus in owed.items()}
         return {each: -part for each, part in paid.items()} | _apportion(sum(paid.values()), debtors)
 
-    def starving(self) -> Collection[Type]:
-        """Mark who starves by now and who no longer does, and return those who do."""
+    def starving(self, on_turn: AdapterDigest | None = None) -> Collection[Type]:
+        """Mark who starves by now and who no longer does, and return those who do.
+
+        Args:
+            on_turn: the adapter that is merged because it starved. Its turn goes on while it has requests and credit: a
+                switch back for every few iterations would cost more than they.
+        """
+        self._on_turn = on_turn
         for each, has in self._credits.items():
-            if each in self._starving and has < self._params.normal_below:
+            if each in self._starving and has < self._satisfied_below(each):
                 self._starving.discard(each)
             elif has > self._params.starves_above:
                 self._starving.add(each)
         return self._starving
+
+    def turn_steps(self, each: AdapterDigest, passed_over: int) -> int:
+        """Return how long a turn of that adapter may last, at least 1, if so many requests are passed over for it."""
+        ends_below = self._params.turn_ends_below
+        surplus = self[each] - (self._params.normal_below if ends_below is None else ends_below)
+        return max(1, surplus // max(1, passed_over))
+
+    def _satisfied_below(self, each: Type) -> int:
+        ends_below = self._params.turn_ends_below if each is not None and each == self._on_turn else None
+        return self._params.normal_below if ends_below is None else ends_below
 
     def apply(self, gains: Mapping[Type, int], steps: int) -> None:
         """Book the transfers of identical iterations."""
@@ -148,9 +173,9 @@ class Credits:
                 steps = min(steps, (rules.starves_above - has) // gain + 1)
             elif gain < 0 and has > rules.initial:  # it is owed no more then, and starves no longer before
                 steps = min(steps, (has - rules.initial) // -gain)
-                steps = min(steps, (has - rules.normal_below) // -gain + 1) if starves else steps
+                steps = min(steps, (has - self._satisfied_below(each)) // -gain + 1) if starves else steps
             elif gain < 0 and starves:
-                steps = min(steps, (has - rules.normal_below) // -gain + 1)
+                steps = min(steps, (has - self._satisfied_below(each)) // -gain + 1)
             elif gain < 0:  # it is merged, and must have as much as an iteration costs before each
                 steps = min(steps, has // -gain)
         return max(1, steps)

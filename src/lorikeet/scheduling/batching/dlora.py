@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.credits import CreditParams, Credits, Type, transfers, usual_params
-from lorikeet.scheduling.batching.dynamic import Decision, decide
+from lorikeet.scheduling.batching.dynamic import Decision, decide, requests_of
 from lorikeet.scheduling.batching.mode import BatchingMode, BatchingSetup, BatchWork, Choice, Live, allow
 from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds
 from lorikeet.scheduling.batching.times import Batch, ModeTimes
@@ -25,15 +25,15 @@ class _Pending(NamedTuple):
         starving: whose turn it is; nobody's if nobody starves.
         gains: credits by type.
         iteration: for the log of the period; None: it does not belong there.
-        is_first: of its state or of its period: the end of the last may have moved the thresholds, so the next choice
-            may differ for that alone.
+        is_brief: the next choice may differ for times alone: the first of its state or its period, since the end of the
+            last may have moved the thresholds, or the faster of two ways to serve those who starve.
     """
 
     merged: AdapterDigest | None
     starving: Set[Type]
     gains: dict[Type, int]
     iteration: Iteration | None
-    is_first: bool
+    is_brief: bool
 
 
 class DLora(BatchingMode):
@@ -43,8 +43,9 @@ class DLora(BatchingMode):
         setup: of the replica.
         tuned: whether the thresholds move.
         credited: whether credits are kept; without them nothing prevents starvation.
-        backfill: the turn of those who starve is filled up with the oldest others, or theirs alone and merged if that
-            pays; else it is theirs alone and unmerged, as the paper has it.
+        backfill: those who starve have merged turns, one adapter after the other, where that is the faster way to serve
+            everybody; else their turn is filled up with the oldest others. Without, it is theirs alone and unmerged, as
+            the paper has it.
         threshold_params, credit_params: other values than ours.
 
     Attributes:
@@ -70,6 +71,8 @@ class DLora(BatchingMode):
         self.thresholds = Thresholds(self.times, threshold_params)
         self.credits = Credits(credit_params or usual_params(setup.max_batch))
         self._merged: AdapterDigest | None = None
+        self._state: AdapterDigest | None = None  # what Algorithm 1 has merged: a turn of the starving interrupts it
+        self._on_turn: AdapterDigest | None = None
         self._pending: _Pending | None = None
 
     def choose(self, live: Sequence[Live]) -> Choice:
@@ -82,14 +85,14 @@ class DLora(BatchingMode):
             return Choice(self._merged, frozenset())
         oldest = live[: self.max_batch]
         legal = {request.adapter for request in live if request.is_legal}
-        starving = self.credits.starving() if self._credited and len(counts) > 1 else ()
+        starving = self.credits.starving(self._on_turn) if self._credited and len(counts) > 1 else ()
         candidate: AdapterDigest | None = None
         if starving:
             merged, batch = self._pass(live, starving, legal)
         else:
             # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between,
             # unless the cost of those ought to be measured.
-            state = self._merged if counts[self._merged] else None
+            state = self._state if counts[self._state] else None
             is_trial = self._tuned and state is None and self.times.lora_steps_due > 0
             merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state, is_trial=is_trial)
         is_first = merged != self._merged
@@ -101,7 +104,7 @@ class DLora(BatchingMode):
             frozenset(starving),
             self._gains(batch, oldest, merged, is_pass=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
-            is_first,
+            is_first or (bool(starving) and self._backfill),
         )
         return allow(batch, live, merged)
 
@@ -112,7 +115,11 @@ class DLora(BatchingMode):
             AssertionError: nothing was chosen before.
         """
         assert self._pending is not None
-        self._merged = self._pending.merged  # not before: a plan that runs nobody switches nothing
+        # Not before: a plan that runs nobody switches nothing.
+        self._merged = self._pending.merged
+        self._on_turn = self._merged if self._pending.starving else None
+        if not self._pending.starving:
+            self._state = self._merged
         is_trial = self.times.lora_steps_due > 0
         if not work.is_assisted:
             self.times.note(steps, work, step_s)
@@ -128,10 +135,10 @@ class DLora(BatchingMode):
         self._pending = None
 
     def steps_until_review(self) -> float:
-        """Return the steps until credits or the end of a period may change the choice, 1 right after it or a switch."""
+        """Return the steps until credits or the end of a period may change the choice, 1 where times may do so too."""
         if self._pending is None:
             return inf
-        if self._pending.is_first:
+        if self._pending.is_brief:
             return 1
         steps = self.credits.steps_until_review(self._pending.gains)
         if self._pending.merged is None:
@@ -155,18 +162,29 @@ class DLora(BatchingMode):
     def _pass(
         self, live: Sequence[Live], starving: Collection[Type], legal: Collection[Type]
     ) -> tuple[AdapterDigest | None, Sequence[Live]]:
-        """Return the turn of those who starve, and what is merged for it: one of them, where merging pays."""
-        if self._backfill:
-            owed = {each for each in legal if each in starving}
-            found = self._decide(live, owed, self._merged if self._merged in owed else None)
-            if found.merged is not None:
-                return found.merged, found.batch
+        """Return the turn of those who starve, and what is merged for it."""
+        if self._backfill and (turn := self._turn(live[: self.max_batch], starving, legal)) is not None:
+            return turn, requests_of(turn, live)[: self.max_batch]
         batch = [request for request in live if request.adapter in starving][: self.max_batch]
         if self._backfill:
             others = [request for request in live[: self.max_batch] if request.adapter not in starving]
             batch += others[: self.max_batch - len(batch)]
         is_merged = all(request.adapter == self._merged for request in batch)
         return (self._merged if is_merged else None), batch
+
+    def _turn(
+        self, oldest: Sequence[Live], starving: Collection[Type], legal: Collection[Type]
+    ) -> AdapterDigest | None:
+        """Return whom of the starving to merge; None if all types after the other take longer than all together."""
+        counts = Counter(request.adapter for request in oldest)
+        owed = [each for each in counts if each is not None and each in starving and each in legal]
+        if not owed or not self.times.is_known:
+            return None
+        first = max(owed, key=lambda each: (each == self._on_turn, self.credits[each]))
+        switch_s = self.times.switch_s(to_merged=True) / self.credits.turn_steps(first, len(oldest) - counts[first])
+        in_turn_s = sum(self.times.batch_s(Batch(count)) + switch_s for count in counts.values())
+        together_s = self.times.batch_s(self.times.batch(request.adapter for request in oldest))
+        return first if in_turn_s < together_s else None
 
     def _solvent(self, types: Collection[Type], oldest: Sequence[Live]) -> Collection[Type]:
         """Return those whose credit covers everybody whom their merging would pass over in one iteration."""
