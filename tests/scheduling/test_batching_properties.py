@@ -139,14 +139,16 @@ def test_after_a_period_that_ended_with_another_candidate_each_step_is_decided_a
     check_several_at_once(mode, [*before, stay, stay, stay, stay, *leave], most=2)
 
 
-@given(st.integers(2, 40), st.data())
-def test_a_lone_request_is_rescued_after_so_many_iterations(max_batch: int, data: st.DataObject) -> None:
+@given(st.integers(2, 40), st.booleans(), st.data())
+def test_a_lone_request_is_rescued_after_so_many_iterations(
+    max_batch: int, backfill: bool, data: st.DataObject
+) -> None:
     place = data.draw(st.integers(0, max_batch - 1))
     others = data.draw(st.integers(max(place, 1), 2 * max_batch))
     live = live_of("A" * place + "B" + "A" * (others - place))
-    mode, rules = DLora(setup_of(max_batch)), usual_params(max_batch)
+    mode, rules = DLora(setup_of(max_batch), backfill=backfill), usual_params(max_batch, has_turns=backfill)
     most = rules.starves_above - rules.initial + 1
-    assert most == 65
+    assert most == (41 if backfill else 65)
     passed_over = 0
     while live[place] not in batch_of(run(mode, live), live):
         passed_over += 1

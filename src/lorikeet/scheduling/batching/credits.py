@@ -35,14 +35,21 @@ class CreditParams(NamedTuple):
     price: int = 2
 
 
-def usual_params(max_batch: int) -> CreditParams:
-    """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``."""
-    initial = 2 * max_batch
+def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
+    """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``.
+
+    Args:
+        max_batch: most requests in a batch.
+        has_turns: those who starve may be merged, so that a turn costs others little and may come sooner.
+    """
+    if not has_turns:
+        return CreditParams(2 * max_batch, starves_above=2 * max_batch + 64, normal_below=2 * max_batch + 16)
+    initial = 4 * max_batch
     return CreditParams(
         initial,
-        starves_above=initial + 64,
+        starves_above=initial + 40,
         normal_below=initial + 16,
-        turn_ends_below=initial - min(64, max_batch),
+        turn_ends_below=initial - min(96, 2 * max_batch),
     )
 
 
@@ -147,11 +154,11 @@ class Credits:
                 self._starving.add(each)
         return self._starving
 
-    def turn_steps(self, each: AdapterDigest, passed_over: int) -> int:
-        """Return how long a turn of that adapter may last, at least 1, if so many requests are passed over for it."""
-        ends_below = self._params.turn_ends_below
-        surplus = self[each] - (self._params.normal_below if ends_below is None else ends_below)
-        return max(1, surplus // max(1, passed_over))
+    def turn_steps(self, passed_over: int) -> int:
+        """Return how long a turn lasts, at least 1, for which so many requests are passed over."""
+        rules = self._params
+        ends_below = rules.normal_below if rules.turn_ends_below is None else rules.turn_ends_below
+        return max(1, (rules.starves_above - ends_below) // max(1, passed_over))
 
     def _satisfied_below(self, each: Type) -> int:
         ends_below = self._params.turn_ends_below if each is not None and each == self._on_turn else None

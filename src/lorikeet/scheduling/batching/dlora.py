@@ -69,7 +69,7 @@ class DLora(BatchingMode):
         self._tuned, self._credited, self._backfill = tuned, credited, backfill
         self.times = ModeTimes(setup.kernel_form, setup.rank)
         self.thresholds = Thresholds(self.times, threshold_params)
-        self.credits = Credits(credit_params or usual_params(setup.max_batch))
+        self.credits = Credits(credit_params or usual_params(setup.max_batch, has_turns=backfill))
         self._merged: AdapterDigest | None = None
         self._state: AdapterDigest | None = None  # what Algorithm 1 has merged: a turn of the starving interrupts it
         self._on_turn: AdapterDigest | None = None
@@ -181,7 +181,7 @@ class DLora(BatchingMode):
         if not owed or not self.times.is_known:
             return None
         first = max(owed, key=lambda each: (each == self._on_turn, self.credits[each]))
-        switch_s = self.times.switch_s(to_merged=True) / self.credits.turn_steps(first, len(oldest) - counts[first])
+        switch_s = self.times.switch_s(to_merged=True) / self.credits.turn_steps(len(oldest) - counts[first])
         in_turn_s = sum(self.times.batch_s(Batch(count)) + switch_s for count in counts.values())
         together_s = self.times.batch_s(self.times.batch(request.adapter for request in oldest))
         return first if in_turn_s < together_s else None
