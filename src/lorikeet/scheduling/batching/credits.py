@@ -34,6 +34,10 @@ class CreditParams(NamedTuple):
     turn_ends_below: int | None = None
     price: int = 2
 
+    def satisfied_below(self, *, is_on_turn: bool) -> int:
+        """Return with less than what a type starves no longer, and its turn is over."""
+        return self.normal_below if self.turn_ends_below is None or not is_on_turn else self.turn_ends_below
+
 
 def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
     """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``.
@@ -95,7 +99,6 @@ class Credits:
         self._params = params
         self._credits: dict[Type, int] = {}
         self._starving: set[Type] = set()
-        self._on_turn: Type = None
 
     def __getitem__(self, each: Type) -> int:
         """Return a type's credit."""
@@ -146,9 +149,9 @@ class Credits:
             on_turn: the adapter that is merged because it starved. Its turn goes on while it has requests and credit: a
                 switch back for every few iterations would cost more than they.
         """
-        self._on_turn = on_turn
         for each, has in self._credits.items():
-            if each in self._starving and has < self._satisfied_below(each):
+            is_on_turn = on_turn is not None and each == on_turn
+            if each in self._starving and has < self._params.satisfied_below(is_on_turn=is_on_turn):
                 self._starving.discard(each)
             elif has > self._params.starves_above:
                 self._starving.add(each)
@@ -157,12 +160,7 @@ class Credits:
     def turn_steps(self, passed_over: int) -> int:
         """Return how long a turn lasts, at least 1, for which so many requests are passed over."""
         rules = self._params
-        ends_below = rules.normal_below if rules.turn_ends_below is None else rules.turn_ends_below
-        return max(1, (rules.starves_above - ends_below) // max(1, passed_over))
-
-    def _satisfied_below(self, each: Type) -> int:
-        ends_below = self._params.turn_ends_below if each is not None and each == self._on_turn else None
-        return self._params.normal_below if ends_below is None else ends_below
+        return max(1, (rules.starves_above - rules.satisfied_below(is_on_turn=True)) // max(1, passed_over))
 
     def apply(self, gains: Mapping[Type, int], steps: int) -> None:
         """Book the transfers of identical iterations."""
@@ -170,7 +168,10 @@ class Credits:
             self._credits[each] += steps * gain
 
     def steps_until_review(self, gains: Mapping[Type, int]) -> float:
-        """Return after how many such iterations something may change: who starves, who owes, or who can pay."""
+        """Return after how many such iterations something may change: who starves, who owes, or who can pay.
+
+        Merged turns of the starving are not asked for: each of their iterations is decided anew.
+        """
         rules, steps = self._params, float("inf")
         for each, gain in gains.items():
             has, starves = self._credits[each], each in self._starving
@@ -180,9 +181,9 @@ class Credits:
                 steps = min(steps, (rules.starves_above - has) // gain + 1)
             elif gain < 0 and has > rules.initial:  # it is owed no more then, and starves no longer before
                 steps = min(steps, (has - rules.initial) // -gain)
-                steps = min(steps, (has - self._satisfied_below(each)) // -gain + 1) if starves else steps
+                steps = min(steps, (has - rules.normal_below) // -gain + 1) if starves else steps
             elif gain < 0 and starves:
-                steps = min(steps, (has - self._satisfied_below(each)) // -gain + 1)
+                steps = min(steps, (has - rules.normal_below) // -gain + 1)
             elif gain < 0:  # it is merged, and must have as much as an iteration costs before each
                 steps = min(steps, has // -gain)
         return max(1, steps)

@@ -117,7 +117,7 @@ class DLora(BatchingMode):
         assert self._pending is not None
         # Not before: a plan that runs nobody switches nothing.
         self._merged = self._pending.merged
-        self._on_turn = self._merged if self._pending.starving else None
+        self._on_turn = self._merged if self._backfill and self._pending.starving else None
         if not self._pending.starving:
             self._state = self._merged
         is_trial = self.times.lora_steps_due > 0
