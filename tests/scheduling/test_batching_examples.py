@@ -295,14 +295,25 @@ def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
     assert (mode.credits[A], len(mode.credits)) == (4, 1)
 
 
-def test_a_type_that_leaves_owing_still_owes_when_it_comes_back() -> None:
+def test_what_a_type_owes_when_its_last_request_leaves_nobody_is_owed_any_longer() -> None:
     mode = example(starves_above=10)
     for _ in range(3):
         run(mode, live_of(QUEUE))
     run(mode, live_of("B"))
-    assert mode.credits[A] == 1
+    assert (mode.credits[B], len(mode.credits)) == (4, 1)
     mode.choose(live_of("AB"))
-    assert mode.credits[A] == 1
+    assert mode.credits[A] == 4
+
+
+def test_one_beside_whom_many_took_turns_and_left_starves_no_more_than_before() -> None:
+    credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
+    for other in (B, C) * 4:
+        credits.meet((A, other))
+        credits.apply({A: 5, other: -5}, 1)
+        assert A in credits.starving()
+        credits.meet((A,))
+        assert credits[A] == 8
+        assert A not in credits.starving()
 
 
 def test_an_adapter_is_merged_at_once_where_the_one_before_it_has_no_requests_left() -> None:

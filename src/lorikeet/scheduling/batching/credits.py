@@ -85,11 +85,11 @@ def _apportion(total: int, weights: Mapping[Type, int]) -> dict[Type, int]:
 
 
 class Credits:
-    """Accounts of the types that have live requests, and of others that still owe.
+    """Accounts of the types that have live requests.
 
-    All begin with the same. What one gains others pay, so the mean never changes. A type whose last request leaves
-    with more than it began with is owed nothing any longer: the rest goes back to those who owe, in proportion. One
-    that leaves owing still owes when it comes back.
+    All begin with the same. What one gains others pay, so the mean never changes. With its last request a type leaves,
+    and is owed nothing any longer, and owes nothing: the rest goes to those who owe, or is taken from those who are
+    owed, in proportion.
 
     Args:
         params: values.
@@ -113,21 +113,22 @@ class Credits:
         return sum(self._credits.values())
 
     def meet(self, types: Collection[Type]) -> None:
-        """Open accounts for live types that have none, and settle those of types that are gone."""
+        """Open accounts for live types that have none, and close those of types that are gone."""
         for gone in [each for each in self._credits if each not in types]:
             self._starving.discard(gone)
-            surplus = self._credits[gone] - self._params.initial
-            if surplus >= 0:
-                del self._credits[gone]
-                self._give_back(surplus)
+            self._settle(self._credits.pop(gone) - self._params.initial)
         for each in types:
             self._credits.setdefault(each, self._params.initial)
 
-    def _give_back(self, surplus: int) -> None:
-        """Hand a surplus to those who owe; together they owe at least as much, since the mean is the initial credit."""
-        debts = {each: self._params.initial - has for each, has in self._credits.items() if has < self._params.initial}
-        for each, part in _apportion(surplus, debts).items():
-            self._credits[each] += part
+    def _settle(self, surplus: int) -> None:
+        """Hand what somebody had above the initial credit to those who owe, or what it owed to those who are owed.
+
+        Together they owe, or are owed, at least as much, since the mean is the initial credit.
+        """
+        sign = 1 if surplus > 0 else -1
+        others = {each: sign * (self._params.initial - has) for each, has in self._credits.items()}
+        for each, part in _apportion(abs(surplus), {each: owed for each, owed in others.items() if owed > 0}).items():
+            self._credits[each] += sign * part
 
     def repayments(self, batch: Sequence[Live]) -> dict[Type, int]:
         """Return what an iteration moves in which all of ``batch`` run and nobody is passed over.
