@@ -3,7 +3,7 @@
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
@@ -32,6 +32,8 @@ CHEAP = {OURS: f"{OURS},kernel_form=unpadded", UNMERGED: f"{UNMERGED},kernel_for
 """The same where adapters cost little, so merging pays little."""
 WORK = Phased(phase_s=80.0, prompt_tokens=Range(32, 160), output_tokens=Range(64, 64))
 LOAD, REPEATS, WITHIN, WAIT_TIMES = 0.7, 3, 1.05, 2.0
+SLOWER = WORK._replace(phase_s=40.0)
+"""What never merging runs to tell by how much einsums take longer than the profile says."""
 SLO_TIMES, UNLOADED_RATE = 5, 0.05
 RANKS, MEMORY_BYTES, HOST_BYTES = (8, 16, 32, 64), 2 * 2**30, 2**30
 
@@ -47,7 +49,7 @@ def run(runs: StoredRuns) -> Result:
     """Find the peak by this machine's profile, run the rows in turns, and compare phase by phase."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-modes-") as scratch:
         live = _Live(runs, Path(scratch))
-        rate = LOAD * live.peak()
+        rate = LOAD * live.peak
         made: dict[str, list[dict[str, Any]]] = {row: [] for row in (OURS, MERGED, UNMERGED, *CHEAP.values())}
         for repeat in range(REPEATS):
             for row in made if repeat % 2 == 0 else reversed(made):
@@ -96,9 +98,12 @@ def run(runs: StoredRuns) -> Result:
         "interleaved repeats, einsums as dLoRA computes (cheap: kernels that pay for the sum of ranks); "
         "mean latency per output token, ms: "
         + "; ".join(f"{row} {_means(each)}" for row, each in made.items())
-        + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's quick profile; a "
+        + f"; peak: mean TTFT ≤ {SLO_TIMES} × that at {UNLOADED_RATE:g}/s, modelled by this machine's quick profile, "
+        f"divided by how much longer than that the steps of {UNMERGED} took in {len(PHASES) * SLOWER.phase_s:.0f} s at "
+        f"the load ({live.slower:+.0%}); a "
         "time merged pays if its steps and both switches took less than its model says they had taken unmerged; "
-        f"steps took longer than that profile says by: {_drift(made)}; a run was {drift_words()}; "
+        f"steps took longer than then ({OURS}, {UNMERGED}) or than the profile says by: {_drift(made)}; a run was "
+        f"{drift_words()}; "
         "interval of the first ratio; modelled, with P99 TTFT: "
         + "; ".join(f"{row} {_means([each])}, {_p99_s(each):.2f} s" for row, each in modelled.items()),
         details={
@@ -118,8 +123,20 @@ class _Live:
         self._runs = runs
         self._rigs = MachineRigs(runs, WORK.work(1.0), RANKS, scratch, quick=True)
 
+    @property
     def peak(self) -> float:
-        """Return the peak of never merging, by the profile.
+        """Never merging's, on this machine: if all steps take longer than the profile says, so much less is served."""
+        return self._modelled_peak / (1 + self.slower)
+
+    @cached_property
+    def slower(self) -> float:
+        """By what share the steps of never merging take longer than the profile says, at the load."""
+        run = partial(_run, rate=LOAD * self._modelled_peak, work=SLOWER)
+        return float(self._runs.get("slower", lambda: self._rigs.measure_slower(_settings(UNMERGED), run))["slower"])
+
+    @cached_property
+    def _modelled_peak(self) -> float:
+        """Never merging's by the profile.
 
         Raises:
             RuntimeError: there is none.
@@ -139,12 +156,14 @@ class _Live:
         return float(rate)
 
     def modelled(self, row: str, rate: float) -> dict[str, Any]:
-        """Return a run by the profile."""
-        return self._runs.get(part_name(f"modelled-{row}"), lambda: _run(self._rigs.modelled, _settings(row), rate))
+        """Return a run by the profile, on a machine as slow as this one."""
+        rig = self._rigs.drifted(self.slower)
+        return self._runs.get(part_name(f"modelled-{row}"), lambda: _run(rig, _settings(row), rate))
 
     def run(self, row: str, rate: float, repeat: int) -> dict[str, Any]:
         """Return a live run, with ``stolen`` and ``drift``; see ``MachineRigs.run_live``."""
-        measure = partial(self._rigs.run_live, _settings(row), partial(_run, rate=rate))
+        slower = self.slower if row in (OURS, UNMERGED) else 0.0  # the others compute hardly any einsums
+        measure = partial(self._rigs.run_live, _settings(row), partial(_run, rate=rate), slower)
         return self._runs.get(part_name(f"{row}-{repeat}"), measure)
 
 
@@ -157,11 +176,11 @@ def _settings(row: str) -> Settings:
     return with_default_model(setting).settings(row)
 
 
-def _run(rig: Rig, settings: Settings, rate: float) -> dict[str, Any]:
+def _run(rig: Rig, settings: Settings, rate: float, work: Phased = WORK) -> dict[str, Any]:
     log = _Log()
-    done = run_row(rig, settings, WORK.work(rate), on_warm=log.attach)
+    done = run_row(rig, settings, work.work(rate), on_warm=log.attach)
     return {
-        "phases": WORK.figures(done.run.exchanges),
+        "phases": work.figures(done.run.exchanges),
         "stretches": log.stretches(),
         "merged": log.merged_shares(),
     }
