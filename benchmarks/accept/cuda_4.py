@@ -5,16 +5,17 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.accept.costs_2 import WITHIN, Bed, twin_result
-from benchmarks.accept.gpu_rig import SHAPE, gpu_rig, why_no_gpu
+from benchmarks.accept.gpu_rig import SHAPE, GpuRig, gpu_rig, why_no_gpu
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine_profile import machine_profile
 from benchmarks.accept.runs import StoredRuns
+from lorikeet.costs.profile import CostProfile
 
-MEMORY_BYTES = 32 * 2**30
+LINE, MEMORY_BYTES = "cuda.4", 32 * 2**30
 
 
 @line(
-    "cuda.4",
+    LINE,
     title=f"A profile of a GPU with the shape of {SHAPE}, and the twin by it",
     bound=f"lorikeet profile --device cuda writes a profile; mean, P50 and P95 of TTFT, TPOT and E2E as in costs.2: "
     f"within max({WITHIN:.0%}, the spread of the live repeats)",
@@ -24,6 +25,11 @@ def run(runs: StoredRuns) -> Result:
     if (reason := why_no_gpu()) is not None:
         return Result(figure="not run", passed=False, cause=reason)
     with gpu_rig() as rig, tempfile.TemporaryDirectory(prefix="lorikeet-gpu-") as scratch:
-        flags = ("--device", "cuda", "--model", str(rig.model), "--load-format", "dummy", "--max-step-tokens", "2048")
         settings = rig.settings(memory_bytes=MEMORY_BYTES)
-        return twin_result(runs, Bed(settings, partial(machine_profile, runs, flags=flags), Path(scratch)))
+        return twin_result(runs, Bed(settings, partial(gpu_profile, rig), Path(scratch)))
+
+
+def gpu_profile(rig: GpuRig, part: str = "profile") -> CostProfile:
+    """Return the GPU's profile, measured once and kept as a part of this line."""
+    flags = ("--device", "cuda", "--model", str(rig.model), "--load-format", "dummy", "--max-step-tokens", "2048")
+    return machine_profile(StoredRuns(LINE), part, flags=flags)

@@ -26,14 +26,19 @@ from lorikeet.kernels.base import Kernels
 THREADS = len(os.sched_getaffinity(0))
 """All cores, for lines that measure one engine alone."""
 
+DEVICE_VARIABLE = "LORIKEET_ENGINE__DEVICE"
+
 _TOKENS = (300, 10_000)
 """Ordinary token ids of the default model."""
 
 
 @contextmanager
 def replica(model: Path, dtype: str, max_model_tokens: int = 0, **engine: object) -> Iterator[Replica]:
-    """Build a replica of ``model`` and close it in the end; ``engine`` are engine settings."""
-    given = EngineSettings(**engine)  # type: ignore[arg-type]
+    """Build a replica of ``model`` and close it in the end; ``engine`` are engine settings.
+
+    It runs where a server would by the environment.
+    """
+    given = EngineSettings(**{"device": os.environ.get(DEVICE_VARIABLE, "cpu")} | engine)  # type: ignore[arg-type]
     built = build_replica(
         Settings(ModelSettings(model=str(model), dtype=dtype, max_model_tokens=max_model_tokens), given)
     )

@@ -19,7 +19,7 @@ from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, spread
-from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, read_any
+from lorikeet.bench.workload import MOONCAKE_BLOCK_TOKENS, WorkloadRequest, read_any
 from lorikeet.config import EngineSettings, Settings
 
 ADAPTERS, RANKS, CHOICE = 100, (32, 64), "zipf:1.5"
@@ -34,6 +34,32 @@ SLO_TIMES, UNLOADED_RATE = 5, 0.05
 LOAD = 0.8
 
 
+@cache
+def _trace() -> tuple[WorkloadRequest, ...]:
+    with unpacked(MOONCAKE_CONVERSATION) as file:
+        return tuple(read_any(file))
+
+
+def conversations(rate: float, count: int = REQUESTS) -> MemoryWork:
+    """Return the same conversations at any rate, closer together or further apart; at least so many requests."""
+    names = tuple(adapter_names(ADAPTERS))
+    recipe = Recipe(
+        trace=_trace(),
+        shape="chat",
+        rates=Rates.constant(rate),
+        count=count,
+        adapters=names,
+        ranks=tuple(spread(RANKS, ADAPTERS)),
+        adapter_choice=CHOICE,
+        length_scale=SCALE,
+        answer_scale=ANSWER_SCALE,
+        most_tokens=MOST_TOKENS,
+        least_turns=LEAST_TURNS,
+        seed=7,
+    )
+    return MemoryWork(recipe.requests(), names, scaled_block_tokens(MOONCAKE_BLOCK_TOKENS, SCALE), recipe.seed)
+
+
 class MemoryRuns:
     """Runs of one workload by one quick profile of this machine, which drifts from one quarter of an hour to the next.
 
@@ -46,9 +72,7 @@ class MemoryRuns:
     def __init__(self, scratch: Path, line: str, name: str) -> None:
         self._runs = StoredRuns(line)
         self._name = name
-        with unpacked(MOONCAKE_CONVERSATION) as file:
-            self._trace = tuple(read_any(file))
-        self.work = cache(self._work)
+        self.work = cache(conversations)
         self._rigs = MachineRigs(
             self._runs, self.work(1.0), RANKS, scratch, profile_part=self._part("profile"), quick=True
         )
@@ -56,25 +80,6 @@ class MemoryRuns:
 
     def _part(self, name: str) -> str:
         return f"{name}-{self._name}"
-
-    def _work(self, rate: float) -> MemoryWork:
-        """Return the same conversations at any rate, closer together or further apart."""
-        names = tuple(adapter_names(ADAPTERS))
-        recipe = Recipe(
-            trace=self._trace,
-            shape="chat",
-            rates=Rates.constant(rate),
-            count=REQUESTS,
-            adapters=names,
-            ranks=tuple(spread(RANKS, ADAPTERS)),
-            adapter_choice=CHOICE,
-            length_scale=SCALE,
-            answer_scale=ANSWER_SCALE,
-            most_tokens=MOST_TOKENS,
-            least_turns=LEAST_TURNS,
-            seed=7,
-        )
-        return MemoryWork(recipe.requests(), names, scaled_block_tokens(MOONCAKE_BLOCK_TOKENS, SCALE), recipe.seed)
 
     # --- what it runs on -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""``docs/performance.md``, made from the files of the lines ``fast.*``."""
+"""``docs/performance.md``, made from the files of the lines ``fast.*``, and of ``cuda.3`` where there was a GPU."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,8 @@ from benchmarks.accept.status import machine_words, table_row
 _HEAD = """\
 # Performance
 
-Made by `make status` from the files of the lines `fast.*` in `docs/status/`; do not edit. Each figure is what one run
-measured; all lines with their bounds, met or not, are in [status.md](status.md).
+Made by `make status` from the files of the lines `fast.*` and `cuda.3` in `docs/status/`; do not edit. Each figure is
+what one run measured; all lines with their bounds, met or not, are in [status.md](status.md).
 
 ## How it is measured
 
@@ -40,6 +40,7 @@ def write_performance(folder: Path = STATUS) -> Path:
         _HEAD,
         *(["## Throughput", _throughput(throughput)] if throughput else []),
         *_adapters(_details(records, "lora"), _details(records, "overhead")),
+        *_gpu(folder / "cuda.3.json"),
         *(["## Where and when", _conditions(records)] if records else []),
     ]
     path = folder.parent / "performance.md"
@@ -118,6 +119,19 @@ def _adapters(kernel: Sequence[dict[str, Any]], overhead: Sequence[dict[str, Any
                 for row in kernel
             ),
         ),
+    ]
+
+
+def _gpu(path: Path) -> list[str]:
+    """The figures of cuda.3, if they have been measured."""
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    if not isinstance(figures := record.get("figure"), dict):
+        return []
+    return [
+        "## On a GPU",
+        f"{record['notes']}. `{record['command']}`, {record['date']}, revision `{record['revision']}`; what is not met "
+        "stands in [status.md](status.md).",
+        _table(["what", "figure"], ([name, str(words)] for name, words in figures.items())),
     ]
 
 

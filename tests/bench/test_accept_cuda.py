@@ -1,15 +1,21 @@
 """What is measured on a GPU, on a CPU with a model of two layers; and how it is judged."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from benchmarks.accept import cuda_3, cuda_4, memory_8
+from benchmarks.accept import cuda_3, cuda_4, cuda_elsewhere, cuda_rows, dlora_cases, memory_8, memory_common
 from benchmarks.accept.cuda_3 import COLD_ROWS, judge_cold, judge_loads, judge_steps
 from benchmarks.accept.gpu_rig import GpuRig, why_no_gpu
+from benchmarks.accept.lines import Line, Result
 from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.choices import Range
 from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import CostProfile
 from lorikeet.models.config import read_model_config
 
 LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops": 1e14, "link_bytes_per_s": 5e10}
@@ -136,6 +142,62 @@ def test_cold_starts_are_held_against_the_load() -> None:
         "rank 8 x 64 tokens: assisted is too slow",
         "rank 8 x 64 tokens: auto is not the better",
     ]
+
+
+def test_rows_are_run_at_a_share_of_their_peak_and_set_beside_what_is_printed(
+    rig: GpuRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = load_profile("a100-80-llama-2-7b")
+
+    def small_profile(rig: GpuRig) -> CostProfile:
+        return msgspec.structs.replace(
+            profile, geometry=rig.config.geometry(2), vocabulary=rig.config.vocab_size, max_model_tokens=256
+        )
+
+    phases = dlora_cases.PHASES._replace(prompt_tokens=Range(4, 9), output_tokens=Range(2, 5))
+    for module, name, value in (
+        (cuda_rows, "REQUESTS", 6),
+        (cuda_rows, "LENGTH_SCALE", 1 / 128),
+        (cuda_rows, "gpu_profile", small_profile),
+        (memory_common, "ADAPTERS", 3),
+        (memory_common, "RANKS", (4, 8)),
+        (memory_common, "MOST_TOKENS", 200),
+        (dlora_cases, "PHASES", phases),
+    ):
+        monkeypatch.setattr(module, name, value)
+    found = cuda_rows.measure_rows(rig, StoredRuns("cuda.3", tmp_path, "code"))
+    assert {name: tuple(made["rows"]) for name, made in found.items()} == {
+        name: each.rows for name, each in cuda_rows.COMPARISONS.items()
+    }
+    for name, made in found.items():
+        assert made["rate"] == cuda_rows.COMPARISONS[name].load * made["peaks"][cuda_rows.COMPARISONS[name].rows[1]]
+        for run in made["rows"].values():
+            assert run["requests"] >= 6
+            assert 0 < run["ttft_s"]["p95"] <= run["ttft_s"]["p99"]
+            assert run["tpot_s"]["mean"] > 0
+    words = cuda_rows.rows_figure(found)
+    assert len(words) == 8 + 3
+    assert "TPOT 38% less than vllm-static, peak 79% higher" in words["memory.4, printed"]
+    assert "P99 TTFT 81%, P50 48% less" in words["admission.3, printed"]
+
+
+def test_an_engine_is_measured_beside_peft_on_the_same_random_weights(
+    rig: GpuRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"REQUESTS": 3, "PROMPT_TOKENS": 6, "OUTPUT_TOKENS": 4, "ADAPTERS": 2}.items():
+        monkeypatch.setattr(cuda_elsewhere, name, value)
+    found = cuda_elsewhere.measure_peft(rig, "cpu")
+    assert found["ratio"] > 0
+    assert found["first_tokens_equal"] > 0.5  # other weights would agree on one in ten thousand
+
+
+def test_lines_run_with_engines_on_the_device_and_say_why_they_are_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(runs: StoredRuns) -> Result:
+        return Result(figure=0, passed=False, cause=os.environ["LORIKEET_ENGINE__DEVICE"])
+
+    monkeypatch.setattr(cuda_elsewhere, "find_line", lambda name: Line(name, "", "", run))
+    assert cuda_elsewhere.measure_lines("tpu") == dict.fromkeys(cuda_elsewhere.LINES, "tpu")
+    assert "LORIKEET_ENGINE__DEVICE" not in os.environ
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")

@@ -8,10 +8,11 @@ import pytest
 from lorikeet.bench.ceilings import Ceilings
 from lorikeet.bench.contestants import Outcome
 from lorikeet.bench.limits import ROWS, MachineLimits
-from lorikeet.bench.offline import OfflineOptions, run_offline
+from lorikeet.bench.offline import OfflineOptions, _settings, run_offline
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.bench.plot import offline_bars
 from lorikeet.bench.statistics import median_interval
+from lorikeet.models.config import read_model_config
 
 
 def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
@@ -72,6 +73,15 @@ def test_without_a_peer_there_is_no_ratio(model_folder: Path) -> None:
 def test_a_wrong_peer_is_refused_before_anything_loads(peers: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_offline(OfflineOptions(model="/no/such/folder", peers=peers))
+
+
+def test_on_a_gpu_vllm_is_refused_and_an_engine_beside_peft_leaves_it_memory(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build, and the device is 'cuda'"):
+        run_offline(OfflineOptions(model="/no/such/folder", peers=("vllm",), device="cuda"))
+    config = read_model_config(model_folder)
+    options = OfflineOptions(model=str(model_folder), adapters=0, peers=("peft",), device="cuda")
+    assert _settings(options, config).engine.memory_bytes == config.geometry(2).block_bytes(32 * (128 + 64 + 16))
+    assert _settings(msgspec.structs.replace(options, peers=()), config).engine.memory_bytes == 0
 
 
 def pair(ours_s: float, peft_s: float, vllm_s: float, decode_tok_s: float, limit: float) -> PairResult:

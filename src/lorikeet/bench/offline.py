@@ -38,6 +38,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         peers: some of ``PEERS``; none to measure Lorikeet alone.
         pairs: timed runs of each side, taken in turns.
         dtype: of weights, adapters and KV, on all sides.
+        device: ``cpu`` or ``cuda``, for all sides.
         threads: of all sides.
         row: system that the engine runs as.
         seed: of prompts and adapters.
@@ -53,16 +54,19 @@ class OfflineOptions(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()
     pairs: int = 5
     dtype: str = "bfloat16"
+    device: str = "cpu"
     threads: int = 1
     row: str = "auto"
     seed: int = 0
     vllm_python: str = ""
 
     def check(self) -> None:
-        """Raise ``ValueError`` if a peer is not known, or named twice."""
+        """Raise ``ValueError`` if a peer is not known, named twice, or not there on the device."""
         for peer in self.peers:
             if peer not in PEERS:
                 raise ValueError(f"peer {peer!r} is not one of: {', '.join(PEERS)}")
+            if self.device != "cpu" and peer != "peft":
+                raise ValueError(f"peer {peer!r} is vLLM's CPU build, and the device is {self.device!r}")
         if len(set(self.peers)) < len(self.peers):
             raise ValueError("a peer is named twice")
 
@@ -97,7 +101,7 @@ def run_offline(
     dtype = torch_dtype(options.dtype)
     cost = model_cost(config, dtype.itemsize, options.ranks()[: options.requests], ATTENTION)
     with _sides(options, config, progress) as sides:
-        measure = measure or LimitMeter(dtype, (*ROWS, options.requests)).measure
+        measure = measure or LimitMeter(dtype, (*ROWS, options.requests), options.device).measure
         pairs = list(_run_pairs(sides, measure, options, cost, config.vocab_size, progress))
         versions = {name: text for side in sides for name, text in side.versions.items()}
     report = offline_report(pairs, [side.name for side in sides], _tokens(options))
@@ -129,12 +133,12 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
     if name == "lorikeet":
         from lorikeet.bench.engine_contestant import LorikeetContestant
 
-        return LorikeetContestant(_settings(options), folders)
+        return LorikeetContestant(_settings(options, config), folders)
     dtype = torch_dtype(options.dtype)
     if name == "peft":
         from lorikeet.bench.peft_contestant import PeftContestant
 
-        return PeftContestant(Path(options.model), dtype, folders)
+        return PeftContestant(Path(options.model), dtype, folders, options.device)
     from lorikeet.bench.base_only import BaseOnly
     from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, VllmContestant
 
@@ -153,13 +157,27 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
     return BaseOnly(vllm) if base_only else vllm
 
 
-def _settings(options: OfflineOptions) -> Settings:
+def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
     return Settings(
         model=ModelSettings(
             model=options.model, dtype=options.dtype, max_model_tokens=options.prompt_tokens + options.output_tokens
         ),
-        engine=EngineSettings(row=options.row, max_running=options.requests, threads=options.threads),
+        engine=EngineSettings(
+            row=options.row,
+            max_running=options.requests,
+            threads=options.threads,
+            device=options.device,
+            memory_bytes=_pool_bytes(options, config) if options.peers and options.device != "cpu" else 0,
+        ),
     )
+
+
+def _pool_bytes(options: OfflineOptions, config: ModelConfig) -> int:
+    """Return a pool for all requests and adapters: on a GPU an engine that is alone there takes nearly all memory."""
+    itemsize = torch_dtype(options.dtype).itemsize
+    parameters = sum(model_cost(config, itemsize, options.ranks(), ATTENTION).adapter_parameters)
+    request_tokens = options.prompt_tokens + options.output_tokens + EngineSettings().block_tokens
+    return config.geometry(itemsize).block_bytes(options.requests * request_tokens) + 2 * itemsize * parameters
 
 
 def _run_pairs(

@@ -22,7 +22,7 @@ class PeftContestant:
 
     name = "peft"
 
-    def __init__(self, model_folder: Path, dtype: torch.dtype, folders: Sequence[Path]) -> None:
+    def __init__(self, model_folder: Path, dtype: torch.dtype, folders: Sequence[Path], device: str) -> None:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
@@ -35,13 +35,13 @@ class PeftContestant:
             model = PeftModel.from_pretrained(model, first, adapter_name=first.name, autocast_adapter_dtype=False)
             for folder in others:
                 model.load_adapter(folder, adapter_name=folder.name, autocast_adapter_dtype=False)
-        self._model = model.to(dtype).eval()
+        self._model = model.to(device, dtype).eval()
 
     def run(self, work: Work) -> Outcome:
         """Run one batch, greedily; either all requests have an adapter or none has."""
         start_s = time.monotonic()
         order = sorted(range(len(work.prompts)), key=lambda i: work.adapters[i] or 0)
-        prompts = torch.tensor([work.prompts[i] for i in order])
+        prompts = torch.tensor([work.prompts[i] for i in order], device=self._model.device)
         with torch.inference_mode():
             output = self._model.generate(
                 input_ids=prompts,
