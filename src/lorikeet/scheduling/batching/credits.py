@@ -51,7 +51,7 @@ def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
     initial = 4 * max_batch
     return CreditParams(
         initial,
-        starves_above=initial + 40,
+        starves_above=initial + 32,
         normal_below=initial + 16,
         turn_ends_below=initial - min(96, 2 * max_batch),
     )
