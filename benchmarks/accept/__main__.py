@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-import traceback
 
-from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
+from benchmarks.accept.lines import UnknownLineError, find_line
 from benchmarks.accept.performance import write_performance
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.status import format_figure, write_result, write_status
@@ -29,20 +28,11 @@ def main() -> int:
     runs = StoredRuns(found.name)
     if options.fresh:
         runs.clear()
-    result = _run(found, runs)
+    result = found.measure(runs)
     path = write_result(found, result)
     verdict = "met" if result.passed else f"NOT met: {result.cause}"
     print(f"{found.name}: {format_figure(result.figure)}; bound {found.bound}: {verdict}\n{path}")
     return 0 if result.passed else 1
-
-
-def _run(found: Line, runs: StoredRuns) -> Result:
-    """A line that breaks down is a result too: not met, with the error as its cause."""
-    try:
-        return found.run(runs)
-    except Exception as error:
-        traceback.print_exc()
-        return Result(figure="none", passed=False, cause=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

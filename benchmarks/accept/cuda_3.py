@@ -76,7 +76,7 @@ def run(runs: StoredRuns) -> Result:
         found["rows"] = measure_rows(rig, runs)
         found["peft"] = runs.get("peft", partial(measure_peft, rig, "cuda"))  # last: it gives the model real weights
     judged = [judge(found[name], limits) for name, (_, judge) in PARTS.items()]
-    judged += [_judge_lines(found["lines"]), Judged(rows_figure(found["rows"]), []), _judge_peft(found["peft"])]
+    judged += [judge_lines(found["lines"]), Judged(rows_figure(found["rows"]), []), judge_peft(found["peft"])]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures]
     return Result(
@@ -332,12 +332,14 @@ def judge_cold(found: dict[str, Any], limits: dict[str, Any]) -> Judged:
 # --- what other lines measure ------------------------------------------------------------------------
 
 
-def _judge_lines(causes: dict[str, str]) -> Judged:
-    failures = [f"{name} on the GPU: {cause}" for name, cause in causes.items() if cause]
-    return Judged({"lines met": f"{len(causes) - len(failures)} of {len(causes)}"}, failures)
+def judge_lines(found: dict[str, Any]) -> Judged:
+    """See the line: those of the server and the memory, on the GPU."""
+    failures = [f"{name} on the GPU: {each['cause']}" for name, each in found.items() if not each["passed"]]
+    return Judged({"lines met": f"{len(found) - len(failures)} of {len(found)}"}, failures)
 
 
-def _judge_peft(found: dict[str, Any]) -> Judged:
+def judge_peft(found: dict[str, Any]) -> Judged:
+    """See the line, f."""
     low, high = found["ratio_interval"]
     words = (
         f"{found['ratio']:.1f} × ({low:.1f} to {high:.1f}), {found['output_tok_s']:,.0f} tokens/s; first tokens equal "

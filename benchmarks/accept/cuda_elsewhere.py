@@ -21,10 +21,11 @@ def measure_lines(device: str) -> dict[str, Any]:
     """Run the lines with engines on the device; each keeps its parts below this line's.
 
     Returns:
-        By line why it is not met; empty if it is.
+        By line whether it is met, as ``passed``, and why not, as ``cause``.
     """
     with mock.patch.dict(os.environ, {DEVICE_VARIABLE: device}):
-        return {name: find_line(name).run(StoredRuns(f"cuda.3/{name}")).cause for name in LINES}
+        results = {name: find_line(name).measure(StoredRuns(f"cuda.3/{name}")) for name in LINES}
+    return {name: {"passed": result.passed, "cause": result.cause} for name, result in results.items()}
 
 
 def measure_peft(rig: GpuRig, device: str) -> dict[str, Any]:

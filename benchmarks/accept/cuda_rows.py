@@ -1,21 +1,19 @@
 """cuda.3, e: the rows of memory.4, admission.3 and modes.3 on a GPU, on their workloads scaled to it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from benchmarks.accept import chameleon_figures, dlora_cases, dlora_figures, elora_figures, memory_common
 from benchmarks.accept.admission_3 import mean_request_bytes
-from benchmarks.accept.admission_common import PREDICTOR, Case, make_work
+from benchmarks.accept.admission_common import PREDICTOR, Case, make_work, part_name
 from benchmarks.accept.cuda_4 import gpu_profile
 from benchmarks.accept.gpu_rig import GpuRig
 from benchmarks.accept.runs import StoredRuns
-from lorikeet.bench.in_process import run_workload
-from lorikeet.bench.memory_bench import WARM_UP, Rig, modelled_rig, warm_replica
+from lorikeet.bench.memory_bench import WARM_UP, Rig, modelled_rig, row_figures, run_row
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions, working_set
 from lorikeet.bench.peak import find_peak
 from lorikeet.bench.predictors import make_predictor
@@ -118,76 +116,86 @@ COMPARISONS = {
 """By the line whose rows and workload they are."""
 
 
+class Modelled(NamedTuple):
+    """Rows on their workload by a profile.
+
+    Attributes:
+        rig: where they run.
+        pools: of all rows.
+        settings: by row.
+        peaks: by row, requests per second.
+    """
+
+    rig: Rig
+    pools: Pools
+    settings: dict[str, Settings]
+    peaks: dict[str, float]
+
+
 def measure_rows(rig: GpuRig, runs: StoredRuns) -> dict[str, Any]:
     """Run every row once at the load, live; its peak and that load are by the profile of cuda.4."""
     profile = gpu_profile(rig)
-    return {name: _compare(rig, runs, profile, name, each) for name, each in COMPARISONS.items()}
+    return {name: _compare(rig, runs, name, model_rows(rig, runs, profile, name)) for name in COMPARISONS}
 
 
-def _compare(rig: GpuRig, runs: StoredRuns, profile: CostProfile, name: str, given: Comparison) -> dict[str, Any]:
+def model_rows(rig: GpuRig, runs: StoredRuns, profile: CostProfile, name: str) -> Modelled:
+    """Search the peaks of a comparison's rows, for which no GPU is needed; each is kept as a part of the line.
+
+    A peak is the highest rate at which the mean TTFT stays below a multiple of what the first row has where every
+    request is alone.
+
+    Raises:
+        RuntimeError: a row has none.
+    """
+    given = COMPARISONS[name]
     work = given.work(1.0)
     modelled = modelled_rig(profile, work, WorkOptions(source="", ranks=given.ranks))
     pools = given.pools(work, modelled)
     settings = {row: rig.settings(row=row, **pools._asdict()) for row in given.rows}
+
+    def ttft_s(row: str, rate: float) -> float:
+        return float(_run(modelled, settings[row], given.work(rate))["ttft_mean_s"])
+
+    def search(row: str, limit_s: float) -> dict[str, Any]:
+        return {"rate": find_peak(lambda rate: limit_s / ttft_s(row, rate), 1.0, 8.0, precision=PRECISION).rate}
+
+    limit = runs.get(f"rows-{name}-limit", lambda: {"s": SLO_TIMES * ttft_s(given.rows[0], UNLOADED_RATE)})
     peaks = {
-        row: runs.get(f"rows-{name}-peak-{_part(row)}", partial(_peak, modelled, settings[row], given.work))["rate"]
+        row: runs.get(f"rows-{name}-peak-{part_name(row)}", partial(search, row, limit["s"]))["rate"]
         for row in given.rows
     }
-    rate = given.load * peaks[given.rows[1]]
+    if missing := [row for row, rate in peaks.items() if rate is None]:
+        raise RuntimeError(f"{', '.join(missing)}: no rate meets a mean TTFT of {limit['s']:.3f} s")
+    return Modelled(modelled, pools, settings, peaks)
+
+
+def _compare(rig: GpuRig, runs: StoredRuns, name: str, modelled: Modelled) -> dict[str, Any]:
+    given = COMPARISONS[name]
+    rate = given.load * modelled.peaks[given.rows[1]]
+    work = given.work(rate)
     folders = rig.folders(name, spread(given.ranks, len(work.names)), ATTENTION)
     refs = {
         adapter: msgspec.structs.replace(ref, name=adapter)
         for adapter, ref in zip(work.names, rig.references(folders), strict=True)
     }
-    live = Rig(modelled.geometry, rig.config.vocab_size, refs, live_replica, WARM_UP)
+    live = Rig(modelled.rig.geometry, rig.config.vocab_size, refs, live_replica, WARM_UP)
     made = {
-        row: runs.get(f"rows-{name}-{_part(row)}", partial(_run, live, settings[row], given.work(rate)))
+        row: runs.get(f"rows-{name}-{part_name(row)}", partial(_run, live, modelled.settings[row], work))
         for row in given.rows
     }
-    return {"rate": rate, "peaks": peaks, "rows": made, **pools._asdict()}
-
-
-def _peak(rig: Rig, settings: Settings, work: Callable[[float], MemoryWork]) -> dict[str, Any]:
-    """Search the highest rate at which the mean TTFT stays below a multiple of that of requests that are alone."""
-
-    def ttft_s(rate: float) -> float:
-        return float(_run(rig, settings, work(rate))["ttft_s"]["mean"])
-
-    limit_s = SLO_TIMES * ttft_s(UNLOADED_RATE)
-    found = find_peak(lambda rate: limit_s / ttft_s(rate), 1.0, 8.0, precision=PRECISION)
-    if found.rate is None:
-        raise RuntimeError(f"{settings.engine.row}: no rate meets a mean TTFT of {limit_s:.3f} s")
-    return {"rate": found.rate}
+    return {"rate": rate, "peaks": modelled.peaks, "rows": made, **modelled.pools._asdict()}
 
 
 def _run(rig: Rig, settings: Settings, work: MemoryWork) -> dict[str, Any]:
-    """Return TTFT and TPOT of a row.
+    """Return a row's figures.
 
     Raises:
         RuntimeError: a request failed.
     """
-    with warm_replica(rig, settings, work) as ((engine, _, _), clock, coalesced):
-        run = run_workload(
-            engine,
-            clock,
-            work.requests,
-            rig.adapters,
-            work.prompts_of(rig.vocabulary),
-            coalesced=coalesced,
-            predict=make_predictor(PREDICTOR, work.requests, work.seed),
-        )
-    failed = [each for each in run.exchanges if each.error is not None]
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {len(run.exchanges)} requests failed: {failed[0].message}")
-    times = {name: [getattr(each, name) for each in run.exchanges] for name in ("ttft_s", "tpot_s")}
-    return {"requests": len(run.exchanges)} | {name: _summary(values) for name, values in times.items()}
-
-
-def _summary(values: Sequence[float | None]) -> dict[str, float]:
-    """Return mean, P95 and P99; answers of one token have no TPOT."""
-    known = [each for each in values if each is not None]
-    percentiles = {f"p{percent}": float(np.percentile(known, percent)) for percent in (95, 99)}
-    return {"mean": fmean(known), **percentiles}
+    done = run_row(rig, settings, work, predict=make_predictor(PREDICTOR, work.requests, work.seed))
+    figures = row_figures(settings.engine.row, done)
+    memory_common.whole({"figures": figures})
+    return figures
 
 
 def rows_figure(found: Mapping[str, dict[str, Any]]) -> dict[str, str]:
@@ -195,7 +203,7 @@ def rows_figure(found: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     figure = {}
     for name, made in found.items():
         for row, run in made["rows"].items():
-            ttft, tpot = (_ms(run[key]) for key in ("ttft_s", "tpot_s"))
+            ttft, tpot = (_ms(run, key) for key in ("ttft", "tpot"))
             figure[f"{name}, {row}"] = (
                 f"TTFT {ttft}, TPOT {tpot} ms (mean, P95, P99) at {made['rate']:.2f}/s, peak {made['peaks'][row]:.2f}/s"
             )
@@ -203,9 +211,5 @@ def rows_figure(found: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     return figure
 
 
-def _ms(times_s: Mapping[str, float]) -> str:
-    return " / ".join(f"{times_s[key] * 1e3:,.1f}" for key in ("mean", "p95", "p99"))
-
-
-def _part(row: str) -> str:
-    return row.replace(":", "-")
+def _ms(figures: Mapping[str, float], key: str) -> str:
+    return " / ".join(f"{figures[f'{key}_{part}_s'] * 1e3:,.1f}" for part in ("mean", "p95", "p99"))

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,14 @@ class Line:
     title: str
     bound: str
     run: Callable[[StoredRuns], Result]
+
+    def measure(self, runs: StoredRuns) -> Result:
+        """Run it; a line that breaks down is a result too: not met, with the error as its cause."""
+        try:
+            return self.run(runs)
+        except Exception as error:
+            traceback.print_exc()
+            return Result(figure="none", passed=False, cause=f"{type(error).__name__}: {error}")
 
 
 _LINES: dict[str, Line] = {}

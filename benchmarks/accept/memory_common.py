@@ -115,7 +115,7 @@ class MemoryRuns:
             settings = self.setting(paced=paced).settings(row)
             return self._rigs.run_live(settings, lambda rig, settings: self._run(rig, settings, rate))
 
-        return _whole(self._runs.get(self._part(part), measure))
+        return whole(self._runs.get(self._part(part), measure))
 
     def modelled(self, row: str, rate: float, drift: float = 0.0) -> dict[str, Any]:
         """Return the same run by the profile, on a machine that is as much slower than it says as ``drift``."""
@@ -145,7 +145,7 @@ class MemoryRuns:
         """Search the highest rate at which the mean TTFT stays below the limit (ELORA's peak load, section VIII-A)."""
 
         def attainment(rate: float) -> float:
-            return self.slo_s / float(_whole(self.modelled(row, rate))["figures"]["ttft_mean_s"])
+            return self.slo_s / float(whole(self.modelled(row, rate))["figures"]["ttft_mean_s"])
 
         def search() -> dict[str, Any]:
             return {"peak": msgspec.to_builtins(find_peak(attainment, 1.0, 1.0, precision=0.02))}
@@ -198,7 +198,7 @@ def paired(
     return kept[0], kept[1]
 
 
-def _whole(run: dict[str, Any]) -> dict[str, Any]:
+def whole(run: dict[str, Any]) -> dict[str, Any]:
     """Return a run if every request was answered."""
     figures = run["figures"]
     if figures["completed"] != figures["requests"]:

@@ -135,6 +135,16 @@ def test_the_performance_page_can_be_made_before_anything_is_measured(tmp_path: 
     assert "|" not in page
 
 
+def test_the_performance_page_has_what_a_gpu_did_once_there_was_one(tmp_path: Path) -> None:
+    folder, cuda = tmp_path / "status", Line("cuda.3", "t", "≥ 1", lambda runs: Result(0, passed=True))
+    write_result(cuda, Result("not run", passed=False, cause="no GPU"), folder)
+    assert "GPU\n" not in write_performance(folder).read_text()
+    write_result(cuda, Result({"a load": "81% of the link"}, passed=True, notes="H100, driver 1.2"), folder)
+    page = write_performance(folder).read_text()
+    assert "## On a GPU\n\nH100, driver 1.2. `make accept LINE=cuda.3`, " in page
+    assert "| a load | 81% of the link |" in page
+
+
 def test_figures_are_shown_to_four_digits_or_whole() -> None:
     assert format_figure({"a": 123456.789, "b": 0.00123456, "c": {"d": True}}) == "a 123,457, b 0.001235, c d True"
 

@@ -172,9 +172,9 @@ def test_rows_are_run_at_a_share_of_their_peak_and_set_beside_what_is_printed(
     for name, made in found.items():
         assert made["rate"] == cuda_rows.COMPARISONS[name].load * made["peaks"][cuda_rows.COMPARISONS[name].rows[1]]
         for run in made["rows"].values():
-            assert run["requests"] >= 6
-            assert 0 < run["ttft_s"]["p95"] <= run["ttft_s"]["p99"]
-            assert run["tpot_s"]["mean"] > 0
+            assert run["completed"] >= 6
+            assert 0 < run["ttft_p95_s"] <= run["ttft_p99_s"]
+            assert 0 < run["tpot_mean_s"] <= run["tpot_p99_s"]
     words = cuda_rows.rows_figure(found)
     assert len(words) == 8 + 3
     assert "TPOT 38% less than vllm-static, peak 79% higher" in words["memory.4, printed"]
@@ -192,12 +192,28 @@ def test_an_engine_is_measured_beside_peft_on_the_same_random_weights(
 
 
 def test_lines_run_with_engines_on_the_device_and_say_why_they_are_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(runs: StoredRuns) -> Result:
-        return Result(figure=0, passed=False, cause=os.environ["LORIKEET_ENGINE__DEVICE"])
+    def find(name: str) -> Line:
+        def run(runs: StoredRuns) -> Result:
+            if name == "serve.3":
+                raise RuntimeError(os.environ["LORIKEET_ENGINE__DEVICE"])
+            return Result(figure=0, passed=name != "serve.2")  # not met, and it does not say why
 
-    monkeypatch.setattr(cuda_elsewhere, "find_line", lambda name: Line(name, "", "", run))
-    assert cuda_elsewhere.measure_lines("tpu") == dict.fromkeys(cuda_elsewhere.LINES, "tpu")
+        return Line(name, "", "", run)
+
+    monkeypatch.setattr(cuda_elsewhere, "find_line", find)
+    found = cuda_elsewhere.measure_lines("tpu")
     assert "LORIKEET_ENGINE__DEVICE" not in os.environ
+    judged = cuda_3.judge_lines(found)
+    assert judged.figure == {"lines met": "6 of 8"}
+    assert judged.failures == ["serve.2 on the GPU: ", "serve.3 on the GPU: RuntimeError: tpu"]
+
+
+def test_an_engine_less_than_ten_times_as_fast_as_peft_is_a_failure() -> None:
+    found = {"ratio": 9.9, "ratio_interval": (9.0, 10.5), "output_tok_s": 1000.0, "first_tokens_equal": 1.0}
+    assert cuda_3.judge_peft(found).failures == [
+        "beside PEFT: 9.9 × (9.0 to 10.5), 1,000 tokens/s; first tokens equal for 100%"
+    ]
+    assert cuda_3.judge_peft(found | {"ratio": 10.0}).failures == []
 
 
 @pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")

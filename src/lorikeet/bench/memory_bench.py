@@ -12,6 +12,7 @@ import numpy as np
 from lorikeet.bench.in_process import Run, run_workload
 from lorikeet.bench.memory_watch import MemoryWatch, PoolSample, TtftParts
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions, adapters_without_files, files_of_adapters
+from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.replicas import Started, live_replica, modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
@@ -116,6 +117,7 @@ def run_row(
     *,
     on_warm: Callable[[Engine], None] = lambda engine: None,
     on_finished: Callable[[int], None] = lambda finished: None,
+    predict: Predictor | None = None,
 ) -> RowRun:
     """Run a workload on a fresh replica and close it: warm up, fill the host tier from the adapters' files, run.
 
@@ -125,6 +127,7 @@ def run_row(
         work: the workload.
         on_warm: called when the replica is warm.
         on_finished: called with the number of requests that have ended.
+        predict: predicts the lengths of answers.
 
     Raises:
         ConfigError: a setting does not fit the model, the profile or the machine.
@@ -142,6 +145,7 @@ def run_row(
             coalesced=coalesced,
             on_finished=on_finished,
             watch=watch,
+            predict=predict,
         )
         stats = engine.stats()
     return RowRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
@@ -207,6 +211,7 @@ def row_figures(preset: str, row: RowRun) -> dict[str, Any]:
         "ttft_p99_s": _of(figures.ttft_s, "p99"),
         "tpot_mean_s": _of(figures.tpot_s, "mean"),
         "tpot_p95_s": _of(figures.tpot_s, "p95"),
+        "tpot_p99_s": _of(figures.tpot_s, "p99"),
         "e2e_mean_s": _of(figures.e2e_s, "mean"),
         "held_mean_s": _of(figures.held_s, "mean"),
         "ttft_parts_s": _mean_parts(row.parts),
