@@ -221,6 +221,24 @@ def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> Non
     assert mode.credits[B] == 22
 
 
+@pytest.mark.parametrize(("together_s", "merged"), [(0.03, None), (0.2, A)])
+def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
+    together_s: float, merged: AdapterDigest | None
+) -> None:
+    """One adapter alone adds 20 ms a row, so that eight seem to cost 170 ms; in turns they take 80."""
+    mode = DLora(setup_of(max_batch=16), backfill=True)
+    for index in range(16):
+        mode.times.note(1, BatchWork(0, 0, 1, {B: 1} if index % 2 else {}), 0.03 if index % 2 else 0.01)
+    live = live_of("ACDEFGHI")
+    mode.choose(live)
+    mode.credits.apply({A: 40, C: -40}, 1)
+    for _ in range(8):
+        choice = mode.choose(live)
+        assert (choice.merged, choice.requests) == (None, None)
+        mode.times.note(1, work_of(choice, live), together_s)
+    assert mode.choose(live).merged == merged
+
+
 def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() -> None:
     mode, live = DLora(setup_of()), live_of("AAAA")
     mode.choose(live)

@@ -120,10 +120,11 @@ class DLora(BatchingMode):
         self._on_turn = self._merged if self._backfill and self._pending.starving else None
         if not self._pending.starving:
             self._state = self._merged
-        is_trial = self.times.lora_steps_due > 0
+        is_trial, has_measured = self.times.lora_steps_due > 0, self.times.has_measured(len(work.rows))
         if not work.is_assisted:
             self.times.note(steps, work, step_s)
-        if is_trial and not self.times.lora_steps_due:
+        has_learned = not has_measured and self.times.has_measured(len(work.rows))
+        if has_learned or (is_trial and not self.times.lora_steps_due):
             self.thresholds.begin()
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
@@ -175,10 +176,13 @@ class DLora(BatchingMode):
     def _turn(
         self, oldest: Sequence[Live], starving: Collection[Type], legal: Collection[Type]
     ) -> AdapterDigest | None:
-        """Return whom of the starving to merge; None if all types after the other take longer than all together."""
+        """Return whom of the starving to merge; None if all types after the other take longer than all together.
+
+        None as well if nobody has measured yet how long as many take together.
+        """
         counts = Counter(request.adapter for request in oldest)
         owed = [each for each in counts if each is not None and each in starving and each in legal]
-        if not owed or not self.times.is_known:
+        if not owed or not self.times.is_known or not self.times.has_measured(len(counts)):
             return None
         first = max(owed, key=lambda each: (each == self._on_turn, self.credits[each]))
         switch_s = self.times.switch_s(to_merged=True) / self.credits.turn_steps(len(oldest) - counts[first])

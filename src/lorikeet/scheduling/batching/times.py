@@ -88,6 +88,7 @@ class ModeTimes:
         self._mix = np.zeros(3)  # sequences, prefilled tokens, decodes of recent steps
         self._switches = {True: _Mean(), False: _Mean()}
         self._seen = [0, 0]  # steps of each kind
+        self._mixed = Counter[int]()  # steps with LoRA, by the binary digits of how many adapters they had
         self._since_lora = 0
         self.lora_steps_due = 0
 
@@ -95,6 +96,15 @@ class ModeTimes:
     def is_known(self) -> bool:
         """Whether there have been enough steps both with and without LoRA, so that the modes can be compared."""
         return min(self._seen) >= _TRIAL_STEPS
+
+    def has_measured(self, adapters: int) -> bool:
+        """Return whether enough steps had so many adapters unmerged, to the power of two, or more.
+
+        Else the line would be a guess: it was drawn through batches of few adapters, and many at once may cost far less
+        than so many times one.
+        """
+        least = adapters.bit_length()
+        return sum(steps for digits, steps in self._mixed.items() if digits >= least) >= _TRIAL_STEPS
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
         """Take identical steps in.
@@ -109,6 +119,7 @@ class ModeTimes:
         self._seen[kind] += steps
         self._since_lora = 0 if lora else self._since_lora + steps
         if lora:
+            self._mixed[len(work.rows).bit_length()] += steps
             self.lora_steps_due = max(0, self.lora_steps_due - steps)
         elif self._since_lora >= (_FRESH_STEPS if self._seen[_LORA] >= _TRIAL_STEPS else _TRIAL_STEPS):
             self.lora_steps_due = _TRIAL_STEPS
