@@ -51,7 +51,7 @@ def test_times_of_both_modes_are_found_from_a_few_steps_of_each() -> None:
     assert times.batch_s(times.batch([A] * 5 + [None] * 5)) == pytest.approx(0.018, rel=0.02)
 
 
-def test_steps_with_lora_are_due_after_eight_without_and_once_known_after_2048() -> None:
+def test_steps_with_lora_are_due_after_eight_without_and_once_known_after_256_times_their_time() -> None:
     times = ModeTimes(KernelForm.UNPADDED, lambda _: RANK)
     merged, unmerged = BatchWork(0, 0, 4, {}), BatchWork(0, 0, 4, {A: 4})
     times.note(7, merged, 0.01)
@@ -62,7 +62,7 @@ def test_steps_with_lora_are_due_after_eight_without_and_once_known_after_2048()
     assert (times.lora_steps_due, times.is_known) == (1, False)
     times.note(1, unmerged, 0.02)
     assert (times.lora_steps_due, times.is_known) == (0, True)
-    times.note(2047, merged, 0.01)
+    times.note(256 * 16 - 1, merged, 0.01)
     assert times.lora_steps_due == 0
     times.note(1, merged, 0.01)
     assert times.lora_steps_due == 8

@@ -51,9 +51,9 @@ def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
     initial = 4 * max_batch
     return CreditParams(
         initial,
-        starves_above=initial + 32,
-        normal_below=initial + 16,
-        turn_ends_below=initial - min(96, 2 * max_batch),
+        starves_above=initial + 24,
+        normal_below=initial + 8,
+        turn_ends_below=initial - min(48, 2 * max_batch),
     )
 
 

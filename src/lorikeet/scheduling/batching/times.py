@@ -19,8 +19,8 @@ _WINDOW = 256
 _PLAIN, _LORA = 0, 1
 _TRIAL_STEPS = 8
 """Steps of a kind that make it known: one alone may have been held up by anything, and most often it is a prefill."""
-_FRESH_STEPS = 2048
-"""Steps without LoRA after which some with it are worth measuring again."""
+_FRESH_TIMES = 256
+"""As many times as long as a trial takes without LoRA, and another one is due: trials cost a small part of the time."""
 
 
 def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.float64]:
@@ -59,8 +59,8 @@ class _Mean:
     def __init__(self) -> None:
         self._total, self._count = 0.0, 0
 
-    def note(self, value: float) -> None:
-        self._total, self._count = self._total + value, self._count + 1
+    def note(self, value: float, times: int = 1) -> None:
+        self._total, self._count = self._total + times * value, self._count + times
 
     @property
     def value(self) -> float | None:
@@ -89,7 +89,8 @@ class ModeTimes:
         self._switches = {True: _Mean(), False: _Mean()}
         self._seen = [0, 0]  # steps of each kind
         self._mixed = Counter[int]()  # steps with LoRA, by the binary digits of how many adapters they had
-        self._since_lora = 0
+        self._lora_s = _Mean()  # a step with LoRA
+        self._since_lora, self._since_lora_s = 0, 0.0  # steps and seconds without
         self.lora_steps_due = 0
 
     @property
@@ -117,15 +118,23 @@ class ModeTimes:
         lora = lora_work(self._form, work.rows, self._rank)
         kind = _LORA if lora else _PLAIN
         self._seen[kind] += steps
-        self._since_lora = 0 if lora else self._since_lora + steps
         if lora:
+            self._lora_s.note(step_s, steps)
+            self._since_lora, self._since_lora_s = 0, 0.0
             self._mixed[len(work.rows).bit_length()] += steps
             self.lora_steps_due = max(0, self.lora_steps_due - steps)
-        elif self._since_lora >= (_FRESH_STEPS if self._seen[_LORA] >= _TRIAL_STEPS else _TRIAL_STEPS):
-            self.lora_steps_due = _TRIAL_STEPS
+        else:
+            self._since_lora, self._since_lora_s = self._since_lora + steps, self._since_lora_s + steps * step_s
+            if self._is_stale():
+                self.lora_steps_due = _TRIAL_STEPS
         self._fit.note(_sample(work.prefill_tokens, work.decodes, lora), step_s, steps, kind)
         mix = np.array((work.prefills + work.decodes, work.prefill_tokens, work.decodes), np.float64)
         self._mix = faded(self._mix, mix, steps)
+
+    def _is_stale(self) -> bool:
+        if self._seen[_LORA] < _TRIAL_STEPS or self._lora_s.value is None:
+            return self._since_lora >= _TRIAL_STEPS
+        return self._since_lora_s >= _FRESH_TIMES * _TRIAL_STEPS * self._lora_s.value
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
         """Take a switch in, to some merged adapter or to none."""
