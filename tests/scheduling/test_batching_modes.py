@@ -239,6 +239,15 @@ def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
     assert mode.choose(live).merged == merged
 
 
+def test_the_base_model_is_no_adapter_that_must_be_measured_together_with_others() -> None:
+    mode, live = DLora(setup_of(), backfill=True), live_of("A-")
+    for index in range(16):
+        mode.times.note(1, BatchWork(0, 0, 1, {A: 1} if index % 2 else {}), 0.1 if index % 2 else 0.01)
+    mode.choose(live)
+    mode.credits.apply({A: 40, None: -40}, 1)
+    assert mode.choose(live).merged == A
+
+
 def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() -> None:
     mode, live = DLora(setup_of()), live_of("AAAA")
     mode.choose(live)

@@ -182,7 +182,8 @@ class DLora(BatchingMode):
         """
         counts = Counter(request.adapter for request in oldest)
         owed = [each for each in counts if each is not None and each in starving and each in legal]
-        if not owed or not self.times.is_known or not self.times.has_measured(len(counts)):
+        adapters = len(counts.keys() - {None})
+        if not owed or not self.times.is_known or not self.times.has_measured(adapters):
             return None
         first = max(owed, key=lambda each: (each == self._on_turn, self.credits[each]))
         switch_s = self.times.switch_s(to_merged=True) / self.credits.turn_steps(len(oldest) - counts[first])

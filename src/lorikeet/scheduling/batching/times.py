@@ -59,8 +59,8 @@ class _Mean:
     def __init__(self) -> None:
         self._total, self._count = 0.0, 0
 
-    def note(self, value: float, times: int = 1) -> None:
-        self._total, self._count = self._total + times * value, self._count + times
+    def note(self, value: float) -> None:
+        self._total, self._count = self._total + value, self._count + 1
 
     @property
     def value(self) -> float | None:
@@ -79,7 +79,8 @@ class ModeTimes:
         rank: of an adapter.
 
     Attributes:
-        lora_steps_due: how many steps with LoRA ought to be measured: after a few without at first, later after many.
+        lora_steps_due: how many steps with LoRA ought to be measured: after a few without at first, later after a long
+            time without.
     """
 
     def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
@@ -89,7 +90,7 @@ class ModeTimes:
         self._switches = {True: _Mean(), False: _Mean()}
         self._seen = [0, 0]  # steps of each kind
         self._mixed = Counter[int]()  # steps with LoRA, by the binary digits of how many adapters they had
-        self._lora_s = _Mean()  # a step with LoRA
+        self._lora_s = 0.0  # all steps with LoRA together
         self._since_lora, self._since_lora_s = 0, 0.0  # steps and seconds without
         self.lora_steps_due = 0
 
@@ -119,7 +120,7 @@ class ModeTimes:
         kind = _LORA if lora else _PLAIN
         self._seen[kind] += steps
         if lora:
-            self._lora_s.note(step_s, steps)
+            self._lora_s += steps * step_s
             self._since_lora, self._since_lora_s = 0, 0.0
             self._mixed[len(work.rows).bit_length()] += steps
             self.lora_steps_due = max(0, self.lora_steps_due - steps)
@@ -132,9 +133,10 @@ class ModeTimes:
         self._mix = faded(self._mix, mix, steps)
 
     def _is_stale(self) -> bool:
-        if self._seen[_LORA] < _TRIAL_STEPS or self._lora_s.value is None:
+        lora_steps = self._seen[_LORA]
+        if lora_steps < _TRIAL_STEPS:
             return self._since_lora >= _TRIAL_STEPS
-        return self._since_lora_s >= _FRESH_TIMES * _TRIAL_STEPS * self._lora_s.value
+        return self._since_lora_s >= _FRESH_TIMES * _TRIAL_STEPS * self._lora_s / lora_steps
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
         """Take a switch in, to some merged adapter or to none."""
