@@ -51,8 +51,8 @@ def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
     initial = 4 * max_batch
     return CreditParams(
         initial,
-        starves_above=initial + 24,
-        normal_below=initial + 8,
+        starves_above=initial + 16,
+        normal_below=initial + 2,
         turn_ends_below=initial - min(48, 2 * max_batch),
     )
 
