@@ -48,9 +48,9 @@ that the paper prints. *Simulation* is a quarter of its simulated cluster: 15 of
 85 of 340 requests/s. The limit on TPT (latency ÷ output tokens) is 1.5 × what the base model reaches without LoRA under
 the same load, or on an idle server: the paper's words allow both. Policies are told the first.
 
-`toppings:no-intercept` is another reading of its equation 2. As our row has it, a prefill of nothing takes no time, so
-the first request of a queue is charged for a whole prefill and the second for its rank alone: requests go where others
-wait already. The other reading takes the equation's fixed part for a prefill of nothing, and charges neither."""
+`toppings:literal` is another reading of its equation 2, judged by nobody: a prefill of nothing takes no time, so the
+first request of a queue is charged for a whole prefill and the second for its rank alone, and requests go where others
+wait already. Our row takes the equation's fixed part for a prefill of nothing, and charges neither."""
 
 _DLORA = """\
 {replicas} replicas by profile {profile} (A800 in the paper: the same chip with slower links to others) and {adapters}

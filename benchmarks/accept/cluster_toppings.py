@@ -20,8 +20,8 @@ from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
 
 OURS, DLORA, RANDOM, FIRST_FIT = "toppings", "toppings:dlora", "toppings:random", "toppings:first-fit"
 ROWS = (OURS, DLORA, RANDOM, FIRST_FIT)
-OTHER_READING = "toppings:no-intercept"
-"""Equation 2 read so that an empty queue is not charged for all of a prefill that is not of ranks; judged by nobody."""
+OTHER_READING = "toppings:literal"
+"""Equation 2 read so that the first of a queue is charged for all of a prefill; judged by nobody."""
 RANKS = (8, 16, 32, 64)
 """Four, which the paper does not print; those of its performance models."""
 SLO_FACTOR = 1.5
