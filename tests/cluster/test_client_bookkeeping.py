@@ -96,9 +96,17 @@ class Cluster:
 
 @asynccontextmanager
 async def started(pool_dir: Path, replicas: int = 2, *, stays: bool = False) -> AsyncIterator[Cluster]:
+    """Start a cluster whose replicas join in their order, in which round robin then takes them."""
     cluster = Cluster(pool_dir, replicas, stays=stays)
+    hosts = [cluster.host(replica) for replica in (R0, R1, R2)[:replicas]]
+    for host in hosts:
+        host.may_start.clear()
+    starting = asyncio.create_task(cluster.client.start(lambda progress: None))
     try:
-        await cluster.client.start(lambda progress: None)
+        for before, host in enumerate(hosts):
+            await until(lambda before=before: len(cluster.client.fleet.open) == before)
+            host.may_start.set()
+        await starting
         yield cluster
     finally:
         await cluster.client.close()

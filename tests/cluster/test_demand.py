@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.cluster.demand import DemandEstimator, extrapolate
+from lorikeet.cluster.demand import DemandEstimator, certainty, expected, extrapolate, period_length_s
 from tests.support.placement import digest
 
 A, B = digest("a"), digest("b")
@@ -45,6 +45,82 @@ def test_extrapolation_stays_between_nothing_and_twice_the_largest(history: list
     assert 0 <= extrapolate(history) <= 2 * max(history[-5:]) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("history", "sure", "ahead"),
+    [
+        ([100, 120, 140], 1.0, 160),  # on a line
+        ([0, 0, 0, 0, 1000], 2 / 3, 600),  # error 115 of a slope of 200
+        ([50, 150, 100, 200, 150], 0.64, 178),  # error 15 of 25
+        ([100, 120], 0.0, 110),  # any two are on a line
+        ([1, 100, 1], 0.0, 34),  # no slope
+        ([90, 110, 90, 110, 90], 0.0, 98),
+        ([300, 200, 50], 1 - (125 / 3) / 3125, 183 + 1 / 3 - (1 - (125 / 3) / 3125) * (183 + 1 / 3)),  # the line: 0
+        ([70], 0.0, 70),
+        ([], 0.0, 0),
+        ([0, 0, 0], 0.0, 0),
+    ],
+)
+def test_what_is_expected_follows_a_line_as_far_as_it_is_certain(
+    history: list[float], sure: float, ahead: float
+) -> None:
+    assert certainty(history) == pytest.approx(sure)
+    assert expected(history) == pytest.approx(ahead)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
+def test_what_is_expected_lies_between_the_mean_and_the_line(history: list[float]) -> None:
+    low, high = sorted((sum(history[-5:]) / len(history[-5:]), extrapolate(history)))
+    assert low * (1 - 1e-9) - 1e-6 <= expected(history) <= high * (1 + 1e-9) + 1e-6
+
+
+def test_adapters_are_scaled_to_what_their_rank_is_expected_to_ask() -> None:
+    """One has ever more, the other as much less: together they have no trend, and each has the part that it had."""
+    estimator = estimator_of()
+    estimator.know(digest("c"), 8, 16)
+    for period, (first, second) in enumerate(((10, 50), (20, 40), (30, 30)), start=1):
+        estimator.arrived(A, first)
+        estimator.arrived(digest("c"), second)
+        estimator.close(float(period))
+    assert tokens_per_s(estimator) == pytest.approx([20, 0, 40])
+    for period in range(4, 9):
+        estimator.arrived(A, 10 * period)
+        estimator.close(float(period))
+    assert tokens_per_s(estimator) == pytest.approx([90, 0, 0]), "the other has not been heard of for five periods"
+
+
+def test_an_adapter_that_comes_to_a_rank_counts_from_its_first_period() -> None:
+    estimator = estimator_of()
+    for period in (1.0, 2.0):
+        estimator.arrived(A, 10)
+        estimator.close(period)
+    estimator.know(digest("late"), 8, 16)
+    estimator.arrived(A, 10)
+    estimator.arrived(digest("late"), 30)
+    estimator.close(3.0)
+    mine, _, theirs = tokens_per_s(estimator)
+    assert theirs == pytest.approx(3 * mine)
+    assert mine + theirs == pytest.approx(expected([10, 10, 40]))
+
+
+def test_the_time_before_anybody_asks_is_no_part_of_a_trend() -> None:
+    estimator = estimator_of()
+    for period in (1.0, 2.0, 3.0):
+        estimator.close(period)
+        assert tokens_per_s(estimator) == [0.0, 0.0]
+    estimator.arrived(A, 10)
+    estimator.close(4.0)
+    assert tokens_per_s(estimator) == [10.0, 0.0]
+    estimator.close(5.0)
+    assert tokens_per_s(estimator) == [5.0, 0.0], "later silence is"
+
+
+def test_the_first_periods_double() -> None:
+    ends = [0.0]
+    while ends[-1] < 30:
+        ends.append(ends[-1] + period_length_s(10.0, ends[-1]))
+    assert ends == [0, 1.25, 2.5, 5, 10, 20, 30]
+
+
 def test_nothing_cannot_be_extrapolated() -> None:
     with pytest.raises(ValueError, match="Nothing"):
         extrapolate([])
@@ -65,7 +141,7 @@ def test_prompts_count_when_they_arrive_over_the_time_that_has_passed() -> None:
     assert tokens_per_s(estimator) == [40.0, 0.0]
     estimator.arrived(B, 100)
     estimator.close(115.0)
-    assert tokens_per_s(estimator) == [0.0, 40.0]  # a line through 40 and 0, and one through 0 and 20
+    assert tokens_per_s(estimator) == [20.0, 10.0]  # means of 40 and 0, and of 0 and 20
 
 
 def test_answers_count_with_the_clusters_mean_until_an_adapter_has_its_own() -> None:

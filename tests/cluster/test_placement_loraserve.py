@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorikeet.cluster.demand import AdapterDemand
 from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams, floored, utilisations
-from lorikeet.cluster.placement.packing import Packing, PackingParams, budgets
+from lorikeet.cluster.placement.packing import Packing, PackingParams, budgets, groups_of
 from lorikeet.cluster.placement.permutation import least_movement
 from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -131,8 +131,25 @@ def test_slivers_are_not_cut_off() -> None:
     # 1.005 bins of one adapter, then one that fits: a copy for half a percent is not worth it.
     packing = packing_of(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL)
     assert bins_of(packing) == [{"hot": 1.0}, {"rest": 1.0}]
-    exact = Packing(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0))
+    exact = Packing(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0, group=1))
     assert bins_of(exact) == [{"hot": 0.995}, {"hot": 0.005, "rest": 1.0}]
+
+
+def test_replicas_of_a_rank_share_its_adapters_but_for_small_ones() -> None:
+    packing = Packing(demands_of({8: {"hot": 1900, "warm": 1000, "cold": 60, "cool": 40}}), 3, LEVEL, PackingParams())
+    third = pytest.approx(1 / 3)
+    assert packing.bins == [
+        {"hot": third, "warm": third, "cold": 1.0},
+        {"hot": third, "warm": third, "cool": 1.0},
+        {"hot": third, "warm": third},
+    ]
+
+
+def test_groups_are_few_and_as_large_as_each_other() -> None:
+    assert [list(group) for group in groups_of(range(2, 9), 3)] == [[2, 3], [4, 5], [6, 7, 8]]
+    assert list(groups_of(range(5, 5), 3)) == []
+    packing = Packing(demands_of({8: {"hot": 3000, "warm": 1000}}), 4, LEVEL, PackingParams(group=2))
+    assert bins_of(packing) == [{"hot": 0.3333}, {"hot": 0.3333}, *[{"hot": 0.1667, "warm": 0.5}] * 2]
 
 
 def test_an_adapter_that_needs_hundreds_of_replicas_gets_them() -> None:
@@ -171,7 +188,7 @@ def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
     first = placement.place(DEMANDS_A, 0.0)
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
     assert placement.place(drifted, 1.0) is first
-    surged = [DEMANDS_A[0]._replace(tokens_per_s=3000.0), *DEMANDS_A[1:]]
+    surged = [*DEMANDS_A[:-1], DEMANDS_A[-1]._replace(tokens_per_s=1000.0)]
     assert placement.place(surged, 2.0) is not first
 
 
@@ -340,4 +357,4 @@ def test_a_thousand_adapters_on_a_hundred_replicas_move_little_when_demand_drift
     ]
     by_placement = [adapter for adapter, _ in second.added_since(first)]
     assert sum(map(sizes_bytes.__getitem__, by_placement)) <= sum(map(sizes_bytes.__getitem__, by_identity))
-    assert len(by_placement) < 500
+    assert len(by_placement) < len(list(second.pairs())) / 4

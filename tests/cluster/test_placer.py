@@ -97,6 +97,19 @@ async def test_a_period_in_which_the_orchestrator_is_gone_is_told_of_in_the_next
     running.cancel()
 
 
+async def test_the_first_request_begins_a_period_and_whoever_waits_for_periods_waits_for_a_whole_one() -> None:
+    service = Service()
+    placer, tables = placer_of(service, period_s=0.2)
+    running = asyncio.create_task(placer.run())
+    await asyncio.sleep(0)
+    placer.arrived(None, 10)
+    await placer.period()
+    assert service.heard[0] == Seen(((None, 10),), ())
+    assert len(service.heard) == 5, "four short ones, which make a whole one, are over first"
+    assert len(tables) == 5
+    running.cancel()
+
+
 async def test_a_period_that_fails_is_not_the_last() -> None:
     service = Service()
     placer, _ = placer_of(service, period_s=0.001)

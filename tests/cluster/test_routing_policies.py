@@ -14,9 +14,9 @@ from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
-from lorikeet.cluster.routing.loraserve import FewestTokens, LeastAddedLatency
+from lorikeet.cluster.routing.loraserve import LeastAddedLatency
 from lorikeet.cluster.routing.performance import PerformanceModel
-from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RandomChoice, RoundRobin
+from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
 from lorikeet.cluster.routing.prefixes import Depths, Prefixes
 from lorikeet.cluster.tables import RoutingTable, Share
 from lorikeet.core.ids import AdapterDigest, ReplicaId

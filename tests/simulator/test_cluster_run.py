@@ -21,8 +21,7 @@ from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.placement.static import Random
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.routing.by_table import ByTable
-from lorikeet.cluster.routing.loraserve import FewestTokens
-from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import ReplicaId, RequestId
@@ -237,7 +236,7 @@ def test_placements_follow_one_another_and_what_moved_is_fetched_with_its_first_
             return super().place(demands, now)
 
     adapters = some_adapters(1)
-    workload = [asks(at_s, adapters[0].name) for at_s in (1.0, 11.0, 21.0, 31.0)]
+    workload = [asks(at_s, adapters[0].name) for at_s in (0.0, 11.0, 21.0, 31.0)]
     placement = Turning(names(2), "replica-0")
     found = simulated(workload, 2, adapters, router=ByTable(), placement=placement, copies=slow()).figures
     assert [each.requests for each in found.replicas] == [1, 3]
@@ -256,9 +255,11 @@ def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
     adapters = some_adapters(2)
     workload = [asks(float(at_s), adapters[0].name, 5, 3) for at_s in range(10)]
     simulated(workload, 1, adapters, placement=Listening(names(1), "replica-0"), period_s=5.0)
-    at_s, demand = heard[1]
-    # Requests at 0, 1, … 4 in five seconds; the one at 5 comes after the period's end.
-    assert (at_s, demand) == (5.0, {adapters[0].digest: pytest.approx(5 * (5 + 3) / 5), adapters[1].digest: 0.0})
+    assert [at_s for at_s, _ in heard[:5]] == [0.0, 0.625, 1.25, 2.5, 5.0], "the first ones are short"
+    # A request, and its answer, in the first: the next one comes after a second, in the second one.
+    assert heard[1][1] == {adapters[0].digest: pytest.approx((5 + 3) / 0.625), adapters[1].digest: 0.0}
+    assert heard[2][1] == heard[1][1]
+    assert heard[3][1][adapters[0].digest] < heard[2][1][adapters[0].digest]
 
 
 # --- migration ---------------------------------------------------------------------------------------

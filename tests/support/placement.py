@@ -29,7 +29,8 @@ def demands_of(tokens_per_s: Mapping[int, Mapping[str, float]]) -> list[AdapterD
 
 
 def packing_of(demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints, literal: bool = False) -> Packing:
-    return Packing(demands, bins, points, PackingParams(literal=literal))
+    """Pack as the spec's examples do: no adapter is shared for the choice that it gives."""
+    return Packing(demands, bins, points, PackingParams(group=1, literal=literal))
 
 
 POINTS_A = OperatingPoints({8: 1000.0, 32: 800.0, 128: 500.0})

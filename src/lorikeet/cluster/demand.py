@@ -6,6 +6,7 @@ Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolat
 are ours (docs/decisions/loraserve-placement.md).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -22,6 +23,20 @@ OUTPUT_ALPHA = 0.2
 """Weight of the newest answer in the mean length of an adapter's answers."""
 OUTPUTS_KNOWN = 5
 """After so many answers an adapter has a mean of its own; before, it has the cluster's."""
+SHORTEST = 1 / 8
+"""Of a period: the first one that somebody asks in."""
+
+
+def period_length_s(period_s: float, passed_s: float) -> float:
+    """Return how long the next period takes: the first ones are short, since nothing is known of demand before them.
+
+    Each is as long as all before it, up to a whole one.
+
+    Args:
+        period_s: a whole one, seconds.
+        passed_s: since the first request, seconds.
+    """
+    return min(period_s, max(passed_s, SHORTEST * period_s))
 
 
 class AdapterDemand(NamedTuple):
@@ -38,6 +53,36 @@ class AdapterDemand(NamedTuple):
     rank: int
     size_bytes: int
     tokens_per_s: float
+
+
+def expected(history: Sequence[float]) -> float:
+    """Return the next value: the mean of the last ``WINDOW``, moved towards their line as far as it is certain.
+
+    0 without a history.
+    """
+    window = history[-WINDOW:]
+    mean = _mean(window)
+    return mean + certainty(window) * (extrapolate(window) - mean) if mean else 0.0
+
+
+def certainty(window: Sequence[float]) -> float:
+    """Return how much of the slope of a line through the values is more than chance: ``1 - (its error / slope)^2``.
+
+    0 for none, and where there are fewer than three values: any two are on a line. The values of periods with a dozen
+    requests differ by chance more than by a trend, and the line through them then leads further off than their mean.
+
+    Source: the positive-part estimator of James and Stein (1961), for one slope.
+    """
+    points = len(window)
+    if points < 3:
+        return 0.0
+    middle, mean = (points - 1) / 2, _mean(window)
+    spread = sum((x - middle) ** 2 for x in range(points))
+    slope = sum((x - middle) * value for x, value in enumerate(window)) / spread
+    if not slope:
+        return 0.0
+    missed = sum((value - mean - slope * (x - middle)) ** 2 for x, value in enumerate(window))
+    return max(0.0, 1 - missed / (points - 2) / spread / slope**2)
 
 
 def extrapolate(history: Sequence[float]) -> float:
@@ -102,6 +147,10 @@ class DemandEstimator:
     An answer's length is not known when its request arrives: it is taken to be the adapter's mean (an exponential one,
     the newest weighs ``OUTPUT_ALPHA``), or that of the whole cluster until ``OUTPUTS_KNOWN`` answers are complete.
 
+    A rank's adapters lie together, so a placement goes by what the rank asks for, which has more requests to learn a
+    trend from than any one adapter: an adapter is expected to have the same part of that as in the last ``WINDOW``
+    periods.
+
     Args:
         now: start of the first period, seconds.
     """
@@ -111,6 +160,7 @@ class DemandEstimator:
         self._adapters: dict[AdapterDigest, AdapterCounts] = {}
         self._outputs = 0
         self._output_tokens = 0
+        self._has_begun = False  # somebody has asked for something
 
     def know(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
         """Count from now on for an adapter, which may be known already."""
@@ -154,20 +204,31 @@ class DemandEstimator:
             raise ValueError(f"A period of {length_s} s")
         self._started_s = now
         cluster_mean = self._output_tokens / self._outputs if self._outputs else 0.0
+        asked = any(known.requests for known in self._adapters.values())
         for known in self._adapters.values():
+            before = known.history if self._has_begun else []  # the time before anybody came tells nothing of trends
             mean = known.mean_output_tokens if known.outputs >= OUTPUTS_KNOWN else cluster_mean
             tokens_per_s = (known.prompt_tokens + known.requests * mean) / length_s
-            known.history = [*known.history, tokens_per_s][-WINDOW:]
+            known.history = [*before, tokens_per_s][-WINDOW:]
             known.requests = known.prompt_tokens = 0
+        self._has_begun |= asked
 
     def demands(self) -> tuple[AdapterDemand, ...]:
         """Return what the next period asks of every known adapter, in the order in which they became known.
 
         Before any period has ended all are alike. Later an adapter without a history has no demand yet.
         """
-        cold = not any(known.history for known in self._adapters.values())
+        if not any(known.history for known in self._adapters.values()):
+            return tuple(
+                AdapterDemand(adapter, known.rank, known.size_bytes, COLD_TOKENS_PER_S)
+                for adapter, known in self._adapters.items()
+            )
+        of_rank = defaultdict[int, list[list[float]]](list)
+        for known in self._adapters.values():
+            of_rank[known.rank].append(known.history)
+        scales = {rank: _scale(histories) for rank, histories in of_rank.items()}
         return tuple(
-            AdapterDemand(adapter, known.rank, known.size_bytes, COLD_TOKENS_PER_S if cold else _next(known))
+            AdapterDemand(adapter, known.rank, known.size_bytes, scales[known.rank] * _mean(known.history))
             for adapter, known in self._adapters.items()
         )
 
@@ -186,7 +247,20 @@ class DemandEstimator:
         self._started_s = now
         self._adapters = dict(state.adapters)
         self._outputs, self._output_tokens = state.outputs, state.output_tokens
+        self._has_begun = any(any(known.history) for known in self._adapters.values())
 
 
-def _next(known: AdapterCounts) -> float:
-    return extrapolate(tuple(known.history)) if known.history else 0.0
+def _scale(histories: Sequence[Sequence[float]]) -> float:
+    """Return what is expected of a rank, over the sum of its adapters' means.
+
+    Args:
+        histories: of the adapters. All end with the same period; those that are shorter began later.
+    """
+    length = max(map(len, histories))
+    of_rank = [sum(each[-ago] for each in histories if len(each) >= ago) for ago in range(length, 0, -1)]
+    means = sum(map(_mean, histories))
+    return expected(of_rank) / means if means else 0.0
+
+
+def _mean(history: Sequence[float]) -> float:
+    return sum(history) / len(history) if history else 0.0

@@ -1,11 +1,14 @@
 """A head's dealings with the orchestrator: it tells what it sees, and follows the tables that come back."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import structlog
 
+from lorikeet.cluster.demand import period_length_s
 from lorikeet.cluster.orchestrator import Known, Seen
 from lorikeet.cluster.placing import OrchestratorGone, PlacementService
 from lorikeet.cluster.tables import RoutingTable
@@ -24,7 +27,7 @@ class Placer:
 
     Args:
         service: the orchestrator.
-        period_s: time between two placements.
+        period_s: time between two placements, once so much has passed since the first request.
         on_table: called with every table, in the order in which they were made.
 
     Attributes:
@@ -41,10 +44,13 @@ class Placer:
         self._arrivals: list[tuple[AdapterDigest | None, int]] = []
         self._answers: list[tuple[AdapterDigest | None, int]] = []
         self._ended = asyncio.Event()
+        self._asked = asyncio.Event()
+        self._began_s: float | None = None  # when somebody first asked
 
     def arrived(self, adapter: AdapterDigest | None, prompt_tokens: int) -> None:
         """A request has come; None: for the base model."""
         self._arrivals.append((adapter, prompt_tokens))
+        self._asked.set()
 
     def answered(self, adapter: AdapterDigest | None, output_tokens: int) -> None:
         """A request has got its whole answer."""
@@ -63,26 +69,40 @@ class Placer:
         await self._ask(partial(self._service.set_replicas, replicas))
 
     async def period(self) -> None:
-        """Wait until the next period has ended, and the orchestrator knows what was seen in it."""
+        """Wait until the next whole period has ended, and the orchestrator knows what was seen in it."""
         await self._ended.wait()
 
     async def run(self) -> None:
         """Tell of every period, for ever. One that fails is logged; what was seen in it may count or not."""
         while True:
-            await asyncio.sleep(self._period_s)
+            length_s = await self._pass_period()
             try:
                 async with self._lock:
-                    await self._end_period()
+                    await self._end_period(is_whole=length_s == self._period_s)
             except Exception:
                 log.exception("a period of placement has failed")
 
-    async def _end_period(self) -> None:
+    async def _pass_period(self) -> float:
+        """Wait until a period is over, and return how long it was: one in which nobody has asked yet, or one since."""
+        if self._began_s is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
+                    await self._asked.wait()
+                self._began_s = time.monotonic()
+        if self._began_s is None:
+            return self._period_s
+        length_s = period_length_s(self._period_s, time.monotonic() - self._began_s)
+        await asyncio.sleep(length_s)
+        return length_s
+
+    async def _end_period(self, is_whole: bool) -> None:
         arrivals, self._arrivals = self._arrivals, []
         answers, self._answers = self._answers, []
         seen = Seen(tuple(arrivals), tuple(answers))
         if await self._catch_up() and await self._follow(partial(self._service.period, seen)):
-            self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
-            self._ended.clear()
+            if is_whole:
+                self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
+                self._ended.clear()
         else:
             self._arrivals[:0], self._answers[:0] = arrivals, answers
 

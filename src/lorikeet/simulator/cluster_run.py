@@ -25,6 +25,7 @@ from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.review import CoMigration
 from lorikeet.cluster.comigration.state import CoMigrationSettings
+from lorikeet.cluster.demand import period_length_s
 from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes
 from lorikeet.cluster.hearing import gauges
@@ -56,7 +57,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
 
     Attributes:
         router, placement: policies, fresh ones.
-        period_s: time between two placements.
+        period_s: time between two placements, once so much has passed since the first request.
         prefetch: replicas fetch what a new placement gives them at once.
         copies: what copies between replicas take.
         provisioned: at the start every adapter is where the first placement has it; else nowhere, and its first request
@@ -103,6 +104,7 @@ class ClusterRun:
         self._comigration = CoMigration(CoMigrationSettings(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
+        self._began_s = now
         self._agenda = Agenda()
         self._requests: dict[RequestId, Request] = {}
         self._sent_s: dict[RequestId, float] = {}
@@ -146,7 +148,8 @@ class ClusterRun:
             self._perform(self._dispatcher.join(replica.info(), now, held), now)
             self._tell(replica, KnowAdapters(tuple(map(self._refs.__getitem__, held))), now)
         self._place(table, now)
-        self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
+        self._began_s = max(now, self._arrivals.next_s())
+        self._begin_period(self._began_s)
         if self._setup.migration is not None:
             self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, self._setup.migration))
 
@@ -269,7 +272,11 @@ class ClusterRun:
         if table.epoch != before:
             self._tally.placements += 1
             self._place(table, now)
-        self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
+        self._begin_period(now)
+
+    def _begin_period(self, now: float) -> None:
+        length_s = period_length_s(self._setup.period_s, now - self._began_s)
+        self._agenda.add(now + length_s, Kind.PERIOD, self._end_period)
 
     def _review(self, migration: MigrationCosts, now: float) -> None:
         times, reserved_share = migration

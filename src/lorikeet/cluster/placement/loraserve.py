@@ -32,7 +32,7 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
 
 
 LITERAL = LoRAServeParams(
-    demand_floor=0.0, hysteresis=None, packing=PackingParams(slack=0.0, min_fraction=0.0, literal=True)
+    demand_floor=0.0, hysteresis=None, packing=PackingParams(slack=0.0, min_fraction=0.0, group=1, literal=True)
 )
 """The algorithm as printed, without what the paper has not."""
 

@@ -1,8 +1,9 @@
 """Steps 1 to 4 of LoRAServe's Algorithm 1: what lies together, not yet where."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from math import floor
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import ceil, floor
 from typing import NamedTuple
 
 import msgspec
@@ -28,11 +29,15 @@ class PackingParams(msgspec.Struct, frozen=True):
     Attributes:
         slack: so far above the target a leftover may fill a bin of its own rank or a larger one.
         min_fraction: of an adapter (or of a bin, for an adapter larger than one) that is worth a copy of its own.
+        group: most bins of a rank that share its adapters, so that a request has a choice between them; 1 is the paper.
+        whole_below: an adapter that asks for less of a bin than this lies in one of its group alone.
         literal: leftovers go by largest rank and utilisation alone, however full that bin is.
     """
 
     slack: float = 0.10
     min_fraction: float = 0.01
+    group: int = 8
+    whole_below: float = 0.10
     literal: bool = False
 
 
@@ -98,28 +103,39 @@ class Packing:
         return self._tokens_per_s / self._point
 
     def _fill(self, own: range, of_rank: list[AdapterDemand]) -> list[Piece]:
-        """Fill bins of one rank to the target, the largest demand first; return what is left (step 3)."""
+        """Fill bins of one rank to the target, the largest demand first; return what is left (step 3).
+
+        A group of bins is filled as if it were one.
+        """
         point = self._points[of_rank[0].rank]
         leftovers = []
-        remaining = iter(own)
+        remaining = groups_of(own, self._params.group)
         here = next(remaining, None)
-        room = self.target
+        room = self.target * len(here or ())
         for demand in of_rank:
             utilisation = demand.tokens_per_s / point
             sliver = max(self._params.min_fraction * min(utilisation, self.target), _TINY * self.target)
             left = 1.0
             while here is not None and left * utilisation > room + sliver:
                 if room > sliver:
-                    self._put(here, Piece(demand, room / utilisation))
+                    self._pour(here, Piece(demand, room / utilisation))
                     left -= room / utilisation
                 here = next(remaining, None)
-                room = self.target
+                room = self.target * len(here or ())
             if here is None:
                 leftovers.append(Piece(demand, left))
             else:
-                self._put(here, Piece(demand, left))
+                self._pour(here, Piece(demand, left))
                 room -= left * utilisation
         return leftovers
+
+    def _pour(self, group: range, piece: Piece) -> None:
+        """Put a piece in equal parts into all bins of its rank's group, or a small one into the emptiest."""
+        if piece.tokens_per_s / self._points[piece.demand.rank] < self._params.whole_below * self.target:
+            self._put(min(group, key=self._tokens_per_s.__getitem__), piece)
+            return
+        for number in group:
+            self._put(number, piece._replace(fraction=piece.fraction / len(group)))
 
     def _bin_for(self, piece: Piece) -> int:
         """Return the bin for a leftover (step 4)."""
@@ -150,6 +166,13 @@ class Packing:
         if demand.rank > self._max_rank[number]:
             self._max_rank[number] = demand.rank
             self._point[number] = self._points[demand.rank]
+
+
+def groups_of(bins: range, most: int) -> Iterator[range]:
+    """Yield the bins in as few groups as there can be of at most so many, which differ by one at most."""
+    count = ceil(len(bins) / most)
+    borders = [len(bins) * number // count for number in range(count + 1)] if count else [0]
+    return (bins[low:high] for low, high in pairwise(borders))
 
 
 def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:

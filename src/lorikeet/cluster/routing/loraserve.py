@@ -1,7 +1,8 @@
-"""TOPPINGS as LoRAServe compares itself with it (section V-A), in two readings.
+"""TOPPINGS as LoRAServe compares itself with it (section V-A), in its second reading.
 
-The paper calls it rank-aware in one place and rank-agnostic in another. Both send each request to the replica that is
-best for it in the whole cluster, given what runs and waits there; every adapter is on every replica.
+The paper calls it rank-agnostic in one place (that is ``FewestTokens``) and rank-aware in another. Both send each
+request to the replica that is best for it in the whole cluster, given what runs and waits there; every adapter is on
+every replica.
 """
 
 import numpy as np
@@ -13,17 +14,6 @@ from lorikeet.core.ids import ReplicaId
 
 COST_OF_RANK = 0.015977
 """By which a prefilled token takes longer per rank: rank 128 then takes 2.7 times as long as rank 8 (section III)."""
-
-
-class FewestTokens(Router):
-    """The fewest tokens to prefill and to decode; of equals the first. Knows no ranks."""
-
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
-            return None
-        return fleet.info(least(candidates, fleet.loads.pending_tokens)).replica
 
 
 class LeastAddedLatency(Router):
