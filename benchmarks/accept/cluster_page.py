@@ -43,10 +43,10 @@ _TRIED = "P95 TTFT at the rates that were tried on the way, in seconds by reques
 _TOPPINGS = """\
 The servers of [TOPPINGS' own setting](toppings.md), steps as long as it prints them, all with its assisted cold starts.
 {servers} of them under Poisson arrivals for {duration:g} s, of which the first {since:g} do not count; 200 adapters
-asked for alike, of ranks 8, 16, 32 and 64 (neither is printed). At most {running} requests in a step, the only bound
-that the paper prints. *Simulation* is a quarter of its simulated cluster: 15 of 60 servers, 10,000 of 40,000 functions,
-85 of 340 requests/s. The limit on TPT (latency ÷ output tokens) is 1.5 × what the base model reaches without LoRA under
-the same load, or on an idle server: the paper's words allow both. Policies are told the first.
+asked for alike, of ranks 8, 16, 32 and 64 (neither is printed). At most {running} requests in a step, which is no bound
+here; the paper prints none for servers. *Simulation* is a quarter of its simulated cluster: 15 of 60 servers, 10,000 of
+40,000 functions, 85 of 340 requests/s. The limit on TPT (latency ÷ output tokens) is 1.5 × what the base model reaches
+without LoRA under the same load, or on an idle server: the paper's words allow both. Policies are told the first.
 
 `toppings:literal` is another reading of its equation 2, judged by nobody: a prefill of nothing takes no time, so the
 first request of a queue is charged for a whole prefill and the second for its rank alone, and requests go where others
