@@ -91,7 +91,7 @@ class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
         repeat: number of the run: another draws other arrivals and adapters, and makes other stand-ins, whose digests
             decide where a random placement has them.
         replicas: engines.
-        periods, period_s: placements in a run, and the time between two.
+        periods, period_s: of placement in a run, and how long one is.
         slo_ttft_s: limit on TTFT.
         adapters, ranks: how many, and of which ranks in turn.
         adapter_choice: see docs/workloads.md.

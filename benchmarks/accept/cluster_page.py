@@ -27,7 +27,8 @@ _LORASERVE = """\
 with Llama-7B over four devices each, and prints neither which A100 nor the cost of ranks there (ours is
 [carried over](profiles.md#adapters)). Requests are as long as Azure's conversations of 2023, for the paper's of 2024.
 Operating points under a P95 TTFT of {limit:g} s are {points} tokens/s. Placements follow one another every 10 s, for
-which the paper prints no value. Runs take {duration:g} s, of which the first {since:g} do not count.
+which the paper prints no value, and sooner at first. Runs take {duration:g} s, of which the first {since:g} do not
+count.
 
 *Uniform* and *shifting* (half of the requests of rank 128 at first, of rank 8 at last) have 25 adapters and Poisson
 arrivals. *Production* stands for a trace that is not public: 100 adapters, each rank with as many requests (the paper's
@@ -43,14 +44,15 @@ _TRIED = "P95 TTFT at the rates that were tried on the way, in seconds by reques
 _TOPPINGS = """\
 The servers of [TOPPINGS' own setting](toppings.md), steps as long as it prints them, all with its assisted cold starts.
 {servers} of them under Poisson arrivals for {duration:g} s, of which the first {since:g} do not count; 200 adapters
-asked for alike, of ranks 8, 16, 32 and 64 (neither is printed). At most {running} requests in a step, which is no bound
-here; the paper prints none for servers. *Simulation* is a quarter of its simulated cluster: 15 of 60 servers, 10,000 of
-40,000 functions, 85 of 340 requests/s. The limit on TPT (latency ÷ output tokens) is 1.5 × what the base model reaches
-without LoRA under the same load, or on an idle server: the paper's words allow both. Policies are told the first.
+asked for alike, of ranks 8, 16, 32 and 64 (neither is printed). At most {running} requests in a step, since the paper
+prints no bound for servers; first fit fills them up to {packed}, the most that it counts with. *Simulation* is a
+quarter of its simulated cluster: 15 of 60 servers, 10,000 of 40,000 functions, 85 of 340 requests/s. The limit on TPT
+(latency ÷ output tokens) is 1.5 × what the base model reaches without LoRA under the same load, or on an idle server:
+the paper's words allow both. Policies are told the first.
 
-`toppings:literal` is another reading of its equation 2, judged by nobody: a prefill of nothing takes no time, so the
+`toppings:empty-free` is another reading of its equation 2, judged by nobody: a prefill of nobody takes no time, so the
 first request of a queue is charged for a whole prefill and the second for its rank alone, and requests go where others
-wait already. Our row takes the equation's fixed part for a prefill of nothing, and charges neither."""
+wait already. Our row takes the equation's fixed part for a prefill of nobody, and charges neither."""
 
 _DLORA = """\
 {replicas} replicas by profile {profile} (A800 in the paper: the same chip with slower links to others) and {adapters}
@@ -86,6 +88,7 @@ def cluster_page(found: Found) -> str:
             duration=toppings.DURATION_S,
             since=toppings.SINCE_S,
             running=toppings.MAX_RUNNING,
+            packed=toppings.MAX_PACKED,
         ),
         _toppings(schedulers),
         _toppings_ratios(schedulers),

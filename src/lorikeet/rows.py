@@ -263,7 +263,7 @@ ROWS: dict[str, Row] = {
     "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
     "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
     "toppings:random": _but(_TOPPINGS, routing="random"),
-    "toppings:literal": _but(_TOPPINGS, routing="toppings:literal"),
+    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
     "toppings:on-demand": _ON_DEMAND,
     "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
     "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),

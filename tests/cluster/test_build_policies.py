@@ -71,7 +71,7 @@ def test_rows_that_need_no_profile_do_without() -> None:
             built.add((row.routing, row.placement))
         except ConfigError:
             refused.add((row.routing, row.placement))
-    by_costs = {"toppings", "toppings:literal", "dlora"}
+    by_costs = {"toppings", "toppings:empty-free", "dlora"}
     assert {routing for routing, _ in built}.isdisjoint(by_costs)
     assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
     assert all(

@@ -109,6 +109,7 @@ async def started(pool_dir: Path, replicas: int = 2, *, stays: bool = False) -> 
         await starting
         yield cluster
     finally:
+        starting.cancel()
         await cluster.client.close()
         cluster.transport.close()
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.cluster.demand import DemandEstimator, certainty, expected, extrapolate, period_length_s
+from lorikeet.cluster.demand import DemandEstimator, certainty, expected, extrapolate
 from tests.support.placement import digest
 
 A, B = digest("a"), digest("b")
@@ -18,7 +18,7 @@ def estimator_of(now: float = 0.0) -> DemandEstimator:
 
 
 def tokens_per_s(estimator: DemandEstimator) -> list[float]:
-    return [demand.tokens_per_s for demand in estimator.demands()]
+    return [demand.tokens_per_s for demand in estimator.demands(0.0)]
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,7 @@ def test_an_adapter_that_comes_to_a_rank_counts_from_its_first_period() -> None:
     estimator.arrived(A, 10)
     estimator.arrived(digest("late"), 30)
     estimator.close(3.0)
-    mine, _, theirs = tokens_per_s(estimator)
-    assert theirs == pytest.approx(3 * mine)
-    assert mine + theirs == pytest.approx(expected([10, 10, 40]))
+    assert tokens_per_s(estimator) == [10.0, 0.0, 30.0], "it is no trend of its rank"
 
 
 def test_the_time_before_anybody_asks_is_no_part_of_a_trend() -> None:
@@ -114,11 +112,20 @@ def test_the_time_before_anybody_asks_is_no_part_of_a_trend() -> None:
     assert tokens_per_s(estimator) == [5.0, 0.0], "later silence is"
 
 
-def test_the_first_periods_double() -> None:
-    ends = [0.0]
-    while ends[-1] < 30:
-        ends.append(ends[-1] + period_length_s(10.0, ends[-1]))
-    assert ends == [0, 1.25, 2.5, 5, 10, 20, 30]
+def test_the_first_period_with_requests_is_known_before_it_has_ended() -> None:
+    estimator = estimator_of()
+    estimator.close(10.0)
+    estimator.arrived(A, 30)
+    assert [demand.tokens_per_s for demand in estimator.demands(12.0)] == [15.0, 0.0]
+    estimator.finished(A, 20)
+    assert [demand.tokens_per_s for demand in estimator.demands(12.0)] == [25.0, 0.0]
+    estimator.close(20.0)
+    estimator.arrived(B, 1000)
+    assert [demand.tokens_per_s for demand in estimator.demands(22.0)] == [5.0, 0.0], "later ones are not"
+
+
+def test_the_slope_of_next_to_nothing_is_none() -> None:
+    assert certainty([0.0, 0.0, 1e-200]) == 0.0
 
 
 def test_nothing_cannot_be_extrapolated() -> None:
@@ -126,11 +133,11 @@ def test_nothing_cannot_be_extrapolated() -> None:
         extrapolate([])
 
 
-def test_before_the_first_period_has_ended_all_are_alike() -> None:
+def test_before_anybody_has_asked_all_are_alike() -> None:
     estimator = estimator_of()
-    estimator.arrived(A, 100)
     assert tokens_per_s(estimator) == [1.0, 1.0]
-    assert [(each.adapter, each.rank, each.size_bytes) for each in estimator.demands()] == [(A, 8, 16), (B, 128, 256)]
+    alike = estimator.demands(0.0)
+    assert [(each.adapter, each.rank, each.size_bytes) for each in alike] == [(A, 8, 16), (B, 128, 256)]
 
 
 def test_prompts_count_when_they_arrive_over_the_time_that_has_passed() -> None:
@@ -172,7 +179,7 @@ def test_an_adapter_that_comes_later_has_no_demand_before_its_first_period_has_e
     assert tokens_per_s(estimator) == [10, 0, 0]
     estimator.drop(B)
     estimator.finished(B, 5)  # its last answer
-    assert [demand.adapter for demand in estimator.demands()] == [A, "late"]
+    assert [demand.adapter for demand in estimator.demands(0.0)] == [A, "late"]
 
 
 def test_knowing_an_adapter_twice_changes_nothing() -> None:

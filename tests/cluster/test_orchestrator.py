@@ -102,16 +102,16 @@ def test_its_state_is_a_copy() -> None:
 def test_the_load_is_what_the_next_period_asks_of_all_adapters_and_of_the_base_model() -> None:
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
     orchestrator.know([SMALL[0], LARGE[0]], 0.0)
-    assert orchestrator.load() is None, "no period has ended"
+    assert orchestrator.load(0.0) is None, "no period has ended"
     orchestrator.tell(Seen(((SMALL[0].adapter, 500),) * 10, ((SMALL[0].adapter, 100),) * 10))
     orchestrator.close_period(10.0)
-    assert orchestrator.load() == pytest.approx((500 + 100) / 1000)
+    assert orchestrator.load(0.0) == pytest.approx((500 + 100) / 1000)
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
     orchestrator.know([SMALL[0], LARGE[0]], 0.0)
     orchestrator.tell(Seen(((LARGE[0].adapter, 500),) * 10 + ((None, 1500),) * 10, ((None, 500),) * 10))
     orchestrator.close_period(10.0)
     large, base = 500 / 500, (1500 + 500) / 1000
-    assert orchestrator.load() == pytest.approx(large + base)
+    assert orchestrator.load(0.0) == pytest.approx(large + base)
     assert None not in orchestrator.table.shares
     assert orchestrator.table.shares.keys() == {SMALL[0].adapter, LARGE[0].adapter}, "the base model is nowhere placed"
-    assert Orchestrator(FullReplication((S1,)), 0.0).load() is None
+    assert Orchestrator(FullReplication((S1,)), 0.0).load(0.0) is None

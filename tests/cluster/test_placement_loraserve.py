@@ -288,11 +288,15 @@ def test_shares_add_up_to_one_and_every_adapter_has_a_home(
 
 
 @settings(max_examples=500, deadline=None)
-@given(st.lists(st.tuples(RANKS, st.floats(1, 100)), min_size=1, max_size=40), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(RANKS, st.floats(1, 100)), min_size=1, max_size=40),
+    st.integers(1, 20),
+    st.sampled_from([PackingParams(), PackingParams(group=1), PackingParams(group=3)]),
+)
 def test_no_replica_has_more_than_twice_the_mean_if_all_ranks_cost_the_same(
-    adapters: list[tuple[int, float]], bins: int
+    adapters: list[tuple[int, float]], bins: int, params: PackingParams
 ) -> None:
-    packing = packing_of(numbered(adapters), bins, LEVEL)
+    packing = Packing(numbered(adapters), bins, LEVEL, params)
     largest = max(load for _, load in adapters) / 1000
     if largest <= packing.target:  # then no leftover is larger either
         assert max(packing.utilisations) <= 2 * packing.target * (1 + 1e-9)

@@ -20,18 +20,24 @@ class Service(InProcess):
     """An orchestrator whose next calls fail as they are told to, and which notes what it hears.
 
     Attributes:
-        errors: of the next calls, in their order.
+        errors: of the next calls, in their order; None for a call that comes through.
         heard: calls that came through.
     """
 
     def __init__(self) -> None:
         super().__init__(Orchestrator(FullReplication((S1,)), 0.0))
-        self.errors: list[Exception] = []
+        self.errors: list[Exception | None] = []
         self.heard: list[object] = []
 
+    @property
+    def periods(self) -> list[Seen]:
+        """What it has heard of periods."""
+        return [each for each in self.heard if isinstance(each, Seen)]
+
     def _hear(self, what: object) -> None:
-        if self.errors:
-            raise self.errors.pop(0)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
         self.heard.append(what)
 
     async def know(self, adapters: Iterable[Known]) -> RoutingTable:
@@ -85,38 +91,44 @@ async def test_a_missed_call_that_fails_keeps_no_newer_one_from_being_made() -> 
     assert service.heard == [(S3,), (A,)]
 
 
-async def test_a_period_in_which_the_orchestrator_is_gone_is_told_of_in_the_next() -> None:
+async def test_what_was_seen_while_the_orchestrator_is_gone_is_told_later() -> None:
     service = Service()
     placer, _ = placer_of(service, period_s=0.001)
-    service.errors = [OrchestratorGone("it was killed")] * 2
+    service.errors = [OrchestratorGone("it was killed")] * 3
     await placer.know([A])
     placer.arrived(A.adapter, 10)
     running = asyncio.create_task(placer.run())
     await placer.period()
-    assert service.heard[:2] == [(A,), Seen(((A.adapter, 10),), ())]
+    assert service.heard[0] == (A,)
+    assert [seen.arrivals for seen in service.periods if seen.arrivals] == [((A.adapter, 10),)]
     running.cancel()
 
 
-async def test_the_first_request_begins_a_period_and_whoever_waits_for_periods_waits_for_a_whole_one() -> None:
+async def test_the_first_request_begins_a_period_which_is_looked_at_before_its_end() -> None:
     service = Service()
-    placer, tables = placer_of(service, period_s=0.2)
+    placer, tables = placer_of(service, period_s=0.01)
     running = asyncio.create_task(placer.run())
-    await asyncio.sleep(0)
+    await placer.period()
+    assert service.periods[0] == Seen(), "nobody has asked"
+    before = len(service.periods)
     placer.arrived(None, 10)
     await placer.period()
-    assert service.heard[0] == Seen(((None, 10),), ())
-    assert len(service.heard) == 5, "four short ones, which make a whole one, are over first"
-    assert len(tables) == 5
+    await placer.period()
+    looks = service.periods[before:]
+    assert [seen.is_over for seen in looks] == [True, False, False, False, True]
+    assert [seen.arrivals for seen in looks] == [(), ((None, 10),), (), (), ()], "it is of the period that it begins"
+    assert len(tables) == len(service.heard)
     running.cancel()
 
 
 async def test_a_period_that_fails_is_not_the_last() -> None:
     service = Service()
     placer, _ = placer_of(service, period_s=0.001)
-    service.errors = [ValueError("a mistake")]
+    service.errors = [None, ValueError("a mistake")]
     placer.arrived(None, 10)
     running = asyncio.create_task(placer.run())
     await placer.period()
-    assert service.heard[0] == Seen(), "what may have counted already does not count twice"
+    await placer.period()
+    assert service.periods[:2] == [Seen(), Seen((), (), is_over=False)], "what may have counted does not count twice"
     assert not running.done()
     running.cancel()

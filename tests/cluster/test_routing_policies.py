@@ -314,6 +314,19 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
     assert FewestTokens().route(ask("new"), fleet, 0.0) == "1"
 
 
+def test_fewest_tokens_keeps_to_the_replicas_that_the_table_names() -> None:
+    fleet, router = fleet_of("0", "1", "2"), FewestTokens()
+    new = ask("new", 8)
+    named = (Share(ReplicaId("1"), 0.9), Share(ReplicaId("2"), 0.1))
+    router.table = RoutingTable(1, {AdapterDigest("new's"): named})
+    assert router.route(new, fleet, 0.0) == "1"
+    send(fleet, "1", ask("x"))
+    assert router.route(new, fleet, 0.0) == "2", "shares tell who may have it, not how often"
+    fleet.leave(ReplicaId("1"))
+    fleet.leave(ReplicaId("2"))
+    assert router.route(new, fleet, 0.0) == "0", "none that is named is open"
+
+
 def test_tokens_that_are_computed_no_longer_count() -> None:
     fleet = fleet_of("a", "b")
     run(fleet, "a", ask("x", known_tokens=1000, expected_tokens=100))

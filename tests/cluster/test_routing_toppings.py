@@ -178,8 +178,8 @@ def test_a_fit_of_measured_steps_gives_the_model_back() -> None:
     assert (mixed.slope_s, mixed.fixed_s) == pytest.approx((1.0, 0.0))
 
 
-@pytest.mark.parametrize(("name", "choice"), [("toppings:literal", "busier"), ("toppings", "calmer")])
-def test_an_empty_queue_is_charged_a_whole_prefill_by_the_letter_only(name: str, choice: str) -> None:
+@pytest.mark.parametrize(("name", "choice"), [("toppings:empty-free", "busier"), ("toppings", "calmer")])
+def test_the_first_of_a_queue_is_charged_a_prefill_only_where_an_empty_one_is_free(name: str, choice: str) -> None:
     """Charged, two requests more and a queue are cheaper: 12 * 0.2330 < 10 * 0.4330; else 12 * 0.2330 > 10 * 0.2330."""
     fleet = fleet_of("calmer", "busier", output_tokens=200)
     run(fleet, "calmer", *several(10, 64, "a"))
@@ -197,4 +197,4 @@ def test_models_that_the_paper_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="performance models"):
         ROUTING["toppings"](RoutingOptions(slo_s=inf))
     with pytest.raises(ValueError, match="performance models"):
-        ROUTING["toppings:literal"](RoutingOptions(slo_s=inf))
+        ROUTING["toppings:empty-free"](RoutingOptions(slo_s=inf))

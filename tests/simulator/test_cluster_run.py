@@ -255,11 +255,12 @@ def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
     adapters = some_adapters(2)
     workload = [asks(float(at_s), adapters[0].name, 5, 3) for at_s in range(10)]
     simulated(workload, 1, adapters, placement=Listening(names(1), "replica-0"), period_s=5.0)
-    assert [at_s for at_s, _ in heard[:5]] == [0.0, 0.625, 1.25, 2.5, 5.0], "the first ones are short"
-    # A request, and its answer, in the first: the next one comes after a second, in the second one.
-    assert heard[1][1] == {adapters[0].digest: pytest.approx((5 + 3) / 0.625), adapters[1].digest: 0.0}
-    assert heard[2][1] == heard[1][1]
-    assert heard[3][1][adapters[0].digest] < heard[2][1][adapters[0].digest]
+    mine, other = (adapter.digest for adapter in adapters)
+    assert [at_s for at_s, _ in heard[:5]] == [0.0, 0.625, 1.25, 2.5, 5.0], "it looks at the first one, as it goes"
+    looks = [demand for _, demand in heard[1:5]]
+    # Requests at 0, 1, 2, 3 and 4 by then; the one at 5 comes after the period's end. Each has its answer at once.
+    assert [demand[mine] for demand in looks] == pytest.approx([8 / 0.625, 16 / 1.25, 24 / 2.5, 40 / 5])
+    assert [demand[other] for demand in looks] == [0.0] * 4
 
 
 # --- migration ---------------------------------------------------------------------------------------

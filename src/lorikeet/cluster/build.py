@@ -266,7 +266,7 @@ def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: Cluster
 
 _FOR_ROUTING: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], RoutingOptions]] = {
     "toppings": _for_toppings,
-    "toppings:literal": _for_toppings,
+    "toppings:empty-free": _for_toppings,
     "dlora": _for_pending_time,
 }
 _FOR_PLACEMENT: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], PlacementOptions]] = {

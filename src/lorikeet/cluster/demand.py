@@ -23,20 +23,9 @@ OUTPUT_ALPHA = 0.2
 """Weight of the newest answer in the mean length of an adapter's answers."""
 OUTPUTS_KNOWN = 5
 """After so many answers an adapter has a mean of its own; before, it has the cluster's."""
-SHORTEST = 1 / 8
-"""Of a period: the first one that somebody asks in."""
-
-
-def period_length_s(period_s: float, passed_s: float) -> float:
-    """Return how long the next period takes: the first ones are short, since nothing is known of demand before them.
-
-    Each is as long as all before it, up to a whole one.
-
-    Args:
-        period_s: a whole one, seconds.
-        passed_s: since the first request, seconds.
-    """
-    return min(period_s, max(passed_s, SHORTEST * period_s))
+LOOKS = (1 / 8, 1 / 4, 1 / 2)
+"""When in the first period in which somebody asks placements are made by what has come so far, as parts of it: nothing
+else is known of demand yet, and what queues by a wrong placement takes many periods to go."""
 
 
 class AdapterDemand(NamedTuple):
@@ -79,7 +68,7 @@ def certainty(window: Sequence[float]) -> float:
     middle, mean = (points - 1) / 2, _mean(window)
     spread = sum((x - middle) ** 2 for x in range(points))
     slope = sum((x - middle) * value for x, value in enumerate(window)) / spread
-    if not slope:
+    if not (slope**2):
         return 0.0
     missed = sum((value - mean - slope * (x - middle)) ** 2 for x, value in enumerate(window))
     return max(0.0, 1 - missed / (points - 2) / spread / slope**2)
@@ -203,21 +192,24 @@ class DemandEstimator:
         if length_s <= 0:
             raise ValueError(f"A period of {length_s} s")
         self._started_s = now
-        cluster_mean = self._output_tokens / self._outputs if self._outputs else 0.0
-        asked = any(known.requests for known in self._adapters.values())
+        is_asked = self._is_asked
         for known in self._adapters.values():
             before = known.history if self._has_begun else []  # the time before anybody came tells nothing of trends
-            mean = known.mean_output_tokens if known.outputs >= OUTPUTS_KNOWN else cluster_mean
-            tokens_per_s = (known.prompt_tokens + known.requests * mean) / length_s
-            known.history = [*before, tokens_per_s][-WINDOW:]
+            known.history = [*before, self._tokens(known) / length_s][-WINDOW:]
             known.requests = known.prompt_tokens = 0
-        self._has_begun |= asked
+        self._has_begun |= is_asked
 
-    def demands(self) -> tuple[AdapterDemand, ...]:
+    def demands(self, now: float) -> tuple[AdapterDemand, ...]:
         """Return what the next period asks of every known adapter, in the order in which they became known.
 
-        Before any period has ended all are alike. Later an adapter without a history has no demand yet.
+        Before a period with requests has ended it is what has come so far, and before any period all are alike. Later
+        an adapter without a history has no demand yet.
+
+        Args:
+            now: seconds; counts only before such a period has ended.
         """
+        if not self._has_begun and self._is_asked and now > self._started_s:
+            return self._so_far(now - self._started_s)
         if not any(known.history for known in self._adapters.values()):
             return tuple(
                 AdapterDemand(adapter, known.rank, known.size_bytes, COLD_TOKENS_PER_S)
@@ -229,6 +221,24 @@ class DemandEstimator:
         scales = {rank: _scale(histories) for rank, histories in of_rank.items()}
         return tuple(
             AdapterDemand(adapter, known.rank, known.size_bytes, scales[known.rank] * _mean(known.history))
+            for adapter, known in self._adapters.items()
+        )
+
+    @property
+    def _is_asked(self) -> bool:
+        """Somebody has asked for something in this period."""
+        return any(known.requests for known in self._adapters.values())
+
+    def _tokens(self, known: AdapterCounts) -> float:
+        """Return the tokens that an adapter was asked for in this period so far."""
+        mean = known.mean_output_tokens
+        if known.outputs < OUTPUTS_KNOWN:
+            mean = self._output_tokens / self._outputs if self._outputs else 0.0
+        return known.prompt_tokens + known.requests * mean
+
+    def _so_far(self, length_s: float) -> tuple[AdapterDemand, ...]:
+        return tuple(
+            AdapterDemand(adapter, known.rank, known.size_bytes, self._tokens(known) / length_s)
             for adapter, known in self._adapters.items()
         )
 
@@ -250,14 +260,16 @@ class DemandEstimator:
         self._has_begun = any(any(known.history) for known in self._adapters.values())
 
 
-def _scale(histories: Sequence[Sequence[float]]) -> float:
+def _scale(histories: Sequence[list[float]]) -> float:
     """Return what is expected of a rank, over the sum of its adapters' means.
 
     Args:
-        histories: of the adapters. All end with the same period; those that are shorter began later.
+        histories: of the adapters. All end with the same period; those that are shorter began later, and are taken to
+            have had their mean before, so that an adapter that comes is no trend of its rank.
     """
     length = max(map(len, histories))
-    of_rank = [sum(each[-ago] for each in histories if len(each) >= ago) for ago in range(length, 0, -1)]
+    whole = [[_mean(each)] * (length - len(each)) + each for each in histories]
+    of_rank = [sum(values) for values in zip(*whole, strict=True)]
     means = sum(map(_mean, histories))
     return expected(of_rank) / means if means else 0.0
 

@@ -208,14 +208,13 @@ class KeptOrchestrator:
         return self._kept()
 
     def period(self, seen: Seen) -> RoutingTable:
-        """End a period in which a head has seen this, and place for the next."""
-        self._orchestrator.tell(seen)
-        self._orchestrator.close_period(self._clock.now())
+        """Count what a head has seen in a period, and place anew."""
+        self._orchestrator.period(seen, self._clock.now())
         return self._kept()
 
     def load(self) -> float | None:
         """Return how many replicas the demand fills, see ``Orchestrator``."""
-        return self._orchestrator.load()
+        return self._orchestrator.load(self._clock.now())
 
     def state(self) -> OrchestratorState:
         """Return all that it goes on from."""

@@ -38,10 +38,12 @@ class Seen(msgspec.Struct, frozen=True):
     Attributes:
         arrivals: adapter (None: the base model) and prompt tokens of each request that came.
         answers: the same and tokens of each complete answer.
+        is_over: the period is; else it goes on, and this is a look at its beginning (see ``LOOKS``).
     """
 
     arrivals: tuple[tuple[AdapterDigest | None, int], ...] = ()
     answers: tuple[tuple[AdapterDigest | None, int], ...] = ()
+    is_over: bool = True
 
 
 class OrchestratorState(msgspec.Struct, frozen=True):
@@ -118,6 +120,11 @@ class Orchestrator:
             else:
                 self._demand.finished(adapter, output_tokens)
 
+    def period(self, seen: Seen, now: float) -> RoutingTable:
+        """Count what a head has seen, and place anew: for the next period, or by what is known so far of this one."""
+        self.tell(seen)
+        return self.close_period(now) if seen.is_over else self._place(now)
+
     def close_period(self, now: float) -> RoutingTable:
         """End a period of demand, and place for the next.
 
@@ -129,11 +136,11 @@ class Orchestrator:
         self._has_closed = True
         return self._place(now)
 
-    def load(self) -> float | None:
+    def load(self, now: float) -> float | None:
         """Return how many replicas the demand fills; None without operating points, or before a period has ended."""
         if self._points is None or not self._has_closed:
             return None
-        return load_of((*self._demand.demands(), *self._base.demands()), self._points)
+        return load_of((*self._demand.demands(now), *self._base.demands(now)), self._points)
 
     def state(self) -> OrchestratorState:
         """Return what another orchestrator needs to go on from here."""
@@ -164,5 +171,5 @@ class Orchestrator:
         self._has_closed = False
 
     def _place(self, now: float) -> RoutingTable:
-        self.table = self._placement.place(self._demand.demands(), now)
+        self.table = self._placement.place(self._demand.demands(now), now)
         return self.table

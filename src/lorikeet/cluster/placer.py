@@ -8,7 +8,7 @@ from functools import partial
 
 import structlog
 
-from lorikeet.cluster.demand import period_length_s
+from lorikeet.cluster.demand import LOOKS
 from lorikeet.cluster.orchestrator import Known, Seen
 from lorikeet.cluster.placing import OrchestratorGone, PlacementService
 from lorikeet.cluster.tables import RoutingTable
@@ -27,7 +27,7 @@ class Placer:
 
     Args:
         service: the orchestrator.
-        period_s: time between two placements, once so much has passed since the first request.
+        period_s: time between two placements, but for looks at the first period.
         on_table: called with every table, in the order in which they were made.
 
     Attributes:
@@ -45,7 +45,6 @@ class Placer:
         self._answers: list[tuple[AdapterDigest | None, int]] = []
         self._ended = asyncio.Event()
         self._asked = asyncio.Event()
-        self._began_s: float | None = None  # when somebody first asked
 
     def arrived(self, adapter: AdapterDigest | None, prompt_tokens: int) -> None:
         """A request has come; None: for the base model."""
@@ -69,42 +68,48 @@ class Placer:
         await self._ask(partial(self._service.set_replicas, replicas))
 
     async def period(self) -> None:
-        """Wait until the next whole period has ended, and the orchestrator knows what was seen in it."""
+        """Wait until the next period has ended, and the orchestrator knows what was seen in it."""
         await self._ended.wait()
 
     async def run(self) -> None:
-        """Tell of every period, for ever. One that fails is logged; what was seen in it may count or not."""
+        """Tell of every period, for ever. The first request begins one, of which it tells before its end, too."""
+        began_s = await self._first_asked_s()
+        for part in LOOKS:
+            await asyncio.sleep(began_s + part * self._period_s - time.monotonic())
+            await self._tell(self._seen(is_over=False))
+        await asyncio.sleep(began_s + self._period_s - time.monotonic())
         while True:
-            length_s = await self._pass_period()
-            try:
-                async with self._lock:
-                    await self._end_period(is_whole=length_s == self._period_s)
-            except Exception:
-                log.exception("a period of placement has failed")
+            await self._tell(self._seen(is_over=True))
+            await asyncio.sleep(self._period_s)
 
-    async def _pass_period(self) -> float:
-        """Wait until a period is over, and return how long it was: one in which nobody has asked yet, or one since."""
-        if self._began_s is None:
+    async def _first_asked_s(self) -> float:
+        """Wait for the first request, end the period before it, and return when it came."""
+        while not self._asked.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._asked.wait()
-                self._began_s = time.monotonic()
-        if self._began_s is None:
-            return self._period_s
-        length_s = period_length_s(self._period_s, time.monotonic() - self._began_s)
-        await asyncio.sleep(length_s)
-        return length_s
+            if not self._asked.is_set():
+                await self._tell(Seen())
+        began_s = time.monotonic()
+        await self._tell(Seen())
+        return began_s
 
-    async def _end_period(self, is_whole: bool) -> None:
+    def _seen(self, is_over: bool) -> Seen:
         arrivals, self._arrivals = self._arrivals, []
         answers, self._answers = self._answers, []
-        seen = Seen(tuple(arrivals), tuple(answers))
-        if await self._catch_up() and await self._follow(partial(self._service.period, seen)):
-            if is_whole:
-                self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
-                self._ended.clear()
-        else:
-            self._arrivals[:0], self._answers[:0] = arrivals, answers
+        return Seen(tuple(arrivals), tuple(answers), is_over)
+
+    async def _tell(self, seen: Seen) -> None:
+        """Tell of a period, or its beginning. What fails is logged, and what was seen in it may count or not."""
+        try:
+            async with self._lock:
+                if not (await self._catch_up() and await self._follow(partial(self._service.period, seen))):
+                    self._arrivals[:0], self._answers[:0] = seen.arrivals, seen.answers
+                elif seen.is_over:
+                    self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
+                    self._ended.clear()
+        except Exception:
+            log.exception("a period of placement has failed")
 
     async def _ask(self, call: _Call) -> None:
         async with self._lock:

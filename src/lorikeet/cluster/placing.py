@@ -34,7 +34,7 @@ class PlacementService(Protocol):
         ...
 
     async def period(self, seen: Seen) -> RoutingTable:
-        """End a period in which a head has seen this, and place for the next."""
+        """Count what a head has seen in a period, and place anew; see ``Orchestrator``."""
         ...
 
     async def load(self) -> float | None:
@@ -67,10 +67,9 @@ class InProcess:
     async def period(self, seen: Seen) -> RoutingTable:
         """See ``PlacementService``."""
         async with self._lock:
-            self._orchestrator.tell(seen)
-            return await asyncio.to_thread(self._orchestrator.close_period, time.monotonic())
+            return await asyncio.to_thread(self._orchestrator.period, seen, time.monotonic())
 
     async def load(self) -> float | None:
         """See ``PlacementService``."""
         async with self._lock:
-            return await asyncio.to_thread(self._orchestrator.load)
+            return await asyncio.to_thread(self._orchestrator.load, time.monotonic())

@@ -25,7 +25,7 @@ from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.comigration.observe import observe
 from lorikeet.cluster.comigration.review import CoMigration
 from lorikeet.cluster.comigration.state import CoMigrationSettings
-from lorikeet.cluster.demand import period_length_s
+from lorikeet.cluster.demand import LOOKS
 from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes
 from lorikeet.cluster.hearing import gauges
@@ -57,7 +57,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
 
     Attributes:
         router, placement: policies, fresh ones.
-        period_s: time between two placements, once so much has passed since the first request.
+        period_s: time between two placements, but for looks at the first period.
         prefetch: replicas fetch what a new placement gives them at once.
         copies: what copies between replicas take.
         provisioned: at the start every adapter is where the first placement has it; else nowhere, and its first request
@@ -100,11 +100,11 @@ class ClusterRun:
         self._arrivals = arrivals
         self._collector = collector
         self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
-        self._orchestrator = Orchestrator(setup.placement, now)
+        self._began_s = max(now, arrivals.next_s())  # the first request begins a period
+        self._orchestrator = Orchestrator(setup.placement, self._began_s)
         self._comigration = CoMigration(CoMigrationSettings(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
-        self._began_s = now
         self._agenda = Agenda()
         self._requests: dict[RequestId, Request] = {}
         self._sent_s: dict[RequestId, float] = {}
@@ -148,8 +148,9 @@ class ClusterRun:
             self._perform(self._dispatcher.join(replica.info(), now, held), now)
             self._tell(replica, KnowAdapters(tuple(map(self._refs.__getitem__, held))), now)
         self._place(table, now)
-        self._began_s = max(now, self._arrivals.next_s())
-        self._begin_period(self._began_s)
+        for part in LOOKS:
+            self._agenda.add(self._began_s + part * self._setup.period_s, Kind.PERIOD, self._look)
+        self._agenda.add(self._began_s + self._setup.period_s, Kind.PERIOD, self._end_period)
         if self._setup.migration is not None:
             self._agenda.add(now + REVIEW_S, Kind.REVIEW, partial(self._review, self._setup.migration))
 
@@ -263,20 +264,22 @@ class ClusterRun:
         self._tally.routed(table, now)
         self._perform(self._dispatcher.swap(table, now), now)
 
+    def _look(self, now: float) -> None:
+        self._tell_seen(now, is_over=False)
+
     def _end_period(self, now: float) -> None:
+        self._tell_seen(now, is_over=True)
+        self._agenda.add(now + self._setup.period_s, Kind.PERIOD, self._end_period)
+
+    def _tell_seen(self, now: float, is_over: bool) -> None:
         before = self._orchestrator.table.epoch
-        self._orchestrator.tell(Seen(tuple(self._seen_arrivals), tuple(self._seen_answers)))
+        seen = Seen(tuple(self._seen_arrivals), tuple(self._seen_answers), is_over)
         self._seen_arrivals.clear()
         self._seen_answers.clear()
-        table = self._orchestrator.close_period(now)
+        table = self._orchestrator.period(seen, now)
         if table.epoch != before:
             self._tally.placements += 1
             self._place(table, now)
-        self._begin_period(now)
-
-    def _begin_period(self, now: float) -> None:
-        length_s = period_length_s(self._setup.period_s, now - self._began_s)
-        self._agenda.add(now + length_s, Kind.PERIOD, self._end_period)
 
     def _review(self, migration: MigrationCosts, now: float) -> None:
         times, reserved_share = migration

@@ -40,7 +40,7 @@ LITERAL = LoRAServeParams(
 class LoRAServe(Placement):
     """Packs adapters of like rank onto replicas in proportion to their demand, each time anew.
 
-    Source: LoRAServe, Algorithm 1. The paper has no hysteresis.
+    Source: LoRAServe, Algorithm 1. The paper has neither hysteresis nor groups of replicas that share adapters.
 
     Args:
         replicas: that there are.

@@ -16,12 +16,12 @@ from lorikeet.cluster.routing.toppings import Toppings
 def _toppings(options: RoutingOptions) -> Toppings:
     """A prefill of nobody takes as long as its fixed part: the first of a queue adds only what its rank adds."""
     if options.prefill is None:
-        return _toppings_literal(options)
+        return _toppings_empty_free(options)
     prefill = msgspec.structs.replace(options.prefill, fixed_s=0.0)
-    return _toppings_literal(msgspec.structs.replace(options, prefill=prefill))
+    return _toppings_empty_free(msgspec.structs.replace(options, prefill=prefill))
 
 
-def _toppings_literal(options: RoutingOptions) -> Toppings:
+def _toppings_empty_free(options: RoutingOptions) -> Toppings:
     """A prefill of nobody takes no time: the first of a queue is charged for all of it."""
     if options.prefill is None or options.decode is None:
         raise ValueError("Routing toppings needs performance models of prefill and decode")
@@ -38,7 +38,7 @@ ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {
     "adapter-affinity": lambda _: AdapterAffinity(),
     "kv-affinity": lambda _: KvAffinity(),
     "toppings": _toppings,
-    "toppings:literal": _toppings_literal,
+    "toppings:empty-free": _toppings_empty_free,
     "loraserve:toppings-rank": lambda _: LeastAddedLatency(),
     "dlora": lambda options: PendingTime(options.load_s, options.load_bytes_per_s),
 }
