@@ -14,7 +14,7 @@ from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
-from lorikeet.cluster.routing.loraserve import LeastAddedLatency
+from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork
 from lorikeet.cluster.routing.performance import PerformanceModel
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
 from lorikeet.cluster.routing.prefixes import Depths, Prefixes
@@ -314,8 +314,9 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
     assert FewestTokens().route(ask("new"), fleet, 0.0) == "1"
 
 
-def test_fewest_tokens_keeps_to_the_replicas_that_the_table_names() -> None:
-    fleet, router = fleet_of("0", "1", "2"), FewestTokens()
+@pytest.mark.parametrize("router", [FewestTokens(), LeastWork()])
+def test_work_is_sent_to_the_replicas_that_the_table_names_alone(router: Router) -> None:
+    fleet = fleet_of("0", "1", "2")
     new = ask("new", 8)
     named = (Share(ReplicaId("1"), 0.9), Share(ReplicaId("2"), 0.1))
     router.table = RoutingTable(1, {AdapterDigest("new's"): named})
@@ -348,6 +349,9 @@ def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_fr
     assert router.route(ask("new", 56, known_tokens=100, expected_tokens=100), fleet, 0.0) == "large"
     # Without ranks only tokens count: 180 on large.
     assert FewestTokens().route(ask("new", 8), fleet, 0.0) == "large"
+    # With them, but without those that are there: 2 * 350 and 8 * 330; 8 * 350 and 8 * 330.
+    assert LeastWork(1 / 8).route(ask("new", 8), fleet, 0.0) == "small"
+    assert LeastWork(1 / 8).route(ask("new", 56), fleet, 0.0) == "large"
 
 
 # --- dLoRA -------------------------------------------------------------------------------------------
