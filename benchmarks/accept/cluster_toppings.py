@@ -29,10 +29,10 @@ SLO_FACTOR = 1.5
 DURATION_S, SINCE_S = 60.0, 15.0
 """Of a run; what arrives in the first seconds finds servers that are not busy yet, and does not count."""
 MAX_RUNNING = 256
-"""Requests in a step, a bound that no row but first fit comes near. The paper prints none for servers."""
+"""Requests in a step. The paper prints no bound for servers."""
 MAX_PACKED = 64
 """The same where servers are filled one after the other, by first fit: the most requests of a step that the paper
-counts with (5). Four times as many would make first fit's steps longer than any limit."""
+counts with (5)."""
 SEEDS = (1, 2)
 _ALONE_PER_S, _ALONE_S = 0.05, 2000.0
 

@@ -63,15 +63,11 @@ def certainty(window: Sequence[float]) -> float:
     Source: the positive-part estimator of James and Stein (1961), for one slope.
     """
     points = len(window)
-    if points < 3:
+    slope, mean = _slope(window), _mean(window)
+    if points < 3 or slope**2 == 0.0:
         return 0.0
-    middle, mean = (points - 1) / 2, _mean(window)
-    spread = sum((x - middle) ** 2 for x in range(points))
-    slope = sum((x - middle) * value for x, value in enumerate(window)) / spread
-    if not (slope**2):
-        return 0.0
-    missed = sum((value - mean - slope * (x - middle)) ** 2 for x, value in enumerate(window))
-    return max(0.0, 1 - missed / (points - 2) / spread / slope**2)
+    missed = sum((value - mean - slope * x) ** 2 for x, value in zip(_times(points), window, strict=True))
+    return max(0.0, 1 - missed / (points - 2) / _spread(points) / slope**2)
 
 
 def extrapolate(history: Sequence[float]) -> float:
@@ -83,18 +79,26 @@ def extrapolate(history: Sequence[float]) -> float:
         ValueError: no history.
     """
     window = history[-WINDOW:]
-    ahead = sum(weight * value for weight, value in zip(_weights(len(window)), window, strict=True))
-    return max(ahead, 0.0)
+    if not window:
+        raise ValueError("Nothing to extrapolate from")
+    return max(_mean(window) + _slope(window) * (len(window) + 1) / 2, 0.0)
+
+
+def _slope(window: Sequence[float]) -> float:
+    """Return the slope of the line through the values, per period."""
+    points = len(window)
+    return sum(x * value for x, value in zip(_times(points), window, strict=True)) / _spread(points)
 
 
 @cache
-def _weights(points: int) -> tuple[float, ...]:
-    """Return what each of so many points, one period apart, contributes to the line's value one period later."""
-    if not points:
-        raise ValueError("Nothing to extrapolate from")
-    middle = (points - 1) / 2
-    spread = sum((x - middle) ** 2 for x in range(points)) or 1.0  # one point: a level line
-    return tuple(1 / points + (points - middle) * (x - middle) / spread for x in range(points))
+def _times(points: int) -> tuple[float, ...]:
+    """Return the times of so many values, one period apart, from their middle."""
+    return tuple(x - (points - 1) / 2 for x in range(points))
+
+
+@cache
+def _spread(points: int) -> float:
+    return sum(x**2 for x in _times(points)) or 1.0  # one point: a level line
 
 
 class AdapterCounts(msgspec.Struct):
@@ -208,21 +212,23 @@ class DemandEstimator:
         Args:
             now: seconds; counts only before such a period has ended.
         """
+        return tuple(
+            AdapterDemand(adapter, known.rank, known.size_bytes, tokens_per_s)
+            for (adapter, known), tokens_per_s in zip(self._adapters.items(), self._tokens_per_s(now), strict=True)
+        )
+
+    def _tokens_per_s(self, now: float) -> list[float]:
+        """Return what the next period asks of each adapter."""
+        adapters = self._adapters.values()
         if not self._has_begun and self._is_asked and now > self._started_s:
-            return self._so_far(now - self._started_s)
-        if not any(known.history for known in self._adapters.values()):
-            return tuple(
-                AdapterDemand(adapter, known.rank, known.size_bytes, COLD_TOKENS_PER_S)
-                for adapter, known in self._adapters.items()
-            )
+            return [self._tokens(known) / (now - self._started_s) for known in adapters]
+        if not any(known.history for known in adapters):
+            return [COLD_TOKENS_PER_S for _ in adapters]
         of_rank = defaultdict[int, list[list[float]]](list)
-        for known in self._adapters.values():
+        for known in adapters:
             of_rank[known.rank].append(known.history)
         scales = {rank: _scale(histories) for rank, histories in of_rank.items()}
-        return tuple(
-            AdapterDemand(adapter, known.rank, known.size_bytes, scales[known.rank] * _mean(known.history))
-            for adapter, known in self._adapters.items()
-        )
+        return [scales[known.rank] * _mean(known.history) for known in adapters]
 
     @property
     def _is_asked(self) -> bool:
@@ -235,12 +241,6 @@ class DemandEstimator:
         if known.outputs < OUTPUTS_KNOWN:
             mean = self._output_tokens / self._outputs if self._outputs else 0.0
         return known.prompt_tokens + known.requests * mean
-
-    def _so_far(self, length_s: float) -> tuple[AdapterDemand, ...]:
-        return tuple(
-            AdapterDemand(adapter, known.rank, known.size_bytes, self._tokens(known) / length_s)
-            for adapter, known in self._adapters.items()
-        )
 
     def state(self) -> DemandState:
         """Return all that is remembered, a copy."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.loads import Indices
+from lorikeet.cluster.loads import Indices, Numbers
 from lorikeet.cluster.routing.performance import PerformanceModel
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import ReplicaId
@@ -87,6 +87,19 @@ class Router(ABC):
             there = sorted(open_index[share.replica] for share in shares if share.replica in open_index)
             homes = known[id(shares)] = np.array(there, np.intp) if there else fleet.open
         return homes
+
+
+class LeastCost(Router):
+    """Takes the replica that costs least, of equals the first; what it costs the policy says."""
+
+    @abstractmethod
+    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+        """Return what a request costs at each replica."""
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least."""
+        candidates = self.candidates(asked, fleet)
+        return fleet.info(least(candidates, self.costs(asked, fleet))).replica if len(candidates) else None
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:

@@ -10,14 +10,13 @@ import numpy as np
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.loads import Numbers
-from lorikeet.cluster.routing.base import Router, least
-from lorikeet.core.ids import ReplicaId
+from lorikeet.cluster.routing.base import LeastCost
 
 COST_OF_RANK = 0.015977
 """By which a prefilled token takes longer per rank: rank 128 then takes 2.7 times as long as rank 8 (section III)."""
 
 
-class LeastWork(Router):
+class LeastWork(LeastCost):
     """The least work, the request's included, where it goes at the pace of the largest rank; of equals the first.
 
     With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, with
@@ -31,42 +30,21 @@ class LeastWork(Router):
     def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
         self._cost_of_rank = cost_of_rank
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
-            return None
-        return fleet.info(least(candidates, work_with(asked, fleet, self._cost_of_rank))).replica
+    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+        """Return the work with the request, in tokens at the pace of rank 0."""
+        loads = fleet.loads
+        tokens = loads.pending_tokens + asked.known_tokens + asked.expected_tokens
+        return (1 + self._cost_of_rank * np.maximum(loads.largest_rank, asked.rank)) * tokens
 
 
-class LeastAddedLatency(Router):
+class LeastAddedLatency(LeastWork):
     """The least latency added to all requests, where work goes at the pace of the largest rank; of equals the first.
 
-    A replica with largest rank R and T tokens to compute needs ``m(R) * T`` with ``m(r) = 1 + c * r``. With the request
-    it needs ``m(max(R, r)) * (T + t)``. The request itself waits for all of that, and each of those that are there for
-    what has been added.
-
-    Args:
-        cost_of_rank: c.
+    The request itself waits for all of the work with it, and each of those that are there for what has been added.
     """
 
-    def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
-        self._cost_of_rank = cost_of_rank
-
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
-            return None
-        loads = fleet.loads
+    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+        """Return the added latency, in the same unit."""
+        loads, after = fleet.loads, super().costs(asked, fleet)
         before = (1 + self._cost_of_rank * loads.largest_rank) * loads.pending_tokens
-        after = work_with(asked, fleet, self._cost_of_rank)
-        added = after + loads.requests * (after - before)
-        return fleet.info(least(candidates, added)).replica
-
-
-def work_with(asked: Asked, fleet: Fleet, cost_of_rank: float) -> Numbers:
-    """Return the work of every replica with a request, in tokens at the pace of rank 0."""
-    loads = fleet.loads
-    tokens = loads.pending_tokens + asked.known_tokens + asked.expected_tokens
-    return (1 + cost_of_rank * np.maximum(loads.largest_rank, asked.rank)) * tokens
+        return after + loads.requests * (after - before)

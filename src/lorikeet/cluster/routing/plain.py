@@ -5,7 +5,8 @@ from random import Random
 
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.routing.base import Router, least, least_loaded, with_room
+from lorikeet.cluster.loads import Numbers
+from lorikeet.cluster.routing.base import LeastCost, Router, least_loaded, with_room
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 _MOST_ADAPTERS = 65_536
@@ -54,15 +55,12 @@ class LeastLoaded(Router):
         return fleet.info(least_loaded(candidates, fleet)).replica if len(candidates) else None
 
 
-class FewestTokens(Router):
+class FewestTokens(LeastCost):
     """The fewest tokens to prefill and to decode; of equals the first. Knows no ranks."""
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
-            return None
-        return fleet.info(least(candidates, fleet.loads.pending_tokens)).replica
+    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+        """Return the tokens."""
+        return fleet.loads.pending_tokens
 
 
 class FirstFit(Router):
