@@ -37,10 +37,11 @@ def test_requests_are_told_with_what_they_hold_and_what_moving_them_takes() -> N
     run(fleet, "a", ask("x", 8, "one", known_tokens=100, adapter_bytes=70))
     fleet.generated(A, RequestId("x"), 5)
     send(fleet, "a", ask("y", known_tokens=40))
-    observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, rebuilt(lambda tokens: tokens / 10), now=2.0)
+    times = MoveTimes(lambda tokens: tokens / 10, 10.0, 2.0, None)
+    observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, times, now=2.0)
     assert observed.requests == [
-        Movable(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=10.5, moved_s=0.5),
-        Movable(RequestId("y"), None, A, 80, 3.0, move_s=4.0),
+        Movable(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=52.5, moved_s=0.5),
+        Movable(RequestId("y"), None, A, 80, 3.0, move_s=16.0),
     ]
     assert observed.adapter_bytes == {AdapterDigest("one"): 70}
 

@@ -26,7 +26,7 @@ from lorikeet.cluster.routing.plain import FirstFit
 from lorikeet.config import ClusterSettings, ConfigError, EngineSettings, ReplicaStart
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
-from lorikeet.core.ids import ReplicaId
+from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile, encode_profile
 from lorikeet.engine.streams import RequestHandle
@@ -75,6 +75,11 @@ def ordered(client: ClusterClient) -> tuple[ReplicaId, ReplicaId]:
     return busy, idle
 
 
+def is_admitted(client: ClusterClient, request_id: str) -> bool:
+    entry = client.fleet.entry(RequestId(request_id))
+    return entry is not None and entry.admitted_s is not None
+
+
 async def begun(client: ClusterClient, adapter: AdapterRef, name: str) -> list[RequestHandle]:
     client.know_adapters([adapter])
     versions = (None, adapter)
@@ -114,7 +119,7 @@ async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterC
     move_s = 0.6 * client.fleet.averages.execution_s(None)
     migration = migration_of(client, move_s)
     assert len((await migration.review()).moves) == 2
-    await until(lambda: all(handle.replica is not None for handle in handles))
+    await until(lambda: all(is_admitted(client, f"dear {number}") for number in range(4)))
     for handle in [handle for handle in handles if handle.replica == ordered(client)[0]]:
         handle.abort()
     assert (await migration.review()).outcome is Outcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"

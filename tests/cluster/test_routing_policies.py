@@ -388,3 +388,22 @@ def test_pending_time_counts_what_must_be_moved_out_and_prefers_holders_among_eq
     fleet.ended(ReplicaId("a"), ask("x").request_id, 0.0, is_complete=False)
     fleet.loaded(ReplicaId("b"), AdapterDigest("y"))
     assert router.route(ask("new", 8, "y"), fleet, 0.0) == "b", "both wait for nothing, but b has it"
+
+
+def test_pending_time_takes_the_most_room_among_equals() -> None:
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150) for name in "abc"))
+    run(fleet, "a", ask("x", known_tokens=50))
+    run(fleet, "b", ask("y", known_tokens=40))
+    run(fleet, "c", ask("z", known_tokens=60))
+    assert PendingTime().route(ask("new", known_tokens=10), fleet, 0.0) == "b"
+
+
+def test_pending_time_leaves_the_table_where_a_load_is_sooner_than_the_queue() -> None:
+    """Dynamic loading (5.1): the table only says where adapters are loaded ahead."""
+    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=1) for name in "ab"), execution_s=2.0)
+    router = PendingTime(load_s=1.0)
+    router.table = table(wanted={"a": 1.0})
+    fleet.loaded(ReplicaId("a"), AdapterDigest("wanted"))
+    assert router.route(ask("first", 8, "wanted"), fleet, 0.0) == "a"
+    send(fleet, "a", ask("first", 8, "wanted"))
+    assert router.route(ask("second", 8, "wanted"), fleet, 0.0) == "b"

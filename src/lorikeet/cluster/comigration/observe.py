@@ -75,13 +75,14 @@ def _load(
 
 def _movable(fleet: Fleet, entry: Entry, moved_s: Mapping[RequestId, float], times: MoveTimes) -> Movable:
     asked, tokens = entry.asked, entry.asked.known_tokens + entry.output_tokens
+    has_kv = entry.admitted_s is not None
     return Movable(
         request_id=asked.request_id,
         adapter=asked.adapter,
         replica=entry.replica.info.replica,
         memory_bytes=int(tokens * entry.replica.info.kv_token_bytes),
         execution_s=fleet.averages.execution_s(asked.adapter),
-        move_s=times.move_s(tokens),
-        carries_kv=times.carries(tokens),
+        move_s=times.move_s(tokens, has_kv),
+        carries_kv=times.carries(tokens, has_kv),
         moved_s=moved_s.get(asked.request_id, 0.0),
     )

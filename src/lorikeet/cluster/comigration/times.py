@@ -14,7 +14,12 @@ def rebuild_s(known_tokens: int, prefill_s: Callable[[int], float], link_bytes_p
         prefill_s: how long a prefill of so many tokens takes at a replica.
         link_bytes_per_s: between replicas.
     """
-    return known_tokens * TOKEN_ID_BYTES / link_bytes_per_s + prefill_s(known_tokens)
+    return sent_s(known_tokens, link_bytes_per_s) + prefill_s(known_tokens)
+
+
+def sent_s(known_tokens: int, link_bytes_per_s: float) -> float:
+    """Return what moving a request takes that has no KV yet: its token ids travel."""
+    return known_tokens * TOKEN_ID_BYTES / link_bytes_per_s
 
 
 class MoveTimes(NamedTuple):
@@ -41,10 +46,12 @@ class MoveTimes(NamedTuple):
             return float("inf")
         return known_tokens * self.kv_token_bytes / self.kv_bytes_per_s() + self.prefill_s(1)
 
-    def carries(self, known_tokens: int) -> bool:
-        """Whether KV is better taken along."""
-        return self.carried_s(known_tokens) < self.rebuilt_s(known_tokens)
+    def carries(self, known_tokens: int, has_kv: bool = True) -> bool:
+        """Whether there is KV that is better taken along."""
+        return has_kv and self.carried_s(known_tokens) < self.rebuilt_s(known_tokens)
 
-    def move_s(self, known_tokens: int) -> float:
+    def move_s(self, known_tokens: int, has_kv: bool = True) -> float:
         """Return what the move of a request with so many tokens, prompt and answer so far, takes."""
+        if not has_kv:
+            return sent_s(known_tokens, self.link_bytes_per_s)
         return min(self.carried_s(known_tokens), self.rebuilt_s(known_tokens))

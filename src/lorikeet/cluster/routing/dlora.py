@@ -10,10 +10,14 @@ from lorikeet.core.ids import ReplicaId
 
 
 class PendingTime(Router):
-    """The least time until a request can run; of equals, those that have the adapter, then the first.
+    """The least time until a request can run; of equals, those that have the adapter, then the one with the most room.
 
     It waits for its adapter to be loaded, if it is not there; for the queue, whose requests run ``max_batch`` at a time
-    and each for the mean time of its adapter; and for bytes that must be moved out where memory is short.
+    and each for the mean time of its adapter; and for bytes that must be moved out where memory is short. While nobody
+    waits many are equal, and the paper's other wording decides: the replica with the most available resources (3).
+
+    Any open replica may be chosen, whatever the table names: it says where adapters are loaded ahead of requests, and
+    a burst has them loaded elsewhere, too.
 
     Args:
         load_s, load_bytes_per_s: an adapter of b bytes is loaded in ``load_s + b / load_bytes_per_s``.
@@ -25,11 +29,11 @@ class PendingTime(Router):
 
     def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
+        if not len(fleet.open):
             return None
         is_warm = fleet.is_warm(asked.adapter)
-        return fleet.info(least(candidates, self.pending_s(asked, fleet, is_warm), ~is_warm)).replica
+        pending_s = self.pending_s(asked, fleet, is_warm)
+        return fleet.info(least(fleet.open, pending_s, ~is_warm, -fleet.loads.free_tokens)).replica
 
     def pending_s(self, asked: Asked, fleet: Fleet, is_warm: Flags) -> Numbers:
         """Return by replica how long a request would wait; ``is_warm`` tells where its adapter is."""
