@@ -116,6 +116,13 @@ def test_ex_8d_what_exceeds_the_memory_is_swapped() -> None:
     assert roomy.running_s(roomy.home)[0] == 41.0
 
 
+def test_a_move_holds_up_all_that_run_at_the_target() -> None:
+    """A prefill of one second pays where it holds up five, and not where it holds up twenty."""
+    assert problem_of(requests("AAA"), running=5).cost_s.tolist() == [[10.0, 15.0]] * 3
+    assert len(reviewed(requests("AAA"), running=5).moves) == 1
+    assert reviewed(requests("AAA"), running=20).outcome is Outcome.NO_BETTER
+
+
 def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:
     moved = Request(RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, output_token_ids=[7] * 30)
     target = Bench(blocks=64, limits=Limits(max_running=8, max_step_tokens=256, max_model_tokens=256))

@@ -70,6 +70,7 @@ def _load(
         queue_delay_s=now - min(waiting_s, default=now),
         adapters=frozenset(member.resident),
         reserved_bytes=int(reserved_share * device_bytes),
+        running=int(loads.running[member.index]),
     )
 
 

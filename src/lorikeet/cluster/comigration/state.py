@@ -15,7 +15,7 @@ class Movable(NamedTuple):
         replica: where it is.
         memory_bytes: of its KV.
         execution_s: what it is expected to take: the mean of its adapter's requests (``Averages``).
-        move_s: what moving it now would take (``MoveTimes``).
+        move_s: what moving it now would take an idle replica (``MoveTimes``).
         carries_kv: its KV would be taken along; else it is computed again.
         moved_s: what its earlier moves have taken.
         on_host: its KV has been swapped out. Only the full problem tells the two memories apart.
@@ -44,6 +44,7 @@ class ReplicaLoad(NamedTuple):
         reserved_bytes: part of ``device_bytes`` set aside for copies of adapters; requests and their adapters may not
             count on it.
         host_bytes: host memory for swapped KV. Only the full problem has a limit there.
+        running: requests in its steps, all of which wait for the prefill of one that moves there.
     """
 
     replica: ReplicaId
@@ -53,6 +54,7 @@ class ReplicaLoad(NamedTuple):
     adapters: frozenset[AdapterDigest] = frozenset()
     reserved_bytes: int = 0
     host_bytes: int = 0
+    running: int = 0
 
     @property
     def usable_bytes(self) -> int:
