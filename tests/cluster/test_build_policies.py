@@ -175,6 +175,16 @@ def test_a_profile_without_a_link_is_no_help_to_pending_time() -> None:
         build_router(ROWS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
 
 
+def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(published: CostProfile) -> None:
+    """The reserve is of section 5.2, not of placement alone (5.1). It has room for all adapters here."""
+
+    def pairs(row: str) -> int:
+        return len(list(build_placement(ROWS[row], REPLICAS, published, OPTIONS).place(DEMANDS_B, 0.0).pairs()))
+
+    assert pairs("dlora") == len(DEMANDS_B) * len(REPLICAS)
+    assert pairs("dlora:proactive") == pairs("dlora:rr") < pairs("dlora")
+
+
 def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile(published: CostProfile) -> None:
     """With as much memory as all adapters take twice, not all have a copy on each of four replicas."""
     row, needed_bytes = ROWS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)

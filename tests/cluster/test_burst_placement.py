@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.placement.burst import BurstTolerance, Preloads, preload
+from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance, Preloads, preload
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -113,7 +113,7 @@ def test_who_has_no_copy_has_a_home_where_there_is_least_load() -> None:
 
 
 def test_the_table_is_the_same_while_nothing_changes() -> None:
-    placement = BurstTolerance(replica_ids(2), 1000 * MB, 10 * MB)
+    placement = BurstTolerance(replica_ids(2), 1000 * MB, 10 * MB, RESERVED_SHARE)
     first = placement.place(demands_of(40, 10), 0.0)
     assert placement.place(demands_of(80, 20), 1.0) is first, "only ratios count"
     later = placement.place(demands_of(40, 10, 5), 2.0)
@@ -157,7 +157,7 @@ def test_memory_is_respected_and_stopping_loses_nothing(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5), st.integers(1, 15))
 def test_every_adapter_has_a_home(loads: list[int], count: int, memory: int) -> None:
-    placement = BurstTolerance(replica_ids(count), memory * 100 * MB, 10 * MB)
+    placement = BurstTolerance(replica_ids(count), memory * 100 * MB, 10 * MB, RESERVED_SHARE)
     demands = demands_of(*loads)
     table = placement.place(demands, 0.0)
     assert set(table.shares) == {demand.adapter for demand in demands}

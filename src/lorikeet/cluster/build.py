@@ -261,7 +261,13 @@ def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: Cluster
         memory_bytes = memory_bytes or known.pool_bytes
         token_bytes = token_bytes or known.geometry.block_bytes(1)
     request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
-    return PlacementOptions(options.seed, memory_bytes=memory_bytes, request_bytes=request_bytes)
+    # The reserve is part of co-migration (dLoRA, section 5.2); placement alone (5.1) has none.
+    return PlacementOptions(
+        options.seed,
+        memory_bytes=memory_bytes,
+        request_bytes=request_bytes,
+        reserved_share=RESERVED_SHARE if row.comigration else 0.0,
+    )
 
 
 _FOR_ROUTING: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], RoutingOptions]] = {

@@ -101,6 +101,10 @@ class Problem:
             on_host=np.array([request.on_host for request in chosen], np.bool_),
         )
 
+    def least_s(self) -> float:
+        """Return how long the busiest replica runs at least, whatever is where: all have an equal part of the work."""
+        return float(self.cost_s.min(axis=1).sum() / len(self.replicas))
+
     def needed(self, placement: Whole) -> Flags:
         """Return ``[k, m]``: which adapters have requests on which replicas."""
         needed = np.zeros((len(self.adapters), len(self.replicas)), np.bool_)

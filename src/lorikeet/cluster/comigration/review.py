@@ -51,13 +51,16 @@ class CoMigration:
         if not problem.requests:
             return Plan(Outcome.NO_BETTER)
         before_s = float(self._running_s(problem).max())
+        enough_s = before_s * (1 - self._settings.margin)
+        if problem.least_s() >= enough_s:
+            return Plan(Outcome.NO_BETTER, before_s=before_s, after_s=before_s)
         found = self._solve(problem)
         if found is None:
             return Plan(Outcome.UNSOLVED, before_s=before_s, after_s=before_s)
         placement, after_s = found
         moves = _moves(problem, placement)
         # Without moves there may still be a gain, in the full problem: of swaps, which each replica sees to itself.
-        if not moves or after_s >= before_s * (1 - self._settings.margin):
+        if not moves or after_s >= enough_s:
             return Plan(Outcome.NO_BETTER, before_s=before_s, after_s=before_s)
         return Plan(Outcome.PLANNED, moves, _loads(moves, chosen), before_s, after_s)
 

@@ -20,12 +20,14 @@ class PlacementOptions(msgspec.Struct, frozen=True):
         points: operating points; LoRAServe's placements need them.
         memory_bytes: of each replica, for adapters and KV; ``dlora`` needs it.
         request_bytes: KV of a mean request; ``dlora`` needs it.
+        reserved_share: of a replica's memory, for further copies by ``dlora``.
     """
 
     seed: int = 0
     points: OperatingPoints | None = None
     memory_bytes: int = 0
     request_bytes: float = 0.0
+    reserved_share: float = 0.0
 
 
 Replicas = Sequence[ReplicaId]
@@ -40,7 +42,7 @@ def _loraserve(replicas: Replicas, options: PlacementOptions, params: LoRAServeP
 def _burst_tolerance(replicas: Replicas, options: PlacementOptions) -> BurstTolerance:
     if options.memory_bytes <= 0 or options.request_bytes <= 0:
         raise ValueError("dLoRA's placement needs the memory of a replica and that of a mean request's KV")
-    return BurstTolerance(replicas, options.memory_bytes, options.request_bytes)
+    return BurstTolerance(replicas, options.memory_bytes, options.request_bytes, options.reserved_share)
 
 
 PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {

@@ -173,7 +173,7 @@ class BurstTolerance(Placement):
         replicas: Sequence[ReplicaId],
         memory_bytes: int,
         request_bytes: float,
-        reserved_share: float = RESERVED_SHARE,
+        reserved_share: float,
     ) -> None:
         super().__init__(replicas)
         self._memory_bytes = memory_bytes
