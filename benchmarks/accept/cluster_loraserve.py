@@ -29,8 +29,8 @@ ROWS = (OURS, TOPPINGS, RANDOM, CONTIGUOUS)
 REPLICAS, SCALES = 4, (1, 2)
 LIMIT_S = 10.0
 SLO = Slo(ttft_s=LIMIT_S)
-RATES = tuple(ladder(12.0, 1.07, 21))
-"""Requests per second that are tried, 12 to 46.4: an answer is good to 7 %."""
+RATES = tuple(ladder(12.0, 1.07, 25))
+"""Requests per second that are tried, 12 to 60.9: an answer is good to 7 %."""
 DURATION_S, SINCE_S = 150.0, 30.0
 """Of a run, 15 periods of placement; what arrives in the first three does not count: little is known of demand yet."""
 SEEDS = (1, 2)

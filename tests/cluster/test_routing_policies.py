@@ -354,6 +354,17 @@ def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_fr
     assert LeastWork(1 / 8).route(ask("new", 56), fleet, 0.0) == "large"
 
 
+def test_least_work_leaves_the_placement_where_that_costs_more_than_so_many_times_the_least() -> None:
+    """A request of 100 tokens behind 51 and 50: more than 1.5 times the work of an idle replica, and just that."""
+    for tokens, choice in ((51, "b"), (50, "a")):
+        fleet = fleet_of("a", "b")
+        router = LeastWork(0.0)
+        router.table = table(wanted={"a": 1.0})
+        run(fleet, "a", ask("x", known_tokens=tokens, expected_tokens=0))
+        asked = ask("new", 8, "wanted", known_tokens=100, expected_tokens=0)
+        assert router.route(asked, fleet, 0.0) == choice
+
+
 # --- dLoRA -------------------------------------------------------------------------------------------
 
 

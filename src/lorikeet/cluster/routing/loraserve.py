@@ -10,10 +10,14 @@ import numpy as np
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.loads import Numbers
-from lorikeet.cluster.routing.base import LeastCost
+from lorikeet.cluster.routing.base import LeastCost, least
+from lorikeet.core.ids import ReplicaId
 
 COST_OF_RANK = 0.015977
 """By which a prefilled token takes longer per rank: rank 128 then takes 2.7 times as long as rank 8 (section III)."""
+
+OVERFLOW = 1.5
+"""A request leaves the replicas that are named for it where it would cost more than so many times the least of all."""
 
 
 class LeastWork(LeastCost):
@@ -21,14 +25,26 @@ class LeastWork(LeastCost):
 
     With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, with
     ``m(r) = 1 + c * r``. It is what a placement's replicas of an adapter are chosen between by: the shares that
-    LoRAServe draws by have no regard to what queues.
+    LoRAServe draws by have no regard to what queues. A placement holds for a period and goes by what was expected;
+    where much more comes to an adapter's replicas than to others, the others take some of it (``overflow``).
 
     Args:
         cost_of_rank: c.
+        overflow: see ``OVERFLOW``.
     """
 
-    def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
+    def __init__(self, cost_of_rank: float = COST_OF_RANK, overflow: float = OVERFLOW) -> None:
         self._cost_of_rank = cost_of_rank
+        self._overflow = overflow
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least of those that are named, unless the least of all is so much less."""
+        candidates = self.candidates(asked, fleet)
+        if not len(candidates):
+            return None
+        costs = self.costs(asked, fleet)
+        named, best = least(candidates, costs), least(fleet.open, costs)
+        return fleet.info(best if costs[named] > self._overflow * costs[best] else named).replica
 
     def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
         """Return the work with the request, in tokens at the pace of rank 0."""
