@@ -1,7 +1,6 @@
 """LoRAServe beside the placements that it is compared with, in a small setting like its own."""
 
 import msgspec
-import pytest
 
 from lorikeet.bench.choices import Range
 from lorikeet.bench.prompts import Prompts
@@ -50,8 +49,7 @@ def test_loraserve_brings_the_first_token_sooner_than_placements_that_know_no_lo
     found = run("loraserve,placement_period_s=2")
     assert found.cluster is not None
     assert found.cluster.placements > 2
-    assert found.cluster.held_share == pytest.approx(0.25, abs=0.05), (
-        "few copies beside the one that each adapter needs"
-    )
+    assert found.cluster.held_share is not None
+    assert 0.25 <= found.cluster.held_share < 0.4, "one copy of each is a quarter, and few are beside it"
     for rival in ("loraserve:random", "loraserve:contiguous"):
         assert ttft_p95_s(found) < 0.7 * ttft_p95_s(run(rival))
