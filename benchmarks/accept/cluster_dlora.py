@@ -29,8 +29,7 @@ SEARCHED = (OURS, PEFT, VLLM)
 SKEW = 1
 """Functions that follow one another to the same adapter: the least skew, since none is printed."""
 DURATION_S = 100.0
-"""Of the arrivals. Longer ones take long to simulate under more than the replicas bear: co-migration then looks every
-second at thousands of requests."""
+"""Of the arrivals. Longer ones take long to simulate under more than the replicas bear."""
 RATES = tuple(ladder(1.5, 1.2, 25))
 """Requests per second that are tried, 1.5 to 119: an answer is good to 20 %."""
 SEEDS = (7, 8, 9, 10)

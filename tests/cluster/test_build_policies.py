@@ -50,12 +50,16 @@ def test_every_row_places_and_routes_with_a_published_profile(name: str, publish
     router.table = placement.place(DEMANDS_B, 0.0)
     assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
-    may_leave = ROWS[name].routing in ("loraserve", "dlora")  # where the named ones are busy
+    may_leave = ROWS[name].routing in ("loraserve", "dlora")  # when the named ones are busy
     for demand in DEMANDS_B:
-        adapter = demand.adapter
+        adapter, named = demand.adapter, router.table.replicas(demand.adapter)
+        if may_leave:
+            fleet = fleet_of(*REPLICAS)
+            for holder in named:
+                fleet.loaded(holder, adapter)
         asked = ask(f"of {adapter}", demand.rank, adapter, adapter_bytes=demand.size_bytes, keys=(b"1",))
         replica = router.route(asked, fleet, 0.0)
-        assert replica in (REPLICAS if may_leave else router.table.replicas(adapter))
+        assert replica in named
         fleet.dispatched(asked, replica)
 
 

@@ -121,6 +121,7 @@ def test_a_move_holds_up_all_that_run_at_the_target() -> None:
     assert problem_of(requests("AAA"), running=5).cost_s.tolist() == [[10.0, 15.0]] * 3
     assert len(reviewed(requests("AAA"), running=5).moves) == 1
     assert reviewed(requests("AAA"), running=20).outcome is Outcome.NO_BETTER
+    assert len(reviewed(requests("AAA", carries_kv=True), running=20).moves) == 1, "KV is copied while they go on"
 
 
 def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:

@@ -14,7 +14,7 @@ from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
-from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork
+from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork, PlacedWork
 from lorikeet.cluster.routing.performance import PerformanceModel
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
 from lorikeet.cluster.routing.prefixes import Depths, Prefixes
@@ -314,7 +314,7 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
     assert FewestTokens().route(ask("new"), fleet, 0.0) == "1"
 
 
-@pytest.mark.parametrize("router", [FewestTokens(), LeastWork()])
+@pytest.mark.parametrize("router", [FewestTokens(), LeastWork(), PlacedWork()])
 def test_work_is_sent_to_the_replicas_that_the_table_names_alone(router: Router) -> None:
     fleet = fleet_of("0", "1", "2")
     new = ask("new", 8)
@@ -354,11 +354,11 @@ def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_fr
     assert LeastWork(1 / 8).route(ask("new", 56), fleet, 0.0) == "large"
 
 
-def test_least_work_leaves_the_placement_where_that_costs_more_than_so_many_times_the_least() -> None:
+def test_placed_work_leaves_the_placement_where_that_costs_more_than_so_many_times_the_least() -> None:
     """A request of 100 tokens behind 51 and 50: more than 1.5 times the work of an idle replica, and just that."""
     for tokens, choice in ((51, "b"), (50, "a")):
         fleet = fleet_of("a", "b")
-        router = LeastWork(0.0)
+        router = PlacedWork(0.0)
         router.table = table(wanted={"a": 1.0})
         run(fleet, "a", ask("x", known_tokens=tokens, expected_tokens=0))
         asked = ask("new", 8, "wanted", known_tokens=100, expected_tokens=0)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
-from lorikeet.cluster.comigration.times import MoveTimes
+from lorikeet.cluster.comigration.times import MoveTimes, sent_s
 from lorikeet.cluster.entries import Entry, Member
 from lorikeet.cluster.fleet import Fleet
 from lorikeet.core.ids import AdapterDigest, RequestId
@@ -83,7 +83,7 @@ def _movable(fleet: Fleet, entry: Entry, moved_s: Mapping[RequestId, float], tim
         replica=entry.replica.info.replica,
         memory_bytes=int(tokens * entry.replica.info.kv_token_bytes),
         execution_s=fleet.averages.execution_s(asked.adapter),
-        move_s=times.move_s(tokens, has_kv),
-        carries_kv=times.carries(tokens, has_kv),
+        move_s=times.move_s(tokens) if has_kv else sent_s(tokens, times.link_bytes_per_s),
+        carries_kv=has_kv and times.carries(tokens),
         moved_s=moved_s.get(asked.request_id, 0.0),
     )

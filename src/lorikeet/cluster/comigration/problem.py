@@ -62,9 +62,9 @@ class Problem:
         """Write down the requests that are on ``replicas``; others are left out.
 
         The migration factor is that of each pair: 1 at home, and elsewhere (execution + earlier moves + this move) over
-        execution, so whoever has moved is dearer to move again. A request's execution is one among others', whereas its
-        move holds up all that run at the target, so it counts once for each of them. The printed factor depends on the
-        request alone (``literal``): (execution + earlier moves) over execution.
+        execution, so whoever has moved is dearer to move again. A request's execution is one among others', whereas a
+        prefill holds up all that run at the target, so a move counts once for each of them, unless KV is taken along.
+        The printed factor depends on the request alone (``literal``): (execution + earlier moves) over execution.
 
         Raises:
             KeyError: the size of an adapter is not known.
@@ -76,8 +76,9 @@ class Problem:
         home = np.array([index[request.replica] for request in chosen], np.intp)
         execution_s = np.array([request.execution_s for request in chosen], np.float64)
         moved_s = np.array([request.moved_s for request in chosen], np.float64)
-        held_up = np.array([max(1, load.running) for load in replicas], np.float64)
-        move_s = np.outer([request.move_s for request in chosen], held_up)
+        carries = np.array([request.carries_kv for request in chosen], np.bool_)[:, None]
+        held_up = np.where(carries, 1.0, [max(1, load.running) for load in replicas])
+        move_s = np.array([request.move_s for request in chosen], np.float64)[:, None] * held_up
         away = np.arange(len(replicas)) != home[:, None]
         extra_s = np.ones_like(away) * moved_s[:, None] if settings.literal else away * (moved_s[:, None] + move_s)
         mean_s = float(np.mean([request.execution_s for request in requests])) if requests else 0.0

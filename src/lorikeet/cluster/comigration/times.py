@@ -46,12 +46,10 @@ class MoveTimes(NamedTuple):
             return float("inf")
         return known_tokens * self.kv_token_bytes / self.kv_bytes_per_s() + self.prefill_s(1)
 
-    def carries(self, known_tokens: int, has_kv: bool = True) -> bool:
-        """Whether there is KV that is better taken along."""
-        return has_kv and self.carried_s(known_tokens) < self.rebuilt_s(known_tokens)
+    def carries(self, known_tokens: int) -> bool:
+        """Whether KV is better taken along."""
+        return self.carried_s(known_tokens) < self.rebuilt_s(known_tokens)
 
-    def move_s(self, known_tokens: int, has_kv: bool = True) -> float:
+    def move_s(self, known_tokens: int) -> float:
         """Return what the move of a request with so many tokens, prompt and answer so far, takes."""
-        if not has_kv:
-            return sent_s(known_tokens, self.link_bytes_per_s)
         return min(self.carried_s(known_tokens), self.rebuilt_s(known_tokens))

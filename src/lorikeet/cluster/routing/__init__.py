@@ -8,7 +8,7 @@ from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
 from lorikeet.cluster.routing.base import Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
-from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork
+from lorikeet.cluster.routing.loraserve import LeastAddedLatency, PlacedWork
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
 from lorikeet.cluster.routing.toppings import Toppings
 
@@ -39,7 +39,7 @@ ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {
     "kv-affinity": lambda _: KvAffinity(),
     "toppings": _toppings,
     "toppings:empty-free": _toppings_empty_free,
-    "loraserve": lambda _: LeastWork(),
+    "loraserve": lambda _: PlacedWork(),
     "loraserve:toppings-rank": lambda _: LeastAddedLatency(),
     "dlora": lambda options: PendingTime(options.load_s, options.load_bytes_per_s),
 }

@@ -24,27 +24,14 @@ class LeastWork(LeastCost):
     """The least work, the request's included, where it goes at the pace of the largest rank; of equals the first.
 
     With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, with
-    ``m(r) = 1 + c * r``. It is what a placement's replicas of an adapter are chosen between by: the shares that
-    LoRAServe draws by have no regard to what queues. A placement holds for a period and goes by what was expected;
-    where much more comes to an adapter's replicas than to others, the others take some of it (``overflow``).
+    ``m(r) = 1 + c * r``.
 
     Args:
         cost_of_rank: c.
-        overflow: see ``OVERFLOW``.
     """
 
-    def __init__(self, cost_of_rank: float = COST_OF_RANK, overflow: float = OVERFLOW) -> None:
+    def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
         self._cost_of_rank = cost_of_rank
-        self._overflow = overflow
-
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least of those that are named, unless the least of all is so much less."""
-        candidates = self.candidates(asked, fleet)
-        if not len(candidates):
-            return None
-        costs = self.costs(asked, fleet)
-        named, best = least(candidates, costs), least(fleet.open, costs)
-        return fleet.info(best if costs[named] > self._overflow * costs[best] else named).replica
 
     def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
         """Return the work with the request, in tokens at the pace of rank 0."""
@@ -64,3 +51,20 @@ class LeastAddedLatency(LeastWork):
         loads, after = fleet.loads, super().costs(asked, fleet)
         before = (1 + self._cost_of_rank * loads.largest_rank) * loads.pending_tokens
         return after + loads.requests * (after - before)
+
+
+class PlacedWork(LeastWork):
+    """The least work of the replicas that a placement names, unless it is more than ``OVERFLOW`` times that of others.
+
+    The shares that LoRAServe draws by have no regard to what queues. A placement holds for a period and goes by what
+    was expected; where much more comes to an adapter's replicas than to others, the others take some of it.
+    """
+
+    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least of those that are named, unless the least of all is so much less."""
+        candidates = self.candidates(asked, fleet)
+        if not len(candidates):
+            return None
+        costs = self.costs(asked, fleet)
+        named, best = least(candidates, costs), least(fleet.open, costs)
+        return fleet.info(best if costs[named] > OVERFLOW * costs[best] else named).replica
