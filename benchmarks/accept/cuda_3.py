@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -31,7 +31,7 @@ from lorikeet.engine.build import Replica
 from lorikeet.engine.driver import rest
 from lorikeet.engine.executor import Executor
 
-ADAPTERS, PREFILL_TOKENS, PREFILL_SEQUENCES = 100, 8192, 2
+ADAPTERS, PREFILL_TOKENS, PREFILL_SEQUENCES = 100, 8192, 4
 DECODES = ((1, 1024), (32, 1024), (128, 256))
 """Rows and tokens of their prompts."""
 STEPS = 64
@@ -66,19 +66,24 @@ _ENGINE: dict[str, Any] = {
     "memory.4, admission.3 and modes.3 beside what is printed",
 )
 def run(runs: StoredRuns) -> Result:
-    """Measure part by part, as far as a GPU is at hand."""
-    if (reason := why_no_gpu()) is not None:
-        return Result(figure="not run", passed=False, cause=reason)
+    """Measure part by part where there is a GPU; elsewhere judge what this code has measured on one."""
+    reason = why_no_gpu()
     with gpu_rig() as rig:
-        limits = runs.get("limits", gpu_limits)
-        found = {name: runs.get(name, partial(measure, rig)) for name, (measure, _) in PARTS.items()}
-        found["lines"] = runs.get("lines", partial(measure_lines, "cuda"))
-        found["rows"] = measure_rows(rig, runs)
-        found["peft"] = runs.get("peft", partial(measure_peft, rig, "cuda"))  # last: it gives the model real weights
-    judged = [judge(found[name], limits) for name, (_, judge) in PARTS.items()]
-    judged += [judge_lines(found["lines"]), Judged(rows_figure(found["rows"]), []), judge_peft(found["peft"])]
+        measures: dict[str, Measure] = {
+            "limits": gpu_limits,
+            **{name: partial(part.measure, rig, runs) for name, part in PARTS.items()},
+        }
+        found = {
+            name: runs.get(name, measure) if reason is None else runs.stored(name) for name, measure in measures.items()
+        }
+    limits = found.pop("limits")
+    if limits is None:
+        return Result(figure="not run", passed=False, cause=str(reason))
+    judged = [PARTS[name].judge(part, limits) for name, part in found.items() if part is not None]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures]
+    if missing := [name for name, part in found.items() if part is None]:
+        failures.append(f"not measured: {', '.join(missing)} ({reason})")
     return Result(
         figure=figure,
         passed=not failures,
@@ -88,7 +93,7 @@ def run(runs: StoredRuns) -> Result:
         f"written, products {limits['gemm_flops'] / 1e12:,.0f} TFLOP/s, link {limits['link_bytes_per_s'] / 1e9:.1f} "
         "GB/s; a decode step reads weights, its adapters and its KV; a prefill's attention is free in its limit; what "
         "adapters add is a step less the same step of the base model right before or after it",
-        details={"limits": limits, **found},
+        details={"limits": limits, **{name: part for name, part in found.items() if part is not None}},
     )
 
 
@@ -97,6 +102,21 @@ class Judged(NamedTuple):
 
     figure: dict[str, str]
     failures: list[str]
+
+
+Measure = Callable[[], dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """Of the line.
+
+    Attributes:
+        measure: returns plain data; it may keep parts of its own.
+        judge: sees that beside :class:`~benchmarks.accept.gpu_rig.GpuLimits`.
+    """
+
+    measure: Callable[[GpuRig, StoredRuns], dict[str, Any]]
+    judge: Callable[[dict[str, Any], dict[str, Any]], Judged]
 
 
 class Noted:
@@ -349,7 +369,11 @@ def judge_peft(found: dict[str, Any]) -> Judged:
 
 
 PARTS = {
-    "steps": (measure_steps, judge_steps),
-    "loads": (measure_gpu_loads, judge_loads),
-    "cold": (measure_cold, judge_cold),
+    "steps": Part(lambda rig, runs: measure_steps(rig), judge_steps),
+    "loads": Part(lambda rig, runs: measure_gpu_loads(rig), judge_loads),
+    "cold": Part(lambda rig, runs: measure_cold(rig), judge_cold),
+    "lines": Part(lambda rig, runs: measure_lines("cuda"), lambda found, limits: judge_lines(found)),
+    "rows": Part(measure_rows, lambda found, limits: Judged(rows_figure(found), [])),
+    # Last: it gives the model real weights.
+    "peft": Part(lambda rig, runs: measure_peft(rig, "cuda"), lambda found, limits: judge_peft(found)),
 }

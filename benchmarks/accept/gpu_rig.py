@@ -3,7 +3,7 @@
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -108,11 +108,11 @@ class GpuRig:
             yield built
 
     def folders(self, name: str, ranks: Sequence[int], modules: Sequence[str]) -> list[Path]:
-        """Return adapters with these ranks, written by several processes."""
+        """Return adapters with these ranks, in bfloat16, written by threads: whoever uses CUDA does not fork."""
         geometry = self.config.geometry(2)
         paths = [self._folder / f"{name}{i}" for i in range(len(ranks))]
-        write = partial(write_random_adapter, modules=tuple(modules))
-        with ProcessPoolExecutor(_WRITERS) as pool:
+        write = partial(write_random_adapter, modules=tuple(modules), dtype=torch.bfloat16)
+        with ThreadPoolExecutor(_WRITERS) as pool:
             jobs = [
                 pool.submit(write, path, geometry, rank, seed=seed)
                 for seed, (path, rank) in enumerate(zip(paths, ranks, strict=True))

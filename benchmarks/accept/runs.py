@@ -23,7 +23,7 @@ _CODE = (
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Return a short digest of everything that a measurement depends on, committed or not."""
+    """Return a short digest of everything that a measurement depends on, committed or not, but of nothing built."""
     digest = hashlib.sha256()
     for top in _CODE:
         path = root / top
@@ -33,7 +33,7 @@ def code_digest(root: Path = ROOT) -> str:
                 part.startswith(".") or part == "__pycache__" or part.endswith(".egg-info")
                 for part in file.parts[len(root.parts) :]
             )
-            if file.is_file() and not hidden:
+            if file.is_file() and not hidden and file.suffix != ".so":
                 digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -52,15 +52,21 @@ class StoredRuns:
             part: name of the part, unique in its line; becomes a file name.
             measure: returns plain data for JSON.
         """
-        path = self._folder / f"{part}.json"
-        if path.is_file():
-            stored = json.loads(path.read_text())
-            if stored["code"] == self._code:
-                return dict(stored["result"])
+        if (stored := self.stored(part)) is not None:
+            return stored
         result = measure()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"code": self._code, "result": result}, indent=1) + "\n")
+        text = json.dumps({"code": self._code, "result": result}, indent=1) + "\n"
+        (self._folder / f"{part}.json").write_text(text)
         return result
+
+    def stored(self, part: str) -> dict[str, Any] | None:
+        """Return the stored result of ``part``, None if this code has made none."""
+        path = self._folder / f"{part}.json"
+        if not path.is_file():
+            return None
+        stored = json.loads(path.read_text())
+        return dict(stored["result"]) if stored["code"] == self._code else None
 
     def clear(self) -> None:
         """Forget all parts."""

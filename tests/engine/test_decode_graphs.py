@@ -102,16 +102,20 @@ def test_padded_adapters_have_a_graph_of_their_own_and_the_same_tokens(models: M
 
 
 def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
-    assert decode_graphs._cut([(0, 16, 7, 8), (20, 53, 9, 10)]) == [
+    assert decode_graphs._cut([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
         (0, 16, 7, 8),
         (20, 36, 9, 10),
         (36, 52, 9, 10),
         (52, 53, 9, 10),
     ]
-    lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 0, is_aligned=True)
-    of = decode_graphs._Variant.of
+    assert [decode_graphs._segment_rows(longest) for longest in (1, 2, 17)] == [1, 16, 16]
+    lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 5, is_aligned=True)
+
+    def of(rows: int, lora: LoraBatch, segments: int) -> decode_graphs._Variant:
+        return decode_graphs._Variant.of(rows, lora, [(0, 1, 2, 3)] * segments)
+
     assert [of(60, lora, count).segments for count in (1, 8, 9, 33, 60)] == [8, 8, 32, 64, 64]
-    assert (of(60, lora, 1).ranks, of(3, lora, 3).segments) == (128, 4)
+    assert (of(60, lora, 1).ranks, of(3, lora, 3).segments, of(3, lora, 3).segment_rows) == (128, 4, 16)
     padded = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.PADDED, frozenset("q"), 65, 0, is_aligned=True)
     assert of(60, padded, 1).ranks == 65
 
@@ -151,13 +155,15 @@ def test_a_graph_serves_any_mix_of_adapters(models: Models) -> None:
             driver.add(name, random_tokens(2, seed=1), adapter)
         driver.step(dict.fromkeys("abcd", 2))
         graphs = device.graphs
-        for names in ("bc", "bd", "ab"):
+        for names in ("bd", "ab"):
             driver.decode([*names], 1)
         assert device.graphs == graphs + 1
+        driver.decode([*"bc"], 1)
+        assert device.graphs == graphs + 2, "two rows of one adapter are not for the kernels of one row"
         driver.decode([*"ad"], 1)
-        assert device.graphs == graphs + 2, "modules that no adapter touches are the base model's exact path"
+        assert device.graphs == graphs + 3, "modules that no adapter touches are the base model's exact path"
         driver.decode([*"abcd"], 1)
-        assert device.graphs == graphs + 3
+        assert device.graphs == graphs + 4
     assert device.faults == []
 
 

@@ -26,6 +26,7 @@ def write_random_adapter(
     rank_pattern: Mapping[str, int] | None = None,
     b_std: float = _B_STD,
     base_name: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write one adapter with non-zero B and return ``folder``.
 
@@ -39,6 +40,7 @@ def write_random_adapter(
         rank_pattern: module (``q``) → another rank.
         b_std: standard deviation of B; A is drawn as PEFT draws it, in proportion to 1 / sqrt(in_features).
         base_name: written into the config.
+        dtype: of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     ranks = {module: (rank_pattern or {}).get(module, rank) for module in modules}
@@ -48,8 +50,9 @@ def write_random_adapter(
             shape, r = geometry.modules[module], ranks[module]
             prefix = f"base_model.model.model.layers.{layer}.{PROJECTIONS[module]}"
             a = torch.randn(r, shape.in_features, generator=generator) / shape.in_features**0.5
-            tensors[f"{prefix}.lora_A.weight"] = a
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(shape.out_features, r, generator=generator) * b_std
+            b = torch.randn(shape.out_features, r, generator=generator) * b_std
+            tensors[f"{prefix}.lora_A.weight"] = a.to(dtype)
+            tensors[f"{prefix}.lora_B.weight"] = b.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {

@@ -25,9 +25,10 @@ _SMALL = (1, 2, 4, 8)
 _STEPS = ((64, 16), (128, 32), (512, 64))
 """Up to so many rows, a graph for every so many; above, for every 128."""
 _LEAST_RANKS = 64
-_SEGMENT_ROWS, _SEGMENTS = 16, (8, 32, 128)
-"""Longer segments are cut, so that a kernel need not look for more rows in any of them. A graph has room for so many
-segments, or for as many as rows: what is launched for those that are empty ends at once, but all of it is launched.
+_SEGMENT_ROWS, _SEGMENTS = (1, 16), (8, 32, 128)
+"""Longer segments are cut, so that a kernel need not look for more rows in any of them; there is a faster one where all
+have one row. A graph has room for so many segments, or for as many as rows: what is launched for those that are empty
+ends at once, but all of it is launched.
 """
 _STEPS_AT_ONCE = 2
 """Whose tokens are on their way to the host."""
@@ -74,6 +75,7 @@ class _Variant(NamedTuple):
         form: how mixed ranks are computed.
         ranks: of the largest adapter; of ``PADDED`` ones, that to which all are padded.
         segments: at most.
+        segment_rows: of any segment, at most.
         is_aligned: whether their weights all lie at multiples of 16 bytes.
     """
 
@@ -82,19 +84,21 @@ class _Variant(NamedTuple):
     form: KernelForm = KernelForm.UNPADDED
     ranks: int = 0
     segments: int = 0
+    segment_rows: int = 0
     is_aligned: bool = True
 
     @classmethod
-    def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
-        """Return that for a batch."""
+    def of(cls, rows: int, lora: LoraBatch | None, segments: Sequence[_Segment]) -> "_Variant":
+        """Return that for a batch, whose segments have been cut."""
         padded = padded_rows(rows)
         if lora is None:
             return cls(padded)
         ranks = lora.largest_rank
         if lora.form is not KernelForm.PADDED:
             ranks = max(_LEAST_RANKS, 1 << (ranks - 1).bit_length())
-        most = next((most for most in _SEGMENTS if segments <= most), padded)
-        return cls(padded, lora.modules, lora.form, ranks, min(most, padded), lora.is_aligned)
+        most = next((most for most in _SEGMENTS if len(segments) <= most), padded)
+        segment_rows = _segment_rows(lora.segment_rows)
+        return cls(padded, lora.modules, lora.form, ranks, min(most, padded), segment_rows, lora.is_aligned)
 
 
 class DecodeGraphs:
@@ -152,8 +156,8 @@ class DecodeGraphs:
         """
         assert not self._begun
         self._rows = len(rows)
-        segments = [] if lora is None else _cut(lora.rows_on(self._model.device))
-        variant = _Variant.of(len(rows), lora, len(segments))
+        segments = [] if lora is None else _cut(lora.rows_on(self._model.device), _segment_rows(lora.segment_rows))
+        variant = _Variant.of(len(rows), lora, segments)
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
         self._graph = self._graphs[variant]
@@ -210,7 +214,12 @@ class DecodeGraphs:
         if variant.modules:
             table = self._inputs.segments[: variant.segments]
             lora = LoraBatch.from_table(
-                table, variant.form, variant.modules, variant.ranks, _SEGMENT_ROWS, is_aligned=variant.is_aligned
+                table,
+                variant.form,
+                variant.modules,
+                variant.ranks,
+                variant.segment_rows,
+                is_aligned=variant.is_aligned,
             )
         return self._device.capture(self._step(variant.rows, lora))
 
@@ -247,12 +256,17 @@ class DecodeGraphs:
         return step
 
 
-def _cut(segments: Sequence[_Segment]) -> list[_Segment]:
-    """Cut segments of many rows."""
+def _segment_rows(longest: int) -> int:
+    """Return how many rows segments have at most, of which the longest would have so many."""
+    return next((most for most in _SEGMENT_ROWS if longest <= most), _SEGMENT_ROWS[-1])
+
+
+def _cut(segments: Sequence[_Segment], most: int) -> list[_Segment]:
+    """Cut segments of more rows."""
     return [
-        (start, min(stop, start + _SEGMENT_ROWS), table, index)
+        (start, min(stop, start + most), table, index)
         for first, stop, table, index in segments
-        for start in range(first, stop, _SEGMENT_ROWS)
+        for start in range(first, stop, most)
     ]
 
 

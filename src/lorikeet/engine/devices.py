@@ -1,4 +1,4 @@
-"""The devices that there are; see ``engine.device`` for what is asked of them. Cuda has not run on one yet."""
+"""The devices that there are; see ``engine.device`` for what is asked of them."""
 
 import ctypes
 from collections.abc import Callable

@@ -104,6 +104,7 @@ class LoraTargets:
         each: what was given.
         modules: their names.
         numbers: int64 ``[1 + 3 * targets]``: how many, then of each its place in ``LORA_MODULES``, column, outputs.
+        are_even: whether all columns and outputs are multiples of 16.
     """
 
     def __init__(self, *targets: LoraTarget) -> None:
@@ -111,6 +112,7 @@ class LoraTargets:
         self.modules = frozenset(target.module for target in targets)
         rows = ((LORA_MODULES.index(module), column, outputs) for module, column, outputs in targets)
         self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
+        self.are_even = not any(target.column % 16 or target.outputs % 16 for target in targets)
         self._on_device: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
@@ -131,8 +133,6 @@ class LoraBatch:
         modules: those that any of the adapters touches, on any layer.
         largest_rank: what a ``padded`` batch pads to.
         segment_rows: rows of the longest segment.
-        table: int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index.
-        numbers: int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none.
     """
 
     def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
@@ -141,14 +141,20 @@ class LoraBatch:
         self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
         self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
-        self.table = torch.tensor(
-            [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in segments],
-            dtype=torch.int64,
-        )
-        padded_rank = self.largest_rank if form is KernelForm.PADDED else 0
-        self.numbers = torch.tensor([self.table.data_ptr(), len(segments), padded_rank], dtype=torch.int64)
         self._on_device: Tensor | None = None
         self._is_aligned: bool | None = None
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index; on the host."""
+        rows = [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in self.segments]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none."""
+        padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
+        return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank], dtype=torch.int64)
 
     @classmethod
     def from_table(

@@ -48,7 +48,7 @@ def load_weights(
         device: where they go.
         rank, tensor_parallel: which share.
         load_format: ``auto`` for safetensors, ``dummy`` for small random weights of the right shapes.
-        seed: of the dummy weights; all ranks draw the same model from it.
+        seed: of the dummy weights; all ranks draw the same model from it, on one kind of device.
         progress: called with (stage, tensors done, tensors in all).
 
     Raises:
@@ -134,8 +134,9 @@ def _fill_randomly(layout: Layout, seed: int, progress: Progress) -> None:
             target.view.fill_(1.0)
         else:
             # A generator per tensor, whole before it is sliced: every rank count gives the same model.
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
-            target.view.copy_(torch.randn(target.shape, generator=generator)[target.part] * _DUMMY_STD)
+            place = target.view.device
+            generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode(), seed))
+            target.view.copy_(torch.randn(target.shape, generator=generator, device=place)[target.part] * _DUMMY_STD)
         progress("making random weights", done + 1, len(layout.targets))
 
 

@@ -10,6 +10,8 @@ what they found is put together (Dao et al., "Flash-Decoding", 2023).
 import triton
 import triton.language as tl
 
+from lorikeet.kernels.gpu.early import await_last
+
 
 @triton.jit
 def attention(
@@ -17,6 +19,7 @@ def attention(
     q_stride, out_stride, block_stride, part_stride, token_stride, table_stride, split_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
 
@@ -31,6 +34,7 @@ def attention(
     context = tl.load(contexts + sequence)
     queries: tl.constexpr = ROWS // GROUP
     first = tile * queries
+    await_last(EARLY)
     if first < count:
         member = tl.arange(0, ROWS)
         row = first + member // GROUP
@@ -87,13 +91,14 @@ def attention(
 @triton.jit
 def join_splits(
     found, shares, out, splits, out_stride, split_rows,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``out[row, head]`` of all that the splits found, by their weights."""
     row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     is_split, is_lane = split < splits, lane < DIM
     share_of = shares + (split * split_rows + row) * 2 * heads + 2 * head
+    await_last(EARLY)
     largest = tl.load(share_of, mask=is_split, other=float("-inf"))
     total = tl.load(share_of + 1, mask=is_split, other=0.0)
     raised = tl.max(largest, axis=0)

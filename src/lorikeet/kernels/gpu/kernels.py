@@ -11,19 +11,47 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import attention, draw, elementwise, lora
+from lorikeet.kernels.gpu.launch import INTERPRETED, begins_early, launch
 
-_FEW_ROWS, _FEW_RANKS, _FEW_WIDTH = 16, 16, 128
-"""Tiles of the LoRA kernels where segments have few rows; a product of Triton's needs at least 16 each way."""
-_MANY_ROWS, _MANY_RANKS, _MANY_WIDTH = 64, 64, 64
-"""The same for longer segments, whose inputs would else be read once for every few ranks."""
 _PROGRAMS = 264
 """So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
 _MOST_PARTS = 8
-_COLUMNS = 128
+
+
+class _LoraTile(NamedTuple):
+    """Of one LoRA kernel: rows, ranks, and inputs or outputs at a time, who computes them, and tiles on their way.
+
+    If it is of one row, that of the kernels for one.
+    """
+
+    rows: int
+    ranks: int
+    width: int
+    warps: int
+    stages: int
+
+
+class _LoraTiles(NamedTuple):
+    """Of both; the first one's inputs are split until it has so many ``programs``."""
+
+    shrink: _LoraTile
+    expand: _LoraTile
+    programs: int = _PROGRAMS
+
+
+_LEAST_RANKS = 16
+"""A product of Triton's needs so much each way."""
+_ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 4 * _PROGRAMS)
+_ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * _PROGRAMS)
+_FEW_ROWS = _LoraTiles(_LoraTile(16, 32, 256, 4, 3), _LoraTile(16, 16, 256, 4, 4))
+_MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 4, 3))
+"""For long segments, whose inputs would else be read once for every few ranks."""
+_LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS))
+"""By the rows of a segment and segments at most."""
 
 
 class _Tile(NamedTuple):
@@ -35,11 +63,15 @@ class _Tile(NamedTuple):
 
 
 _FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
+_FP32_TILE = _Tile(32, 32, 4)
+"""In fp32, whose products are no matter of tensor cores: larger ones take a quarter of a minute to compile."""
 _LEAST_ROWS, _MOST_SPLITS = 16, 16
-_VOCAB = 1024
+_NORM_WARPS = 4
+_ROTARY_HEADS, _ROTARY_WARPS = 16, 4
+_COLUMNS, _SILU_WARPS = 1024, 4
+_DRAWN, _DRAW_WARPS = 4096, 8
 _FILTERED, _FILTER_WARPS = 8192, 16
 """A row is filtered by one program, which goes over it dozens of times."""
-_WIDE = bool(triton.knobs.runtime.interpret)
 
 
 class TritonKernels:
@@ -82,7 +114,9 @@ class TritonKernels:
         out = torch.empty_like(x)
         rows, hidden = x.shape
         width = triton.next_power_of_2(hidden)
-        elementwise.add_norm[(rows,)](x, delta, weight, out, hidden, eps, delta is not None, width)
+        elementwise.add_norm[(rows,)](
+            x, delta, weight, out, hidden, eps, delta is not None, width, begins_early(), **launch(_NORM_WARPS)
+        )
         return out
 
     def rotary_store(
@@ -92,11 +126,12 @@ class TritonKernels:
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
-        elementwise.rotary_store[(len(qkv), heads + 2 * kv_heads)](
+        elementwise.rotary_store[(len(qkv), triton.cdiv(heads + 2 * kv_heads, _ROTARY_HEADS))](
             qkv, cos, sin, kv, batch.slot_blocks, batch.slot_offsets,
             qkv if norms is None else norms.q, qkv if norms is None else norms.k, 0.0 if norms is None else norms.eps,
             heads, kv_heads, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2),
-            half, triton.next_power_of_2(half), norms is not None,
+            half, triton.next_power_of_2(half), _ROTARY_HEADS, norms is not None, begins_early(),
+            **launch(_ROTARY_WARPS),
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -106,6 +141,8 @@ class TritonKernels:
         group = heads // kv_heads
         most = batch.most_rows
         tile = _MANY if most * group > _FEW.rows else _FEW
+        if qkv.dtype == torch.float32:
+            tile = _FP32_TILE
         rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(tile.rows, group))
         rows = triton.next_power_of_2(rows)
         splits = max(1, min(_PROGRAMS // (sequences * kv_heads), _MOST_SPLITS)) if most == 1 else 1
@@ -117,12 +154,13 @@ class TritonKernels:
         attention.attention[(sequences, kv_heads, triton.cdiv(most, rows // group) * splits)](
             qkv, kv, found, shares, batch.row_starts, batch.contexts, batch.block_tables, scale, window or 0,
             splits, heads, qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0), out.numel(),
-            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, _WIDE, num_warps=tile.warps,
+            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, INTERPRETED, begins_early(),
+            **launch(tile.warps),
         )  # fmt: skip
         if splits > 1:
             attention.join_splits[(len(qkv), heads)](
                 found, shares, out, splits, out.stride(0), len(qkv),
-                head_dim, width, triton.next_power_of_2(splits), num_warps=1,
+                head_dim, width, triton.next_power_of_2(splits), begins_early(), **launch(1),
             )  # fmt: skip
         return out
 
@@ -130,7 +168,8 @@ class TritonKernels:
         """``silu(gate) * up``."""
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, columns)
-        elementwise.silu_mul[(rows, triton.cdiv(columns, _VOCAB))](gate_up, out, columns, _VOCAB)
+        grid = (rows, triton.cdiv(columns, _COLUMNS))
+        elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, begins_early(), **launch(_SILU_WARPS))
         return out
 
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
@@ -143,40 +182,79 @@ class TritonKernels:
         draw.filter_rows[(rows,)](
             logits, temperature, top_k, top_p, min_p, lowest, vocab, stride, _FILTERED, num_warps=_FILTER_WARPS
         )
-        draw.draw[(rows,)](logits, temperature, lowest, seed, position, out, vocab, stride, _VOCAB)
+        draw.draw[(rows,)](
+            logits, temperature, lowest, seed, position, out, vocab, stride, _DRAWN, num_warps=_DRAW_WARPS
+        )
         return out
 
 
 def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
+    inner = _shrink(x, delta)
+    if inner is not None:
+        _expand(out, inner, delta)
+
+
+def _shrink(x: Tensor, delta: LoraDelta) -> Tensor | None:
+    """Return fp32 ``[parts, targets, T, rank]``, parts of sums over the inputs; None if there is nothing to add."""
     batch, layer, targets = delta
     tables = batch.on(x.device)
     ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
     if not (len(tables) and ranks):
-        return
-    rows, tile_ranks, width = _FEW_ROWS, _FEW_RANKS, _FEW_WIDTH
-    if batch.segment_rows > _FEW_ROWS:
-        rows, width = _MANY_ROWS, _MANY_WIDTH
-        tile_ranks = min(_MANY_RANKS, max(_FEW_RANKS, triton.next_power_of_2(ranks)))
-    tiles, rank_tiles = triton.cdiv(batch.segment_rows, rows), triton.cdiv(ranks, tile_ranks)
-    parts = _parts(len(tables) * tiles * rank_tiles * count, inputs, width)
-    part_inputs = triton.cdiv(triton.cdiv(inputs, parts), width) * width
+        return None
+    tile, _, programs = _tiles(batch, ranks, len(tables))
+    tile = tile._replace(width=tile.width * 2 // x.element_size())  # as many bytes in fp32: there is no room for more
+    tiles, rank_tiles = triton.cdiv(batch.segment_rows, tile.rows), triton.cdiv(ranks, tile.ranks)
+    parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
     inner = torch.empty(parts, count, len(x), ranks, dtype=torch.float32, device=x.device)
-    padded = ranks if batch.form is KernelForm.PADDED else 0
-    layer_modules, numbers = layer * len(LORA_MODULES), targets.on(x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
-    lora.shrink[(len(tables), tiles * rank_tiles, count * parts)](
-        x, inner, tables, numbers, layer_modules, inputs, padded, rank_tiles, parts, part_inputs,
-        x.stride(0), inner_stride, target_stride, part_stride,
-        rows, tile_ranks, width, batch.is_aligned, _WIDE,
-    )  # fmt: skip
-    column_tiles = triton.cdiv(max(target.outputs for target in targets.each), _COLUMNS)
-    lora.expand[(len(tables), tiles, count * column_tiles)](
-        inner, out, tables, numbers, layer_modules, padded, parts, column_tiles,
-        out.stride(0), inner_stride, target_stride, part_stride,
-        rows, _FEW_RANKS, _COLUMNS, batch.is_aligned, "ieee" if x.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+    tensors = x, inner, tables, targets.on(x.device), layer * len(LORA_MODULES), inputs, _padded_rank(batch)
+    strides = x.stride(0), inner_stride, target_stride, part_stride
+    shape = tile.ranks, tile.width, batch.is_aligned and inputs % 16 == 0
+    grid, options = (len(tables), tiles * rank_tiles, count * parts), launch(tile.warps, tile.stages)
+    if tile.rows == 1:
+        lora.shrink_row[grid](*tensors, parts, part_inputs, *strides, *shape, begins_early(), **options)
+    else:
+        lora.shrink[grid](
+            *tensors, rank_tiles, parts, part_inputs, *strides, tile.rows, *shape, INTERPRETED, begins_early(),
+            **options,
+        )  # fmt: skip
+    return inner
 
 
-def _parts(programs: int, inputs: int, width: int) -> int:
-    """Return into how many parts inputs are split, so that there are programs enough and each has a few tiles."""
-    return max(1, min(_PROGRAMS // programs, _MOST_PARTS, inputs // (2 * width)))
+def _expand(out: Tensor, inner: Tensor, delta: LoraDelta) -> None:
+    batch, layer, targets = delta
+    tables = batch.on(out.device)
+    parts, count, _, ranks = inner.shape
+    tile = _tiles(batch, ranks, len(tables)).expand
+    part_stride, target_stride, inner_stride, _ = inner.stride()
+    column_tiles = triton.cdiv(max(target.outputs for target in targets.each), tile.width)
+    arguments = (
+        inner, out, tables, targets.on(out.device), layer * len(LORA_MODULES), _padded_rank(batch), column_tiles,
+        out.stride(0), inner_stride, target_stride, part_stride, parts,
+    )  # fmt: skip
+    shape = tile.ranks, tile.width, batch.is_aligned, targets.are_even
+    options = launch(tile.warps, tile.stages)
+    if tile.rows == 1:
+        lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, begins_early(), **options)
+    else:
+        grid = (len(tables), triton.cdiv(batch.segment_rows, tile.rows), count * column_tiles)
+        lora.expand[grid](*arguments, tile.rows, *shape, INTERPRETED, begins_early(), **options)
+
+
+def _tiles(batch: LoraBatch, ranks: int, segments: int) -> _LoraTiles:
+    fits = (tiles for rows, most, tiles in _LORA if batch.segment_rows <= rows and segments <= most)
+    tiles = next(fits, _MANY_ROWS)
+    least = max(_LEAST_RANKS, triton.next_power_of_2(ranks))
+    shrink, expand = (tile._replace(ranks=min(tile.ranks, least)) for tile in (tiles.shrink, tiles.expand))
+    return tiles._replace(shrink=shrink, expand=expand)
+
+
+def _padded_rank(batch: LoraBatch) -> int:
+    return batch.largest_rank if batch.form is KernelForm.PADDED else 0
+
+
+def _parts(wanted: int, inputs: int, width: int) -> tuple[int, int]:
+    """Return into how many parts inputs are split, by whole tiles, and how many inputs each has."""
+    tiles = triton.cdiv(inputs, width)
+    part_inputs = triton.cdiv(tiles, max(1, min(wanted, _MOST_PARTS))) * width
+    return triton.cdiv(inputs, part_inputs), part_inputs

@@ -4,10 +4,17 @@ Two launches, as Punica's SGMV has them (Chen et al., MLSys 2024): rows shrink t
 the outputs. Where rows are few, the inputs are split among programs, as split-K products are. Which rows belong to
 which adapter, and where its pieces lie, stands in tables on the device, so that the same launches serve any mix of
 adapters.
+
+Each kernel has a form for segments of one row, where a product is no more than reading the adapter: tensor cores would
+be given tiles that are nearly empty.
+
+A kernel that begins early looks up where its weights lie, may read some, and then waits.
 """
 
 import triton
 import triton.language as tl
+
+from lorikeet.kernels.gpu.early import await_last
 
 
 @triton.jit
@@ -26,13 +33,22 @@ def _pieces(segments, segment, layer_module):
 
 
 @triton.jit
-def _piece(table, each, ALIGNED: tl.constexpr):
-    """Return the addresses of a piece's A and B rows, and how many they are."""
-    a = tl.load(table + 3 * each)
-    b = tl.load(table + 3 * each + 1)
+def _piece(table, each, kind, ALIGNED: tl.constexpr):
+    """Return where a piece's A and B rows of that kind of element lie, and how many they are."""
+    a = tl.load(table + 3 * each).to(tl.pointer_type(kind))
+    b = tl.load(table + 3 * each + 1).to(tl.pointer_type(kind))
     if ALIGNED:  # else the compiler reads element by element: it knows nothing of addresses from a table
         a, b = tl.multiple_of(a, 16), tl.multiple_of(b, 16)
     return a, b, tl.load(table + 3 * each + 2)
+
+
+@triton.jit
+def _columns(targets, target, EVEN: tl.constexpr):
+    """Return how many outputs a target has, and its first column."""
+    outputs, start = tl.load(targets + 3 + 3 * target), tl.load(targets + 2 + 3 * target)
+    if EVEN:
+        outputs, start = tl.multiple_of(outputs, 16), tl.multiple_of(start, 16)
+    return outputs, start
 
 
 @triton.jit
@@ -40,6 +56,7 @@ def shrink(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, rank_tiles, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
     ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
 
@@ -53,6 +70,7 @@ def shrink(
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
     row = begin + tile * ROWS + tl.arange(0, ROWS)
+    await_last(EARLY)
     if begin + tile * ROWS < end and piece < last:
         is_row = row < end
         first = rank_tile * RANKS
@@ -60,8 +78,7 @@ def shrink(
         sums = tl.zeros([ROWS, RANKS], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
-            a_address, _, ranks = _piece(table, each, ALIGNED)
-            rows_a = a_address.to(tl.pointer_type(x.dtype.element_ty))
+            rows_a, _, ranks = _piece(table, each, x.dtype.element_ty, ALIGNED)
             width = tl.where(each + 1 == last, tl.maximum(ranks, padded_rank - done), ranks)
             if first < done + width and first + RANKS > done:
                 own = rank - done
@@ -90,28 +107,30 @@ def shrink(
 
 @triton.jit
 def expand(
-    inner, out, segments, targets, layer_modules, padded_rank, parts, column_tiles,
+    inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and one of columns.
 
-    The parts of the inputs are summed first, in their order.
+    The parts of the inputs are summed first, in their order, and rounded as torch's first product is. ``EVEN`` says
+    that columns and outputs of all targets are multiples of 16.
     """
     segment, tile = tl.program_id(0), tl.program_id(1)
     target, column_tile = tl.program_id(2) // column_tiles, tl.program_id(2) % column_tiles
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
-    outputs = tl.load(targets + 3 + 3 * target)
+    outputs, start = _columns(targets, target, EVEN)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
     row = begin + tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * WIDTH + tl.arange(0, WIDTH)
+    await_last(EARLY)
     if begin + tile * ROWS < end and piece < last and column_tile * WIDTH < outputs:
         is_row, is_column = row < end, column < outputs
         sums = tl.zeros([ROWS, WIDTH], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
-            _, b_address, ranks = _piece(table, each, ALIGNED)
-            rows_b = b_address.to(tl.pointer_type(out.dtype.element_ty))
+            _, rows_b, ranks = _piece(table, each, out.dtype.element_ty, ALIGNED)
             width = tl.where(each + 1 == last, tl.maximum(ranks, padded_rank - done), ranks)
             for first in range(0, width, RANKS):
                 rank = first + tl.arange(0, RANKS)
@@ -119,16 +138,107 @@ def expand(
                 place = inner + target * target_stride + row[:, None] * inner_stride + (done + rank)[None, :]
                 held = is_row[:, None] & is_rank[None, :]
                 shrunk = tl.load(place, mask=held, other=0.0)
-                for part in range(1, parts):
+                for part in tl.static_range(1, PARTS):
                     shrunk += tl.load(place + part * part_stride, mask=held, other=0.0)
                 b = tl.load(
                     rows_b + rank[:, None] * outputs + column[None, :],
                     mask=is_rank[:, None] & is_column[None, :],
                     other=0.0,
                 )
-                sums += tl.dot(shrunk, b.to(tl.float32), input_precision=PRECISION)
+                shrunk = shrunk.to(b.dtype)
+                if WIDE:
+                    shrunk, b = shrunk.to(tl.float32), b.to(tl.float32)
+                sums += tl.dot(shrunk, b, input_precision="ieee")
             done += ranks
-        place = out + row[:, None] * out_stride + tl.load(targets + 2 + 3 * target) + column[None, :]
+        place = out + row[:, None] * out_stride + start + column[None, :]
         mask = is_row[:, None] & is_column[None, :]
         before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         tl.store(place, (before + sums).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where the A (``AT`` 0) or B (1) rows of some ranks lie, which of them there are, and how many in all."""
+    address, is_rank = rank * 0, rank < 0
+    done = tl.cast(0, tl.int64)
+    for each in range(piece, last):
+        begin, ranks = tl.load(table + 3 * each + AT), tl.load(table + 3 * each + 2)
+        own = rank - done
+        is_own = (own >= 0) & (own < ranks)
+        address = tl.where(is_own, begin + own * width * (kind.primitive_bitwidth // 8), address)
+        is_rank = is_rank | is_own
+        done += ranks
+    rows = address.to(tl.pointer_type(kind))
+    return tl.multiple_of(rows, 16) if ALIGNED else rows, is_rank, done
+
+
+@triton.jit
+def shrink_row(
+    x, inner, segments, targets, layer_modules, inputs, padded_rank, parts, part_inputs,
+    x_stride, inner_stride, target_stride, part_stride,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """:func:`shrink` for segments of one row. The next tile of A is on its way while one is multiplied."""
+    segment, rank_tile = tl.program_id(0), tl.program_id(1)
+    target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
+    layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
+    row, _end, table, piece, last = _pieces(segments, segment, layer_module)
+    rank = (rank_tile * RANKS + tl.arange(0, RANKS)).to(tl.int64)
+    rows_a, is_rank, ranks = _rank_rows(table, piece, last, rank, inputs, 0, x.dtype.element_ty, ALIGNED)
+    begin = part * part_inputs
+    stop = tl.minimum(begin + part_inputs, inputs)
+    column = begin + tl.arange(0, WIDTH)
+    a = tl.load(rows_a[:, None] + column[None, :], mask=is_rank[:, None] & (column < stop)[None, :], other=0.0)
+    await_last(EARLY)
+    ranks = tl.maximum(ranks, padded_rank)
+    if piece < last and rank_tile * RANKS < ranks:
+        sums = tl.zeros([RANKS], tl.float32)
+        for _tile in range(begin, stop, WIDTH):
+            mine = tl.load(x + row * x_stride + column, mask=column < stop, other=0.0)
+            column += WIDTH
+            following = tl.load(
+                rows_a[:, None] + column[None, :], mask=is_rank[:, None] & (column < stop)[None, :], other=0.0
+            )
+            sums += tl.sum(a.to(tl.float32) * mine.to(tl.float32)[None, :], axis=1)
+            a = following
+        place = inner + part * part_stride + target * target_stride + row * inner_stride + rank
+        tl.store(place, sums, mask=rank < ranks)
+
+
+@triton.jit
+def expand_row(
+    inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
+    out_stride, inner_stride, target_stride, part_stride,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """:func:`expand` for segments of one row. The next tile of B is on its way while one is multiplied."""
+    segment = tl.program_id(0)
+    target, column_tile = tl.program_id(1) // column_tiles, tl.program_id(1) % column_tiles
+    layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
+    outputs, start = _columns(targets, target, EVEN)
+    row, _end, table, piece, last = _pieces(segments, segment, layer_module)
+    column = column_tile * WIDTH + tl.arange(0, WIDTH)
+    is_column = column < outputs
+    rank = tl.arange(0, RANKS).to(tl.int64)
+    kind: tl.constexpr = out.dtype.element_ty
+    rows_b, is_rank, ranks = _rank_rows(table, piece, last, rank, outputs, 1, kind, ALIGNED and EVEN)
+    b = tl.load(rows_b[:, None] + column[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
+    await_last(EARLY)
+    if piece < last and column_tile * WIDTH < outputs:
+        sums = tl.zeros([RANKS, WIDTH], tl.float32)
+        for _tile in range(0, tl.maximum(ranks, padded_rank), RANKS):
+            place = inner + target * target_stride + row * inner_stride + rank
+            shrunk = tl.load(place, mask=is_rank, other=0.0)
+            for part in tl.static_range(1, PARTS):
+                shrunk += tl.load(place + part * part_stride, mask=is_rank, other=0.0)
+            rank += RANKS
+            rows_b, is_rank, _total = _rank_rows(table, piece, last, rank, outputs, 1, kind, ALIGNED and EVEN)
+            following = tl.load(
+                rows_b[:, None] + column[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
+            )
+            sums += shrunk[:, None] * b.to(tl.float32)
+            b = following
+        place = out + row * out_stride + start + column
+        before = tl.load(place, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(place, (before + tl.sum(sums, axis=0)).to(kind), mask=is_column)

@@ -1,0 +1,125 @@
+"""The whole engine on a GPU, where there is one: graphs, streams, registered memory, host workers, merging."""
+
+import pytest
+import torch
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import build_replica
+from lorikeet.engine.loop import Engine
+from lorikeet.engine.torch_executor import TorchExecutor
+from tests.support.driver import Models, driving, make_models, peer_tokens, random_tokens, tight_settings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+SCARCE, AMPLE, OUTPUTS = 340_000, 4_000_000, 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    """Answer requests that all come at once."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_requests or engine.is_busy:
+        outputs = engine.step()
+        for output in outputs.tokens:
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+        for event in outputs.events:
+            assert not (isinstance(event, Finished) and event.reason is FinishReason.ERROR), event
+        if not engine.is_busy:
+            engine.wait_for_transfer(1.0)
+    return tokens
+
+
+def requests_of(models: Models, count: int = 16) -> list[Request]:
+    """Greedy ones, with one prefix under every adapter."""
+    refs: list[AdapterRef | None] = [None, *models.adapters.values()]
+    shared = random_tokens(20, seed=0)
+    return [
+        Request(
+            RequestId(f"r{index}"),
+            shared + random_tokens(index, seed=index),
+            SamplingParams(max_tokens=OUTPUTS, temperature=0.0),
+            0.0,
+            refs[index % len(refs)],
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "memory_bytes", "host_memory_bytes"),
+    [
+        ("auto", SCARCE, 0),
+        ("auto", AMPLE, 0),
+        ("lorikeet:plain-padded", AMPLE, 0),
+        ("lorikeet:plain-einsum", AMPLE, 0),
+        ("elora", SCARCE, 600_000),
+        ("elora:wom", SCARCE, 100_000),
+        ("vllm-static,adapter_share=0.6", SCARCE, 600_000),
+        ("chameleon:no-scheduler", SCARCE, 300_000),
+        ("toppings", SCARCE, 600_000),
+        ("merged-only", AMPLE, 0),
+        ("dlora", AMPLE, 0),
+    ],
+)
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_tokens_are_those_of_transformers_and_peft(
+    models: Models, row: str, memory_bytes: int, host_memory_bytes: int, eager: bool
+) -> None:
+    settings = tight_settings(
+        models.folder,
+        row=row,
+        device="cuda",
+        kernels="auto",
+        memory_bytes=memory_bytes,
+        host_memory_bytes=host_memory_bytes,
+        enforce_eager=eager,
+    )
+    built = build_replica(settings)
+    requests = requests_of(models)
+    try:
+        tokens = run(built.engine, requests)
+        executor = built.engine._executor
+        assert isinstance(executor, TorchExecutor)
+        graphs = executor._graphs
+    finally:
+        built.engine.close()
+    assert built.sizes.kernels == "triton"
+    assert (graphs is None) == eager
+    for request in requests:
+        expected = peer_tokens(models.folder, request.adapter, request.prompt_token_ids, OUTPUTS)
+        assert tokens[request.request_id] == expected, request.request_id
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.3, "seed": 5, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.7, "logprobs": 2},
+    ],
+    ids=["drawn", "filtered", "edited"],
+)
+def test_drawn_tokens_are_those_of_a_cpu(models: Models, params: dict[str, object]) -> None:
+    def drawn(device: str, kernels: str) -> list[list[int]]:
+        narrow, attention, _ = models.adapters.values()
+        with driving(models.folder, device=device, kernels=kernels, max_running=6) as driver:
+            driver.load(narrow, attention)
+            for i, adapter in enumerate((None, narrow, attention)):
+                driver.add(f"r{i}", random_tokens(3 + i, seed=i), adapter, **params)
+            names = [f"r{i}" for i in range(3)]
+            driver.step({name: 3 + i for i, name in enumerate(names)})
+            driver.decode(names, 12, 4)
+            return [driver.token_ids(name) for name in names]
+
+    assert drawn("cuda", "triton") == drawn("cpu", "native")

@@ -1,0 +1,85 @@
+"""The Triton kernels on a GPU, for tests whose tensors lie on the host."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, Weight
+from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.gpu.kernels import TritonKernels
+
+GPU = torch.device("cuda")
+
+
+class OnGpu(TritonKernels):
+    """Takes everything to the GPU, computes there, and brings back what it returns and what it has changed."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """See ``Kernels``; adapters lie in other memory there."""
+        assert isinstance(weight, Tensor)
+        if delta is not None:
+            delta = delta._replace(lora=_lora_there(delta.lora))
+        return super().linear(_there(x), weight.to(GPU), None if bias is None else bias.to(GPU), delta).cpu()
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels``."""
+        own = x.to(GPU)
+        found = super().add_norm(own, None if delta is None else delta.to(GPU), weight.to(GPU), eps)
+        x.copy_(own)
+        return found.cpu()
+
+    def rotary_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+    ) -> None:
+        """See ``Kernels``."""
+        own, own_kv = _there(qkv), _there(kv)
+        if norms is not None:
+            norms = norms._replace(q=norms.q.to(GPU), k=norms.k.to(GPU))
+        super().rotary_store(own, cos.to(GPU), sin.to(GPU), own_kv, _batch_there(batch), norms)
+        qkv.copy_(own)
+        kv.copy_(own_kv)
+
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """See ``Kernels``."""
+        return super().attention(_there(qkv), _there(kv), _batch_there(batch), scale, window).cpu()
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels``."""
+        return super().silu_mul(gate_up.to(GPU)).cpu()
+
+    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+        """See ``Kernels``."""
+        return super().choose(logits.to(GPU), parameters.on(GPU)).cpu()
+
+
+def _there(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides: kernels must do with those of views."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
+    return copy.copy_(tensor)
+
+
+def _batch_there(batch: Batch) -> Batch:
+    names = ("slot_blocks", "slot_offsets", "row_starts", "contexts", "block_tables")
+    return replace(batch, **{name: getattr(batch, name).to(GPU) for name in names})
+
+
+def _lora_there(lora: LoraBatch) -> LoraBatch:
+    moved: dict[int, LoraWeights] = {}
+    for segment in lora.segments:
+        if id(segment.weights) not in moved:
+            moved[id(segment.weights)] = _weights_there(segment.weights)
+    return LoraBatch([segment._replace(weights=moved[id(segment.weights)]) for segment in lora.segments], lora.form)
+
+
+def _weights_there(weights: LoraWeights) -> LoraWeights:
+    to = partial(Tensor.to, device=GPU)
+    pieces = {key: tuple((to(a), to(b)) for a, b in held) for key, held in weights.pieces.items()}
+    return LoraWeights(pieces, (len(weights.index) - 1) // len(LORA_MODULES))
+
+
+def triton_kernels() -> TritonKernels:
+    """Return the kernels that tests on the host can call: interpreted, or on a GPU where torch sees one."""
+    return OnGpu() if torch.cuda.is_available() else TritonKernels()
