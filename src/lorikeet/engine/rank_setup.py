@@ -1,5 +1,6 @@
 """What a rank needs before its first step: its share of the model, and an arena."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def load_rank(
     dtype, device = _dtype(settings, config), _device(settings, group.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
+        gc.collect()  # engines of this process that were closed give their memory back
+        torch.cuda.empty_cache()
     weights = load_weights(
         folder,
         config,
