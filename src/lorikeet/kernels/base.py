@@ -142,7 +142,6 @@ class LoraBatch:
         self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self._on_device: Tensor | None = None
-        self._is_aligned: bool | None = None
 
     @cached_property
     def table(self) -> Tensor:
@@ -178,16 +177,14 @@ class LoraBatch:
             is_aligned: whether all weights that they name lie at multiples of 16 bytes.
         """
         made = cls((), form)
-        made.segment_rows, made._is_aligned = segment_rows, is_aligned
+        made.segment_rows, made.is_aligned = segment_rows, is_aligned
         made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
         return made
 
-    @property
+    @cached_property
     def is_aligned(self) -> bool:
         """Whether all weights lie at multiples of 16 bytes."""
-        if self._is_aligned is None:
-            self._is_aligned = all(segment.weights.is_aligned for segment in self.segments)
-        return self._is_aligned
+        return all(segment.weights.is_aligned for segment in self.segments)
 
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
