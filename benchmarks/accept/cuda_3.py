@@ -69,21 +69,18 @@ def run(runs: StoredRuns) -> Result:
     """Measure part by part where there is a GPU; elsewhere judge what this code has measured on one."""
     reason = why_no_gpu()
     with gpu_rig() as rig:
-        measures: dict[str, Measure] = {
-            "limits": gpu_limits,
-            **{name: partial(part.measure, rig, runs) for name, part in PARTS.items()},
-        }
-        found = {
-            name: runs.get(name, measure) if reason is None else runs.stored(name) for name, measure in measures.items()
-        }
-    limits = found.pop("limits")
+        measures: dict[str, Callable[[], dict[str, Any]]] = {"limits": gpu_limits}
+        measures |= {name: partial(part.measure, rig, runs) for name, part in PARTS.items()}
+        kept = {name: runs.get(name, each) if reason is None else runs.stored(name) for name, each in measures.items()}
+    found = {name: part for name, part in kept.items() if part is not None}
+    limits = found.pop("limits", None)
     if limits is None:
         return Result(figure="not run", passed=False, cause=str(reason))
-    judged = [PARTS[name].judge(part, limits) for name, part in found.items() if part is not None]
+    judged = [PARTS[name].judge(part, limits) for name, part in found.items()]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures]
-    if missing := [name for name, part in found.items() if part is None]:
-        failures.append(f"not measured: {', '.join(missing)} ({reason})")
+    if missing := PARTS.keys() - found.keys():
+        failures.append(f"not measured: {', '.join(sorted(missing))} ({reason})")
     return Result(
         figure=figure,
         passed=not failures,
@@ -93,7 +90,7 @@ def run(runs: StoredRuns) -> Result:
         f"written, products {limits['gemm_flops'] / 1e12:,.0f} TFLOP/s, link {limits['link_bytes_per_s'] / 1e9:.1f} "
         "GB/s; a decode step reads weights, its adapters and its KV; a prefill's attention is free in its limit; what "
         "adapters add is a step less the same step of the base model right before or after it",
-        details={"limits": limits, **{name: part for name, part in found.items() if part is not None}},
+        details={"limits": limits, **found},
     )
 
 
@@ -102,9 +99,6 @@ class Judged(NamedTuple):
 
     figure: dict[str, str]
     failures: list[str]
-
-
-Measure = Callable[[], dict[str, Any]]
 
 
 class Part(NamedTuple):

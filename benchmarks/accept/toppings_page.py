@@ -14,7 +14,7 @@ _HEAD = """\
 
 Made by `make accept LINE=modes.6`; do not edit. Everything here is **modelled**: the engine's own loop, memory and
 policies on a virtual clock, by a [profile](profiles.md). What was measured live is in [status.md](status.md):
-there host workers assist beside an x86-64 CPU; beside a GPU they have not run."""
+there host workers assist beside an x86-64 CPU; beside a GPU they have run, but not been timed."""
 
 _SETTING = """\
 Profiles {composed} and {seventy}: adapters as TOPPINGS prints them where it does, and a host that adds what it prints

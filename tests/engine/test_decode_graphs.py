@@ -110,10 +110,7 @@ def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
     ]
     assert [decode_graphs._segment_rows(longest) for longest in (1, 2, 17)] == [1, 16, 16]
     lora = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.UNPADDED, frozenset("q"), 65, 5, is_aligned=True)
-
-    def of(rows: int, lora: LoraBatch, segments: int) -> decode_graphs._Variant:
-        return decode_graphs._Variant.of(rows, lora, [(0, 1, 2, 3)] * segments)
-
+    of = decode_graphs._Variant.of
     assert [of(60, lora, count).segments for count in (1, 8, 9, 33, 60)] == [8, 8, 32, 64, 64]
     assert (of(60, lora, 1).ranks, of(3, lora, 3).segments, of(3, lora, 3).segment_rows) == (128, 4, 16)
     padded = LoraBatch.from_table(torch.zeros(0, 4), KernelForm.PADDED, frozenset("q"), 65, 0, is_aligned=True)

@@ -4,37 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted
-from lorikeet.core.ids import RequestId
-from lorikeet.core.messages import StepOutputs
-from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.rows import resolve_row
-from tests.support.driver import Models, make_models, peer_tokens, random_tokens, tight_settings
+from tests.support.driver import Models, answer, check_answers, greedy_requests, make_models, tight_settings
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
-
-
-def run(engine: Engine) -> list[StepOutputs]:
-    """Step until every request has ended."""
-    outputs = []
-    while engine.has_requests or engine.is_busy:
-        outputs.append(engine.step())
-        if not engine.is_busy:
-            engine.wait_for_transfer(1.0)
-    return outputs
-
-
-def greedy(name: str, prompt: list[int], adapter: AdapterRef | None) -> Request:
-    params = SamplingParams(max_tokens=24, temperature=0.0)
-    return Request(RequestId(name), prompt, params, arrival_s=0.0, adapter=adapter)
 
 
 SCARCE, AMPLE = 340_000, 4_000_000
@@ -68,23 +48,12 @@ def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_
         record=str(tmp_path / "run"),
     )
     engine = build_replica(settings).engine
-    refs = [None, *models.adapters.values()]
-    shared = random_tokens(20, seed=0)  # one prefix under every adapter: reuse must not cross them
-    requests = [
-        greedy(f"r{index}", shared + random_tokens(index, seed=index), refs[index % len(refs)]) for index in range(16)
-    ]
+    requests = greedy_requests([None, *models.adapters.values()], 16, max_tokens=24)
     try:
-        for request in requests:
-            engine.submit(request)
-        outputs = run(engine)
+        outputs = answer(engine, requests)
     finally:
         engine.close()
-    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
-    for output in (output for turn in outputs for output in turn.tokens):
-        tokens[output.request_id] += [token.token_id for token in output.tokens]
-    for request in requests:
-        expected = peer_tokens(models.folder, request.adapter, request.prompt_token_ids, 24)
-        assert tokens[request.request_id] == expected, request.request_id
+    check_answers(models.folder, requests, outputs)
     evicted = [event for turn in outputs for event in turn.adapter_events if isinstance(event, AdapterEvicted)]
     stats = engine.stats()
     if host_memory_bytes == 0:

@@ -3,57 +3,29 @@
 import pytest
 import torch
 
-from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import Finished, FinishReason
-from lorikeet.core.ids import RequestId
-from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.loop import Engine
 from lorikeet.engine.torch_executor import TorchExecutor
-from tests.support.driver import Models, driving, make_models, peer_tokens, random_tokens, tight_settings
+from tests.support.driver import (
+    Models,
+    answer,
+    check_answers,
+    driving,
+    greedy_requests,
+    make_models,
+    random_tokens,
+    tight_settings,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
-SCARCE, AMPLE, OUTPUTS = 340_000, 4_000_000, 24
+SCARCE, AMPLE = 340_000, 4_000_000
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
-
-
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
-    """Answer requests that all come at once."""
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_requests or engine.is_busy:
-        outputs = engine.step()
-        for output in outputs.tokens:
-            tokens[output.request_id] += [token.token_id for token in output.tokens]
-        for event in outputs.events:
-            assert not (isinstance(event, Finished) and event.reason is FinishReason.ERROR), event
-        if not engine.is_busy:
-            engine.wait_for_transfer(1.0)
-    return tokens
-
-
-def requests_of(models: Models, count: int = 16) -> list[Request]:
-    """Greedy ones, with one prefix under every adapter."""
-    refs: list[AdapterRef | None] = [None, *models.adapters.values()]
-    shared = random_tokens(20, seed=0)
-    return [
-        Request(
-            RequestId(f"r{index}"),
-            shared + random_tokens(index, seed=index),
-            SamplingParams(max_tokens=OUTPUTS, temperature=0.0),
-            0.0,
-            refs[index % len(refs)],
-        )
-        for index in range(count)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +58,9 @@ def test_tokens_are_those_of_transformers_and_peft(
         enforce_eager=eager,
     )
     built = build_replica(settings)
-    requests = requests_of(models)
+    requests = greedy_requests([None, *models.adapters.values()], 16, max_tokens=24)
     try:
-        tokens = run(built.engine, requests)
+        outputs = answer(built.engine, requests)
         executor = built.engine._executor
         assert isinstance(executor, TorchExecutor)
         graphs = executor._graphs
@@ -96,9 +68,7 @@ def test_tokens_are_those_of_transformers_and_peft(
         built.engine.close()
     assert built.sizes.kernels == "triton"
     assert (graphs is None) == eager
-    for request in requests:
-        expected = peer_tokens(models.folder, request.adapter, request.prompt_token_ids, OUTPUTS)
-        assert tokens[request.request_id] == expected, request.request_id
+    check_answers(models.folder, requests, outputs)
 
 
 @pytest.mark.parametrize(

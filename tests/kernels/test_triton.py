@@ -6,7 +6,6 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.gpu import attention as gpu_attention
 from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
+from lorikeet.kernels.gpu.launch import INTERPRETED
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
@@ -233,7 +233,7 @@ def test_inputs_are_split_by_whole_tiles() -> None:
 
 def assert_equal(found: Tensor, right: Tensor) -> None:
     """To the bit, where both are computed by the same library."""
-    exact = {"rtol": 0.0, "atol": 0.0} if triton.knobs.runtime.interpret else {}
+    exact = {"rtol": 0.0, "atol": 0.0} if INTERPRETED else {}
     torch.testing.assert_close(found, right, **exact)
 
 

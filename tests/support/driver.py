@@ -4,7 +4,7 @@ import functools
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Sett
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import (
     KernelForm,
     SequenceStart,
@@ -31,8 +32,9 @@ from lorikeet.core.plan import (
     Transfer,
     TransferDone,
 )
-from lorikeet.core.request import SamplingParams
+from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.executor import EngineSizes
+from lorikeet.engine.loop import Engine
 from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
@@ -41,6 +43,44 @@ from tests.models.checkpoints import make_checkpoint
 BLOCK_TOKENS = 4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+def answer(engine: Engine, requests: Sequence[Request]) -> list[StepOutputs]:
+    """Submit requests, and step until every one has ended."""
+    for request in requests:
+        engine.submit(request)
+    outputs = []
+    while engine.has_requests or engine.is_busy:
+        outputs.append(engine.step())
+        if not engine.is_busy:
+            engine.wait_for_transfer(1.0)
+    return outputs
+
+
+def greedy_requests(refs: Sequence[AdapterRef | None], count: int, max_tokens: int) -> list[Request]:
+    """Return requests under adapters in turn; one prefix under every adapter: reuse must not cross them."""
+    shared = random_tokens(20, seed=0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [
+        Request(
+            RequestId(f"r{index}"),
+            shared + random_tokens(index, seed=index),
+            params,
+            arrival_s=0.0,
+            adapter=refs[index % len(refs)],
+        )
+        for index in range(count)
+    ]
+
+
+def check_answers(folder: Path, requests: Sequence[Request], outputs: Sequence[StepOutputs]) -> None:
+    """Assert that greedy tokens are those of transformers and PEFT."""
+    tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}
+    for output in (output for turn in outputs for output in turn.tokens):
+        tokens[output.request_id] += [token.token_id for token in output.tokens]
+    for request in requests:
+        expected = peer_tokens(folder, request.adapter, request.prompt_token_ids, request.sampling.max_tokens)
+        assert tokens[request.request_id] == expected, request.request_id
 
 
 def fp32_settings(**engine: Any) -> Settings:

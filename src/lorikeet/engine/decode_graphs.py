@@ -88,15 +88,15 @@ class _Variant(NamedTuple):
     is_aligned: bool = True
 
     @classmethod
-    def of(cls, rows: int, lora: LoraBatch | None, segments: Sequence[_Segment]) -> "_Variant":
-        """Return that for a batch, whose segments have been cut."""
+    def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
+        """Return that for a batch, whose segments are so many when they have been cut."""
         padded = padded_rows(rows)
         if lora is None:
             return cls(padded)
         ranks = lora.largest_rank
         if lora.form is not KernelForm.PADDED:
             ranks = max(_LEAST_RANKS, 1 << (ranks - 1).bit_length())
-        most = next((most for most in _SEGMENTS if len(segments) <= most), padded)
+        most = next((most for most in _SEGMENTS if segments <= most), padded)
         segment_rows = _segment_rows(lora.segment_rows)
         return cls(padded, lora.modules, lora.form, ranks, min(most, padded), segment_rows, lora.is_aligned)
 
@@ -157,7 +157,7 @@ class DecodeGraphs:
         assert not self._begun
         self._rows = len(rows)
         segments = [] if lora is None else _cut(lora.rows_on(self._model.device), _segment_rows(lora.segment_rows))
-        variant = _Variant.of(len(rows), lora, segments)
+        variant = _Variant.of(len(rows), lora, len(segments))
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
         self._graph = self._graphs[variant]

@@ -15,7 +15,7 @@ from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import attention, draw, elementwise, lora
-from lorikeet.kernels.gpu.launch import INTERPRETED, begins_early, launch
+from lorikeet.kernels.gpu.launch import INTERPRETED, launch
 
 _PROGRAMS = 264
 """So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
@@ -115,7 +115,7 @@ class TritonKernels:
         rows, hidden = x.shape
         width = triton.next_power_of_2(hidden)
         elementwise.add_norm[(rows,)](
-            x, delta, weight, out, hidden, eps, delta is not None, width, begins_early(), **launch(_NORM_WARPS)
+            x, delta, weight, out, hidden, eps, delta is not None, width, **launch(_NORM_WARPS)
         )
         return out
 
@@ -130,8 +130,7 @@ class TritonKernels:
             qkv, cos, sin, kv, batch.slot_blocks, batch.slot_offsets,
             qkv if norms is None else norms.q, qkv if norms is None else norms.k, 0.0 if norms is None else norms.eps,
             heads, kv_heads, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2),
-            half, triton.next_power_of_2(half), _ROTARY_HEADS, norms is not None, begins_early(),
-            **launch(_ROTARY_WARPS),
+            half, triton.next_power_of_2(half), _ROTARY_HEADS, norms is not None, **launch(_ROTARY_WARPS),
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -154,13 +153,12 @@ class TritonKernels:
         attention.attention[(sequences, kv_heads, triton.cdiv(most, rows // group) * splits)](
             qkv, kv, found, shares, batch.row_starts, batch.contexts, batch.block_tables, scale, window or 0,
             splits, heads, qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0), out.numel(),
-            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, INTERPRETED, begins_early(),
-            **launch(tile.warps),
+            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, INTERPRETED, **launch(tile.warps),
         )  # fmt: skip
         if splits > 1:
             attention.join_splits[(len(qkv), heads)](
                 found, shares, out, splits, out.stride(0), len(qkv),
-                head_dim, width, triton.next_power_of_2(splits), begins_early(), **launch(1),
+                head_dim, width, triton.next_power_of_2(splits), **launch(1),
             )  # fmt: skip
         return out
 
@@ -169,7 +167,7 @@ class TritonKernels:
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, columns)
         grid = (rows, triton.cdiv(columns, _COLUMNS))
-        elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, begins_early(), **launch(_SILU_WARPS))
+        elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, **launch(_SILU_WARPS))
         return out
 
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
@@ -189,19 +187,19 @@ class TritonKernels:
 
 
 def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-    inner = _shrink(x, delta)
-    if inner is not None:
-        _expand(out, inner, delta)
+    batch = delta.lora
+    segments, ranks = len(batch.on(x.device)), batch.largest_rank
+    if segments and ranks:
+        tiles = _tiles(batch.segment_rows, segments, ranks)
+        _expand(out, _shrink(x, delta, tiles), delta, tiles.expand)
 
 
-def _shrink(x: Tensor, delta: LoraDelta) -> Tensor | None:
-    """Return fp32 ``[parts, targets, T, rank]``, parts of sums over the inputs; None if there is nothing to add."""
+def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
+    """Return fp32 ``[parts, targets, T, rank]``, parts of sums over the inputs."""
     batch, layer, targets = delta
     tables = batch.on(x.device)
     ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
-    if not (len(tables) and ranks):
-        return None
-    tile, _, programs = _tiles(batch, ranks, len(tables))
+    tile, _, programs = lora_tiles
     tile = tile._replace(width=tile.width * 2 // x.element_size())  # as many bytes in fp32: there is no room for more
     tiles, rank_tiles = triton.cdiv(batch.segment_rows, tile.rows), triton.cdiv(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
@@ -212,20 +210,18 @@ def _shrink(x: Tensor, delta: LoraDelta) -> Tensor | None:
     shape = tile.ranks, tile.width, batch.is_aligned and inputs % 16 == 0
     grid, options = (len(tables), tiles * rank_tiles, count * parts), launch(tile.warps, tile.stages)
     if tile.rows == 1:
-        lora.shrink_row[grid](*tensors, parts, part_inputs, *strides, *shape, begins_early(), **options)
+        lora.shrink_row[grid](*tensors, parts, part_inputs, *strides, *shape, **options)
     else:
         lora.shrink[grid](
-            *tensors, rank_tiles, parts, part_inputs, *strides, tile.rows, *shape, INTERPRETED, begins_early(),
-            **options,
+            *tensors, rank_tiles, parts, part_inputs, *strides, tile.rows, *shape, INTERPRETED, **options,
         )  # fmt: skip
     return inner
 
 
-def _expand(out: Tensor, inner: Tensor, delta: LoraDelta) -> None:
+def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> None:
     batch, layer, targets = delta
     tables = batch.on(out.device)
-    parts, count, _, ranks = inner.shape
-    tile = _tiles(batch, ranks, len(tables)).expand
+    parts, count = inner.shape[:2]
     part_stride, target_stride, inner_stride, _ = inner.stride()
     column_tiles = triton.cdiv(max(target.outputs for target in targets.each), tile.width)
     arguments = (
@@ -235,14 +231,14 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta) -> None:
     shape = tile.ranks, tile.width, batch.is_aligned, targets.are_even
     options = launch(tile.warps, tile.stages)
     if tile.rows == 1:
-        lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, begins_early(), **options)
+        lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, **options)
     else:
         grid = (len(tables), triton.cdiv(batch.segment_rows, tile.rows), count * column_tiles)
-        lora.expand[grid](*arguments, tile.rows, *shape, INTERPRETED, begins_early(), **options)
+        lora.expand[grid](*arguments, tile.rows, *shape, INTERPRETED, **options)
 
 
-def _tiles(batch: LoraBatch, ranks: int, segments: int) -> _LoraTiles:
-    fits = (tiles for rows, most, tiles in _LORA if batch.segment_rows <= rows and segments <= most)
+def _tiles(segment_rows: int, segments: int, ranks: int) -> _LoraTiles:
+    fits = (tiles for rows, most, tiles in _LORA if segment_rows <= rows and segments <= most)
     tiles = next(fits, _MANY_ROWS)
     least = max(_LEAST_RANKS, triton.next_power_of_2(ranks))
     shrink, expand = (tile._replace(ranks=min(tile.ranks, least)) for tile in (tiles.shrink, tiles.expand))

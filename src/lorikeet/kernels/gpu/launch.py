@@ -9,21 +9,21 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @cache
-def begins_early() -> bool:
+def _begins_early() -> bool:
     """Whether kernels may begin while the one before them still runs (``early.await_last``): on Hopper and later."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch(warps: int, stages: int = 0) -> dict[str, int | bool]:
-    """Return what Triton is told beside a kernel's own arguments, the last of which is :func:`begins_early`.
+    """Return what Triton is told beside a kernel's own arguments, with ``EARLY``, which every kernel has as its last.
 
     Args:
         warps: of a program.
         stages: tiles on their way at a time; 0 for Triton's choice.
     """
-    options: dict[str, int | bool] = {"num_warps": warps}
+    options: dict[str, int | bool] = {"num_warps": warps, "EARLY": _begins_early()}
     if stages:
         options["num_stages"] = stages
-    if begins_early():
+    if _begins_early():
         options["launch_pdl"] = True
     return options
