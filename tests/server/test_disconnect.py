@@ -1,19 +1,101 @@
-"""A client that neither reads nor hangs up."""
+"""Clients that hang up, and one that neither reads nor hangs up."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.server.disconnect import EventStream
+from lorikeet.server.disconnect import EventStream, WhileThere
 from tests.server.conftest import Start
 from tests.server.test_chat import CHAT, body
 from tests.server.test_metrics import page, value
 
 
+class _Client:
+    """A client that stays until ``gone`` is set; what it has been sent."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.sent: list[Message] = []
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+
+async def test_work_for_a_client_that_hangs_up_is_cancelled() -> None:
+    client, ends = _Client(), []
+
+    async def make() -> Response:
+        client.gone.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+        raise AssertionError
+
+    answer = WhileThere(make, lambda: ends.append("closed"))
+    await answer({"type": "http"}, client.receive, client.send)
+    assert ends == ["cancelled", "closed"]
+    assert client.status == 499
+
+
+async def test_a_stream_to_a_client_that_hangs_up_ends() -> None:
+    client, ends = _Client(), []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        client.gone.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append("cancelled")
+
+    async def make() -> Response:
+        return EventStream(events())
+
+    await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+    assert ends == ["cancelled", "closed"]
+    assert [message.get("body") for message in client.sent] == [None, b"data: 1\n\n"]
+
+
+async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hangs_up() -> None:
+    client, ends = _Client(), []
+
+    async def make() -> Response:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+    assert ends == ["closed"]
+    assert client.sent == []
+
+
+async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None:
+    client, ends = _Client(), []
+
+    async def make() -> Response:
+        client.gone.set()
+        return Response(b"whole")
+
+    await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+    await asyncio.sleep(0)  # for whoever watched
+    assert ends == ["closed"]
+    assert client.status == 200
+
+
 async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() -> None:
-    closed, sent, never = [], [], asyncio.Event()
+    sent, never = [], asyncio.Event()
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
@@ -27,10 +109,9 @@ async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() 
         if message["type"] == "http.response.body":
             await never.wait()
 
-    stream = EventStream(events(), lambda: closed.append(True), until_s=asyncio.get_running_loop().time())
+    stream = EventStream(events(), until_s=asyncio.get_running_loop().time())
     await stream({"type": "http"}, receive, send)
     assert sent == ["http.response.start", "http.response.body"]
-    assert closed == [True]
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 60.0])

@@ -23,7 +23,7 @@ from lorikeet.gateway.obstacles import obstacle
 from lorikeet.gateway.questions import PromptLengths, Question
 from lorikeet.gateway.rides import Lost, Ride
 from lorikeet.gateway.watch import Watch
-from lorikeet.server.disconnect import ClientGone, EventStream, unless_gone
+from lorikeet.server.disconnect import EventStream, WhileThere
 from lorikeet.server.errors import ApiError
 
 MOST_FAILURES = 3
@@ -42,7 +42,6 @@ _OF_THE_CONNECTION = frozenset(
 _NOT_ANSWERED = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
-_CLIENT_CLOSED_REQUEST = 499
 
 
 class Cut(Exception):
@@ -77,23 +76,7 @@ async def pass_on(http: Request, path: str, parts: Parts) -> Response:
     passage = Passage(http, Ride(request_id, question, adapter, prompt_tokens), parts)
     if adapter is not None:
         parts.catalog.arrived(adapter, prompt_tokens)
-    try:
-        reply = await unless_gone(http.receive, passage.open() if question.streams else passage.read_whole())
-    except ClientGone:
-        passage.close()
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    except BaseException:
-        passage.outcome = "failed"
-        passage.close()
-        raise
-    if question.streams and reply.status == 200:
-        return EventStream(passage.events(reply), passage.close)
-    if question.streams:
-        passage.outcome = "failed"
-    passage.close()
-    answer = Response(await reply.read(), reply.status)  # which has been read
-    answer.raw_headers += [each for each in reply.headers if each[0] not in _NOT_ANSWERED]
-    return answer
+    return WhileThere(passage.answer, passage.close)
 
 
 class Passage:
@@ -118,17 +101,41 @@ class Passage:
         self._request_id: str = http.state.request_id
         self._headers: Headers = [each for each in http.headers.raw if each[0] not in _OF_THE_CONNECTION]
         self._attempts = self._failures = 0
-        self._has_sent = False
+        self._has_sent = self._is_closed = False
         self._reply: Reply | None = None
 
     def close(self) -> None:
-        """End it, whatever has come of it."""
+        """End it, whatever has come of it. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._stream.is_done:
             self._finish(self._stream.counts)
         self._head.release(self._ride)
         self._parts.metrics.ended(self.outcome)
         if self._reply is not None:
             self._reply.close()
+
+    async def answer(self) -> Response:
+        """Return the answer: whole, or a stream that has begun at a backend.
+
+        Raises:
+            ApiError: no backend can answer.
+        """
+        streams = self._ride.question.streams
+        try:
+            reply = await (self.open() if streams else self.read_whole())
+        except Exception:
+            self.outcome = "failed"
+            raise
+        if streams and reply.status == 200:
+            return EventStream(self.events(reply))
+        if streams:
+            self.outcome = "failed"
+        self.close()  # before a client that reads slowly has read it
+        answer = Response(await reply.read(), reply.status)  # which has been read
+        answer.raw_headers += [each for each in reply.headers if each[0] not in _NOT_ANSWERED]
+        return answer
 
     # --- one backend after the other -----------------------------------------------------------------
 

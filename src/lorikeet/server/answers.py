@@ -9,14 +9,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lorikeet.core.plan import Token
-from lorikeet.server.disconnect import ClientGone, EventStream, unless_gone
+from lorikeet.server.disconnect import EventStream, WhileThere
 from lorikeet.server.errors import ApiError
 from lorikeet.server.generation import Generation, Piece
 from lorikeet.server.protocol import Generation as GenerationBody
 
 _DONE = b"data: [DONE]\n\n"
-
-_CLIENT_CLOSED_REQUEST = 499
 
 
 class Format(Protocol):
@@ -65,20 +63,16 @@ async def respond(http: Request, body: GenerationBody, generation: Generation, a
         "created": int(time.time()),
         "model": model,
     }
-    try:
+
+    async def make() -> Response:
         if not body.stream:
-            whole = await unless_gone(http.receive, _collect(generation, answer))
-            generation.close()
+            whole = await _collect(generation, answer)
+            generation.close()  # before a client that reads slowly has read it
             return Response(msgspec.json.encode(head | whole), media_type="application/json")
         events = _events(generation, answer, body, head)
-        first = await unless_gone(http.receive, _next(events))
-    except ClientGone:
-        generation.close()
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    except BaseException:
-        generation.close()
-        raise
-    return EventStream(_chain(first, events), generation.close, generation.sent_until_s)
+        return EventStream(_chain(await anext(events), events), generation.sent_until_s)
+
+    return WhileThere(make, generation.close)
 
 
 async def _collect(generation: Generation, answer: Format) -> dict[str, Any]:
@@ -124,10 +118,6 @@ async def _events(
     if body.wants_usage:
         yield _event(head | {"choices": [], "usage": _usage(generation)})
     yield _DONE
-
-
-async def _next(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
 
 
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -1,79 +1,87 @@
 """A client that hangs up: its work ends at once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from lorikeet.server.logs import log
 
-_T = TypeVar("_T")
+_CLIENT_CLOSED_REQUEST = 499
 
 
-class ClientGone(Exception):
-    """The client hung up before the answer was complete."""
+class WhileThere(Response):
+    """An answer that is made and sent while its client stays. Making and sending are watched over by one task.
 
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``work`` while the client stays; the request's body must have been read.
-
-    Raises:
-        ClientGone: the client hung up first; ``work`` was cancelled.
+    Args:
+        make: returns the answer; the request's body must have been read. It is cancelled when the client hangs up.
+        close: called at the end, whatever ended it; ``make`` may have called it before.
     """
-    working = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+
+    def __init__(self, make: Callable[[], Awaitable[Response]], close: Callable[[], None]) -> None:
+        self.background = None
+        self._make = make
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make the answer and send it. What ``make`` raises is raised."""
+        has_begun = False
+
+        async def begin(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            async with asyncio.timeout(None) as stay:
+                watching = asyncio.create_task(_end_when_gone(receive, stay))
+                try:
+                    answer = await self._make()
+                    await answer(scope, receive, begin)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            if not stay.expired():
+                raise
+            if not has_begun:
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)  # for the log
+        finally:
+            self._close()
 
 
-async def _gone(receive: Receive) -> None:
+async def _end_when_gone(receive: Receive, stay: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    stay.reschedule(0.0)
 
 
 class EventStream(Response):
-    """Server-sent events. Unlike Starlette's streaming response it always closes its source, started or not.
+    """Server-sent events.
 
     Args:
         events: complete events, blank line included.
-        close: called once at the end, whatever ended it.
         until_s: on the event loop's clock; a client that has not read all by then is given up. None for never.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], until_s: float | None = None) -> None:
+    def __init__(self, events: AsyncIterator[bytes], until_s: float | None = None) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
-        self._close = close
         self._until_s = until_s
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end, the client is gone or its time is up."""
-
-        async def stream() -> None:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
+        """Send events until they end, the connection breaks or the client's time is up."""
         try:
             async with asyncio.timeout_at(self._until_s):
-                await unless_gone(receive, stream())
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             log.warning("gave up a client that does not read its stream")
-        except (ClientGone, OSError):
+        except OSError:
             return
-        finally:
-            self._close()
