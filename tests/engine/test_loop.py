@@ -147,6 +147,20 @@ def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None
     assert len(bench.plans) < 8
 
 
+def test_decodes_repeat_while_others_wait_for_the_end_of_one_of_them() -> None:
+    def stop_at_six(start: SequenceStart, position: int) -> int:
+        return 9 if position == 6 else 1
+
+    limits = Limits(max_running=1, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
+    bench = Bench(script=stop_at_six, limits=limits)
+    bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
+    bench.engine.submit(request("y", [1, 2], max_tokens=3))
+    bench.run()
+    ran = [([step.request_id for step in plan.sequences], plan.repeat) for plan in bench.plans if plan.sequences]
+    assert ran == [(["x"], 1), (["x"], 16), (["y"], 1), (["y"], 2)]
+    assert bench.tokens[RequestId("x")] == [1] * 4 + [9]
+
+
 def test_an_aborted_request_frees_its_blocks_at_once() -> None:
     bench = Bench()
     bench.engine.submit(request("x", list(range(20)), max_tokens=30))

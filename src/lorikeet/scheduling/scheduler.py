@@ -208,9 +208,10 @@ class Scheduler:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
         repeat = self._repeat(draft, now, coalesced=until_s is not None)
-        limit_s = self._limits.repeat_limit_s
+        queue_due_s = self.queue.due_s if len(self.queue) else math.inf
+        limit_s = min(self._limits.repeat_limit_s, queue_due_s - now)
         if until_s is not None:
-            limit_s = min(until_s, self._memory.swapper.due_s, self.queue.due_s if len(self.queue) else math.inf) - now
+            limit_s = min(until_s, self._memory.swapper.due_s, queue_due_s) - now
         drops, self._drops = tuple(self._drops), []
         merged = self.selection.merged_for(draft)
         plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s)
@@ -314,13 +315,13 @@ class Scheduler:
     def _repeat(self, draft: Draft, now: float, *, coalesced: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased.
 
-        If nothing can arrive meanwhile, whoever waits may go on waiting: room comes only from a sequence that ends,
-        which ends the repeat. Blocks are then leased up to ``COALESCED_STEPS`` tokens ahead, not one by one.
+        Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat. If nothing
+        can arrive meanwhile, blocks are leased up to ``COALESCED_STEPS`` tokens ahead, not one by one.
         """
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
-        if (len(self.queue) or self._memory.awaited_transfers) and not coalesced:
+        if self._memory.awaited_transfers and not coalesced:
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
