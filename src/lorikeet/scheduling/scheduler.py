@@ -208,10 +208,8 @@ class Scheduler:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
         repeat = self._repeat(draft, now, coalesced=until_s is not None)
-        queue_due_s = self.queue.due_s if len(self.queue) else math.inf
-        limit_s = min(self._limits.repeat_limit_s, queue_due_s - now)
-        if until_s is not None:
-            limit_s = min(until_s, self._memory.swapper.due_s, queue_due_s) - now
+        limit_s = self._limits.repeat_limit_s if until_s is None else min(until_s, self._memory.swapper.due_s) - now
+        limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         merged = self.selection.merged_for(draft)
         plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s)
