@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
-SCARCE, AMPLE = 340_000, 4_000_000
+SCARCE, AMPLE = 310_000, 4_000_000
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         ("lorikeet:plain-einsum", AMPLE, 0),
         ("elora", SCARCE, 600_000),
         ("elora:wom", SCARCE, 100_000),
-        ("vllm-static,adapter_share=0.6", SCARCE, 600_000),
+        ("vllm-static,adapter_share=0.7", SCARCE, 600_000),
         ("chameleon:no-scheduler", SCARCE, 300_000),
         ("toppings", SCARCE, 600_000),
         ("merged-only", AMPLE, 0),
