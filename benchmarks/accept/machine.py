@@ -2,7 +2,9 @@
 
 import os
 import platform
+import statistics
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,18 +12,33 @@ import psutil
 
 from benchmarks.accept.runs import ROOT
 from lorikeet.bench.machine import cpu_model
+from lorikeet.kernels.library import supported_instruction_sets
 
 
-def describe_machine() -> dict[str, str | int]:
-    """Return the machine in plain words and numbers."""
+def describe_machine() -> dict[str, str | int | float]:
+    """Return the machine in plain words and numbers, and how fast Python is on it at the moment."""
     return {
         "cpu": cpu_model(),
+        "instructions": (*supported_instruction_sets(), "none")[0],
+        "python_additions_per_us": _additions_per_us(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+def _additions_per_us() -> float:
+    """Return the median of five loops of a million additions: one name for processors of many kinds and loads."""
+
+    def measure() -> float:
+        began_s, total = time.perf_counter(), 0
+        for number in range(10**6):
+            total += number
+        return 1 / (time.perf_counter() - began_s)
+
+    return round(statistics.median(measure() for _ in range(5)), 1)
 
 
 def revision(root: Path = ROOT) -> str:

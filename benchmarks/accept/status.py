@@ -96,7 +96,8 @@ def _causes(records: list[dict[str, Any]]) -> str:
 
 def machine_words(machine: dict[str, Any]) -> str:
     """Return what ``describe_machine`` found, in words."""
-    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    cpu = machine["cpu"] + (f" ({machine['instructions']})" if "instructions" in machine else "")
+    hardware = f"{cpu}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     return f"{hardware}, {machine['os']}, Python {machine['python']}, torch {machine['torch']}"
 
 

@@ -85,7 +85,9 @@ def test_the_table_shows_each_line_in_order_with_its_cause(tmp_path: Path) -> No
     record = json.loads((folder / "t.2.json").read_text())
     assert record["command"] == "make accept LINE=t.2"
     assert not record["pass"]
-    assert {"cpu", "cores", "memory_gib", "os", "python", "torch"} == record["machine"].keys()
+    told = {"cpu", "instructions", "python_additions_per_us", "cores", "memory_gib", "os", "python", "torch"}
+    assert told == record["machine"].keys()
+    assert record["machine"]["python_additions_per_us"] > 0
 
 
 def test_the_performance_page_has_a_row_for_each_work_with_peers_limit_and_conditions(tmp_path: Path) -> None:
