@@ -35,8 +35,8 @@ SEAM_TOKENS = 2
 
 _READY_S = 900.0
 _GAP_S = 0.02
-_BEGUN_S = 0.3
-"""After this time a request that has just come to a backend has some of its tokens, and not all."""
+_UNDER_WAY = AT_ONCE * 3 // 4
+"""The kill waits until so many streams have some of their tokens and not all: some of them are the backend's."""
 _SUBJECTS = ("the tide", "a lorikeet", "bread", "the moon", "a bicycle", "copper", "the north wind", "a violin")
 
 
@@ -88,6 +88,11 @@ class _Stream:
     done: int = 0
     finish: str | None = None
     error: str | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some has come, and not all."""
+        return bool(self.text) and self.finish is None
 
     def problem(self, tokenizer: Tokenizer) -> str | None:
         """Return what is missing from a whole answer, None if nothing is."""
@@ -187,42 +192,46 @@ def _run(
     router: RunningServer,
     tokenizer: Tokenizer,
     numbers: Sequence[int],
-    after_some: Callable[[], Awaitable[None]] | None = None,
+    after_some: Callable[[Sequence[_Stream]], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
-    """Send requests, so many at once; ``after_some`` is begun when ``KILL_AFTER`` answers are complete."""
+    """Send requests, so many at once; ``after_some`` is begun when ``KILL_AFTER`` answers are complete.
+
+    It is given all streams.
+    """
     streams = asyncio.run(_send(router.url, numbers, after_some))
     found = {number: stream.problem(tokenizer) for number, stream in zip(numbers, streams, strict=True)}
     problems = {str(number): problem for number, problem in found.items() if problem is not None}
     return {"texts": [stream.text for stream in streams], "problems": problems}
 
 
-async def _send(url: str, numbers: Sequence[int], after_some: Callable[[], Awaitable[None]] | None) -> list[_Stream]:
+async def _send(
+    url: str, numbers: Sequence[int], after_some: Callable[[Sequence[_Stream]], Awaitable[None]] | None
+) -> list[_Stream]:
     gate, complete, some = asyncio.Semaphore(AT_ONCE), Counter[str](), asyncio.Event()
+    streams = [_Stream() for _ in numbers]
 
     async def meanwhile() -> None:
         await some.wait()
         if after_some is not None:
-            await after_some()
+            await after_some(streams)
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
 
-        async def one(number: int) -> _Stream:
+        async def one(number: int, stream: _Stream) -> None:
             async with gate:
-                stream = await _ask(http, number)
+                await _ask(http, number, stream)
             complete["answers"] += 1
             if complete["answers"] == KILL_AFTER:
                 some.set()
-            return stream
 
         beside = asyncio.create_task(meanwhile())
-        streams = await asyncio.gather(*map(one, numbers))
+        await asyncio.gather(*map(one, numbers, streams))
         some.set()
         await asyncio.wait_for(beside, 60)  # what is awaited there never came
-    return list(streams)
+    return streams
 
 
-async def _ask(http: httpx.AsyncClient, number: int) -> _Stream:
-    stream = _Stream()
+async def _ask(http: httpx.AsyncClient, number: int, stream: _Stream) -> None:
     text = f"Tell me {number + 2} things about {_SUBJECTS[number % len(_SUBJECTS)]}."
     body: dict[str, Any] = {
         "model": list(RANKS)[number % len(RANKS)],
@@ -240,13 +249,12 @@ async def _ask(http: httpx.AsyncClient, number: int) -> _Stream:
         async with http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 stream.error = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
-                return stream
+                return
             async for row in response.aiter_lines():
                 if row.startswith("data: "):
                     _take(stream, row.removeprefix("data: "))
     except httpx.HTTPError as error:
         stream.error = f"{type(error).__name__}: {error}"
-    return stream
 
 
 def _take(stream: _Stream, data: str) -> None:
@@ -276,15 +284,15 @@ def _with_a_kill(
     """Kill the first backend while it streams; send the last requests when it is back."""
     killed_s: list[float] = []
 
-    async def kill() -> None:
+    async def kill(streams: Sequence[_Stream]) -> None:
         async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
             while True:
                 replicas = (await http.get("/v1/cluster")).json()["replicas"]
                 (first,) = [each for each in replicas if each["address"] == backends[0].url]
-                if first["running"] + first["waiting"] >= AT_ONCE // 4:
+                under_way = sum(stream.is_under_way for stream in streams)
+                if first["running"] + first["waiting"] >= AT_ONCE // 4 and under_way >= _UNDER_WAY:
                     break
                 await asyncio.sleep(_GAP_S)
-        await asyncio.sleep(_BEGUN_S)
         os.killpg(backends[0].process.pid, signal.SIGKILL)
         killed_s.append(time.monotonic())
 
