@@ -36,7 +36,7 @@ SEAM_TOKENS = 2
 _READY_S = 900.0
 _GAP_S = 0.02
 _UNDER_WAY = AT_ONCE * 3 // 4
-"""The kill waits until so many streams have some of their tokens and not all: some of them are the backend's."""
+"""The kill waits until so many streams have some of their tokens and not all: as a rule some are the backend's."""
 _SUBJECTS = ("the tide", "a lorikeet", "bread", "the moon", "a bicycle", "copper", "the north wind", "a violin")
 
 

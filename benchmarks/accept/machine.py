@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def _additions_per_us() -> float:
-    """Return the median of five loops of a million additions: one name for processors of many kinds and loads."""
+    """Return the median of five loops of a million additions: processors of one name differ, and what else they do."""
 
     def measure() -> float:
         began_s, total = time.perf_counter(), 0

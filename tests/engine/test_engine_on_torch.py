@@ -9,16 +9,21 @@ from lorikeet.engine.build import build_replica
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.rows import resolve_row
-from tests.support.driver import Models, answer, check_answers, greedy_requests, make_models, tight_settings
+from tests.support.driver import (
+    AMPLE,
+    SCARCE,
+    Models,
+    answer,
+    check_answers,
+    greedy_requests,
+    make_models,
+    tight_settings,
+)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
-
-
-SCARCE, AMPLE = 310_000, 4_000_000
-"""Bytes: little more than the adapters alone, so that some must go for any KV, whatever the clock says; and plenty."""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine import transfers
 from lorikeet.engine.build import build_replica
-from tests.support.driver import Models, make_models, peer_tokens, random_tokens, tight_settings
+from tests.support.driver import SCARCE, Models, make_models, peer_tokens, random_tokens, tight_settings
 from tests.support.late_device import LateDevice, LateMark, LateStream, Span, steps_seen_by
 
 TOKENS = 24
@@ -134,10 +134,10 @@ def run_late(
 @pytest.mark.parametrize(
     ("row", "memory_bytes", "host_memory_bytes"),
     [
-        ("auto", 310_000, 0),
-        ("elora", 310_000, 600_000),
-        ("elora:wom", 310_000, 100_000),
-        ("vllm-static,adapter_share=0.7", 310_000, 600_000),
+        ("auto", SCARCE, 0),
+        ("elora", SCARCE, 600_000),
+        ("elora:wom", SCARCE, 100_000),
+        ("vllm-static,adapter_share=0.7", SCARCE, 600_000),
     ],
 )
 def test_steps_and_late_copies_never_touch_the_same(
@@ -159,12 +159,12 @@ def test_graphs_and_late_copies_never_touch_the_same(tmp_path: Path) -> None:
 
 def test_copies_that_do_not_follow_the_steps_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateStream, "follow", lambda self, mark: None)
-    device, _ = run_late(models, "elora", 310_000, 600_000)
+    device, _ = run_late(models, "elora", SCARCE, 600_000)
     assert any("neither waits" in fault for fault in device.faults)
 
 
 def test_copies_that_are_told_too_early_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateMark, "wait", lambda self: None)
-    device, right = run_late(models, "auto", 310_000, 0)
+    device, right = run_late(models, "auto", SCARCE, 0)
     assert any("neither waits" in fault for fault in device.faults)
     assert not right

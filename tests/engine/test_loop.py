@@ -11,7 +11,7 @@ from lorikeet.core.events import (
     Preempted,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import SequenceStart
+from lorikeet.engine.scripted import TokenScript
 from lorikeet.rows import ColdStart, KvAfterFinish, Row
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
@@ -132,12 +132,14 @@ def test_a_stop_token_ends_a_request_but_not_before_min_tokens() -> None:
     assert all(e.reason is FinishReason.STOP and e.stop_token_id == 7 for e in bench.finished().values())
 
 
-def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None:
-    def stop_at_ten(start: SequenceStart, position: int) -> int:
-        return 9 if position == 10 else 1
+def stop_at(last: int) -> TokenScript:
+    """Return a script whose token at one position is 9, and everywhere else 1."""
+    return lambda start, position: 9 if position == last else 1
 
+
+def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None:
     limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
-    bench = Bench(script=stop_at_ten, limits=limits)
+    bench = Bench(script=stop_at(10), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=20))
     bench.run()
@@ -148,11 +150,8 @@ def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None
 
 
 def test_decodes_repeat_while_others_wait_for_the_end_of_one_of_them() -> None:
-    def stop_at_six(start: SequenceStart, position: int) -> int:
-        return 9 if position == 6 else 1
-
     limits = Limits(max_running=1, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
-    bench = Bench(script=stop_at_six, limits=limits)
+    bench = Bench(script=stop_at(6), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=3))
     bench.run()

@@ -6,6 +6,8 @@ import torch
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.torch_executor import TorchExecutor
 from tests.support.driver import (
+    AMPLE,
+    SCARCE,
     Models,
     answer,
     check_answers,
@@ -20,7 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
 ]
-SCARCE, AMPLE = 310_000, 4_000_000
 
 
 @pytest.fixture(scope="module")

@@ -95,10 +95,13 @@ async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None
 
 
 async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() -> None:
-    sent, never = [], asyncio.Event()
+    closed, sent, never = [], [], asyncio.Event()
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
+
+    async def make() -> Response:
+        return EventStream(events(), until_s=asyncio.get_running_loop().time())
 
     async def receive() -> Message:
         await never.wait()
@@ -109,9 +112,9 @@ async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() 
         if message["type"] == "http.response.body":
             await never.wait()
 
-    stream = EventStream(events(), until_s=asyncio.get_running_loop().time())
-    await stream({"type": "http"}, receive, send)
+    await WhileThere(make, lambda: closed.append(True))({"type": "http"}, receive, send)
     assert sent == ["http.response.start", "http.response.body"]
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 60.0])

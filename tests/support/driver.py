@@ -43,6 +43,8 @@ from tests.models.checkpoints import make_checkpoint
 BLOCK_TOKENS = 4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+SCARCE, AMPLE = 310_000, 4_000_000
+"""Bytes: little more than the adapters alone, so that some must go for any KV, whatever the clock says; and plenty."""
 
 
 def answer(engine: Engine, requests: Sequence[Request]) -> list[StepOutputs]:
