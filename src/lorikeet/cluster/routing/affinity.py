@@ -72,14 +72,22 @@ class KvAffinity(Router):
         candidates = self.candidates(asked, fleet)
         if not len(candidates):
             return None
-        known_blocks = np.zeros(len(fleet), np.intp)
-        for (replica, _), blocks in self._prefixes.match(asked.keys).items():
-            if replica in fleet.open_index:
-                known_blocks[fleet.open_index[replica]] = blocks
         candidates = not_overloaded(candidates, fleet, self._bound)
-        info = fleet.info(least_loaded(candidates, fleet, -known_blocks, ~fleet.is_warm(asked.adapter)))
+        before = (*self._unknown_blocks(asked, fleet), ~fleet.is_warm(asked.adapter))
+        info = fleet.info(least_loaded(candidates, fleet, *before))
         self._prefixes.add(asked.keys, (info.replica, info.epoch))
         return info.replica
+
+    def _unknown_blocks(self, asked: Asked, fleet: Fleet) -> list[Indices]:
+        """Return by replica minus the blocks of the prompt that it knows; no array if none knows any."""
+        matched = self._prefixes.match(asked.keys)
+        if not matched:
+            return []
+        unknown_blocks = np.zeros(len(fleet), np.intp)
+        for (replica, _), blocks in matched.items():
+            if replica in fleet.open_index:
+                unknown_blocks[fleet.open_index[replica]] = -blocks
+        return [unknown_blocks]
 
     def _forget_gone(self, fleet: Fleet) -> None:
         there = {(info.replica, info.epoch) for info in fleet.infos()}

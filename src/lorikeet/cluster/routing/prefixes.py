@@ -13,17 +13,17 @@ MOST_KEYS = 1 << 17
 _MOST_GONE = 64
 """Homes that may be gone before everything is forgotten."""
 
-_EXACT_BITS = 5
-"""The first 2^5 blocks are remembered one by one."""
+_EXACT_BITS = 4
+"""The first 2^4 blocks are remembered one by one."""
 
 Home = tuple[ReplicaId, int]
 """A replica and its incarnation; a later one knows nothing."""
 
 
 class Depths:
-    """How long the prefixes are that are remembered, in blocks: from 32 on, each at most a 16th longer than the last.
+    """How long the prefixes are that are remembered, in blocks: from 16 on, each at most an 8th longer than the last.
 
-    A prompt of 100,000 tokens has thousands of blocks, and a lookup must stay short.
+    A prompt of 100,000 tokens has thousands of blocks, and a route must stay short.
     """
 
     def __init__(self) -> None:
