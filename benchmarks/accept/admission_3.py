@@ -32,6 +32,7 @@ from benchmarks.accept.admission_common import (
 )
 from benchmarks.accept.disturbance import drift_words
 from benchmarks.accept.lines import Result, line
+from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.rigs import MachineRigs, with_default_model
@@ -137,6 +138,8 @@ def run(runs: StoredRuns) -> Result:
         + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
         + "; "
         + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
+        + "; machines: "
+        + ", ".join(f"{name} {knee['machine']}" for name, knee in knees.items())
         + f"; a profile or run was {drift_words('in those minutes')}; by the profile: {len(KNEE_SEEDS)} workloads, "
         "what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
@@ -170,16 +173,21 @@ def _load(runs: StoredRuns, name: str) -> Load:
 class LiveRuns:
     """Runs of one workload at one load on this machine by one quick profile of it, stored as parts of the line.
 
-    The machine drifts from one quarter of an hour to the next, and the knee with it.
+    The machine drifts from one quarter of an hour to the next, and the knee with it. What goes by one profile is run
+    on one machine; others may be run on another one.
 
     Args:
         runs: the parts.
         name: of the profile and of all that is run by it; begins the names of the parts.
         load: share of the knee.
         scratch: an empty folder, for adapters.
+
+    Attributes:
+        machine: that of the first part.
     """
 
     def __init__(self, runs: StoredRuns, name: str, load: float, scratch: Path) -> None:
+        self.machine: str = runs.get(f"{name}-machine", _this_machine)["machine"]
         self._runs = runs
         self._name = name
         self._load = load
@@ -208,12 +216,17 @@ class LiveRuns:
         """Return FIFO's knee on this machine.
 
         Beside ``growth`` by rates, ``rate``: it, ``modelled``: by the profile, ``slower``: by what share steps take
-        longer than the profile says. If all steps take so much longer, so much less can be served.
+        longer than the profile says, ``machine``. If all steps take so much longer, so much less can be served.
         """
-        modelled = self._runs.get(f"{self._name}-knee", self._search_knee)
+        modelled = self._get("knee", self._search_knee)
         rate = float(modelled["rate"])
-        slower = self._runs.get(f"{self._name}-slower", partial(self._measure_slower, self._load * rate))["slower"]
-        return modelled | {"rate": rate / (1 + slower), "modelled": rate, "slower": slower}
+        slower = self._get("slower", partial(self._measure_slower, self._load * rate))["slower"]
+        return modelled | {
+            "rate": rate / (1 + slower),
+            "modelled": rate,
+            "slower": slower,
+            "machine": self.machine,
+        }
 
     @property
     def rate(self) -> float:
@@ -223,6 +236,14 @@ class LiveRuns:
     def arrivals(self, duration_s: float) -> int:
         """Return how many requests come in so long a time."""
         return round(self.rate * duration_s)
+
+    def _get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        def measure_here() -> dict[str, Any]:
+            if (here := _this_machine()["machine"]) != self.machine:
+                raise RuntimeError(f"{self._name} was begun on {self.machine}, this is {here}: remove its parts first")
+            return measure()
+
+        return self._runs.get(f"{self._name}-{part}", measure_here)
 
     def _search_knee(self) -> dict[str, Any]:
         modelled = partial(_modelled_growth, self._rigs.profile, self.setting)
@@ -240,7 +261,7 @@ class LiveRuns:
             settings = self.setting.settings(case.row)
             return self._rigs.run_live(settings, partial(_run_case, case=case), self.knee["slower"])
 
-        return self._runs.get(f"{self._name}-{part}", measure)
+        return self._get(part, measure)
 
     @cached_property
     def modelled(self) -> dict[str, list[float]]:
@@ -249,7 +270,7 @@ class LiveRuns:
         P50 and P95 of TTFT at the load, and how much is served per second at the load and far beyond the knee, where
         the last answer comes so much sooner.
         """
-        return self._runs.get(f"{self._name}-modelled", self._compare_modelled)
+        return self._get("modelled", self._compare_modelled)
 
     def _compare_modelled(self) -> dict[str, list[float]]:
         profile = stretched(self._rigs.profile, 1 + self.knee["slower"])
@@ -286,6 +307,10 @@ def live_runs(runs: StoredRuns, name: str, load: float) -> Iterator[LiveRuns]:
     """Yield the runs, with a folder that is removed in the end; see ``LiveRuns``."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-admission-") as scratch:
         yield LiveRuns(runs, name, load, Path(scratch))
+
+
+def _this_machine() -> dict[str, str]:
+    return {"machine": machine_words(describe_machine())}
 
 
 def _run_case(rig: Rig, settings: Settings, case: Case) -> dict[str, Any]:

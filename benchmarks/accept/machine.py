@@ -7,6 +7,7 @@ import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,6 +28,13 @@ def describe_machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+def machine_words(machine: dict[str, Any]) -> str:
+    """Return what ``describe_machine`` found, in words; not how fast Python is, which changes."""
+    cpu = machine["cpu"] + (f" ({machine['instructions']})" if "instructions" in machine else "")
+    hardware = f"{cpu}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    return f"{hardware}, {machine['os']}, Python {machine['python']}, torch {machine['torch']}"
 
 
 def _additions_per_us() -> float:

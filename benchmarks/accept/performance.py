@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accept.machine import machine_words
 from benchmarks.accept.offline import describe_limits, describe_versions, interval_words
 from benchmarks.accept.runs import STATUS
-from benchmarks.accept.status import machine_words, table_row
+from benchmarks.accept.status import table_row
 
 _HEAD = """\
 # Performance

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accept.lines import Figure, Line, Result
-from benchmarks.accept.machine import describe_machine, revision
+from benchmarks.accept.machine import describe_machine, machine_words, revision
 from benchmarks.accept.runs import STATUS
 
 _HEAD = """\
@@ -92,13 +92,6 @@ def format_figure(figure: Figure) -> str:
 def _causes(records: list[dict[str, Any]]) -> str:
     texts = [f"- **{r['line']}**: {r['cause'] or r['notes']}\n" for r in records if r["cause"] or r["notes"]]
     return "\n## Notes\n\n" + "".join(texts) if texts else ""
-
-
-def machine_words(machine: dict[str, Any]) -> str:
-    """Return what ``describe_machine`` found, in words."""
-    cpu = machine["cpu"] + (f" ({machine['instructions']})" if "instructions" in machine else "")
-    hardware = f"{cpu}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    return f"{hardware}, {machine['os']}, Python {machine['python']}, torch {machine['torch']}"
 
 
 def _machines(records: list[dict[str, Any]]) -> str:

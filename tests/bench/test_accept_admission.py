@@ -191,12 +191,26 @@ def test_both_loads_and_both_sides_of_the_knee_count(
 
 def test_the_knee_of_a_machine_that_is_slower_than_its_profile_says_is_as_much_lower(tmp_path: Path) -> None:
     runs = StoredRuns("admission.3", tmp_path, "code")
-    for part, made in (("high-knee", {"rate": 3.3, "growth": {}}), ("high-slower", {"slower": 0.1, "stolen": 0.0})):
-        runs.get(part, lambda made=made: made)  # type: ignore[misc]
+    store(runs, knee={"rate": 3.3, "growth": {}}, slower={"slower": 0.1, "stolen": 0.0}, machine={"machine": "fast"})
     live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
-    assert live.knee == {"rate": pytest.approx(3.0), "modelled": 3.3, "slower": 0.1, "growth": {}}
+    assert live.knee == {"rate": pytest.approx(3.0), "modelled": 3.3, "slower": 0.1, "growth": {}, "machine": "fast"}
     assert live.rate == pytest.approx(3.09)
     assert live.arrivals(100.0) == 309
+
+
+def test_what_was_begun_on_another_machine_is_not_finished_on_this_one(tmp_path: Path) -> None:
+    runs = StoredRuns("admission.3", tmp_path, "code")
+    store(runs, machine={"machine": "another"}, knee={"rate": 3.3, "growth": {}})
+    live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
+    with pytest.raises(RuntimeError, match=r"high was begun on another, this is .* cores"):
+        _ = live.knee
+    store(runs, slower={"slower": 0.0, "stolen": 0.0})
+    assert live.rate == pytest.approx(1.03 * 3.3), "what is there is still read"
+
+
+def store(runs: StoredRuns, **parts: dict[str, Any]) -> None:
+    for part, made in parts.items():
+        runs.get(f"high-{part}", lambda made=made: made)  # type: ignore[misc]
 
 
 def test_the_mean_request_has_an_adapter() -> None:
