@@ -1,7 +1,7 @@
 """admission.3: Chameleon beside S-LoRA live, on both sides of FIFO's knee."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,12 +25,11 @@ from benchmarks.accept.admission_common import (
     find_knee,
     make_work,
     mean_growth,
-    part_name,
     run_on,
     two_processes,
     workload_words,
 )
-from benchmarks.accept.disturbance import drift_words
+from benchmarks.accept.disturbance import MOST_APART, drift_words, undisturbed
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
@@ -39,7 +38,7 @@ from benchmarks.accept.rigs import MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.statistics import Ratio, p50_of, p95_of, ratio_over_requests
+from lorikeet.bench.statistics import Ratio, p50_of, p95_of, ratio_over_repeats
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
@@ -129,7 +128,7 @@ def run(runs: StoredRuns) -> Result:
         passed=not failures,
         cause="; ".join([*failures, _served_words(modelled)] if failures else []),
         notes=f"{loads['low'].words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over "
-        "requests; mean TTFT, s: "
+        "repeats and requests, of the mean ratio of repeats; mean TTFT, s: "
         + "; ".join(f"{name} {_by_row(load.pair, _mean)}" for name, load in loads.items())
         + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side, "
         f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes there: "
@@ -140,8 +139,9 @@ def run(runs: StoredRuns) -> Result:
         + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
         + "; machines: "
         + ", ".join(f"{name} {knee['machine']}" for name, knee in knees.items())
-        + f"; a profile or run was {drift_words('in those minutes')}; by the profile: {len(KNEE_SEEDS)} workloads, "
-        "what is served per second by the time until the last answer; sides at "
+        + f"; a profile or run was {drift_words('in those minutes')}, and so are both runs "
+        f"of a repeat if those of one took {MOST_APART:.0%} longer than the other's; by the profile: "
+        f"{len(KNEE_SEEDS)} workloads, what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
         details={
@@ -164,9 +164,10 @@ def _load(runs: StoredRuns, name: str) -> Load:
     pair: Pair = {OURS: [], FIFO: []}
     with live_runs(runs, name, LOADS[name]) as live:
         for repeat in range(REPEATS):
-            for row in sorted(pair, reverse=bool(repeat % 2)):
-                case = Case(row=row, rate=live.rate, requests=live.arrivals(RUN_S), seed=SEED)
-                pair[row].append(live.run(f"{repeat}-{part_name(row)}", case))
+            rows = sorted(pair, reverse=bool(repeat % 2))
+            cases = [Case(row=row, rate=live.rate, requests=live.arrivals(RUN_S), seed=SEED) for row in rows]
+            for row, run in live.compare(str(repeat), cases).items():
+                pair[row].append(run)
         return Load(live.knee, pair, live.modelled, live.words())
 
 
@@ -263,6 +264,25 @@ class LiveRuns:
 
         return self._get(part, measure)
 
+    def compare(self, part: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+        """Return by row the figures of cases that are run live one right after the other, as ``run``.
+
+        They are all run again if the machine was not as fast for one as for another: near the knee a few percent make
+        a larger difference than rows do. See ``undisturbed``.
+        """
+
+        def measure() -> dict[str, Any]:
+            made = {
+                case.row: self._rigs.run_once(
+                    self.setting.settings(case.row), partial(_run_case, case=case), self.knee["slower"]
+                )
+                for case in cases
+            }
+            drifts = [run["drift"] for run in made.values()]
+            return {"runs": made, "drift": max(drifts, key=abs), "apart": max(drifts) - min(drifts)}
+
+        return dict(self._get(part, partial(undisturbed, measure))["runs"])
+
     @cached_property
     def modelled(self) -> dict[str, list[float]]:
         """Return what both rows do by the profile, on a machine as slow as this one, as ours ÷ FIFO's by workload.
@@ -354,7 +374,7 @@ def mean_request_bytes(work: MemoryWork, adapters: dict[str, AdapterRef], token_
 def ratios_of(pair: Pair) -> dict[str, Ratio]:
     """Return P50 and P95 TTFT of ours ÷ FIFO's."""
     ttft = paired(pair[OURS], pair[FIFO], "ttft_s")
-    return {"P50": ratio_over_requests(*ttft, p50_of), "P95": ratio_over_requests(*ttft, p95_of)}
+    return {"P50": ratio_over_repeats(*ttft, p50_of), "P95": ratio_over_repeats(*ttft, p95_of)}
 
 
 def failures_of(ratios: dict[str, dict[str, Ratio]], sides: dict[str, float]) -> list[str]:

@@ -89,12 +89,14 @@ class MachineRigs:
             What ``run`` returned, ``stolen``, and ``drift``: by what share the steps took longer than that. See
             ``undisturbed``.
         """
+        return undisturbed(lambda: self.run_once(settings, run, slower))
 
-        def measure() -> dict[str, Any]:
-            made, longer = self._run_recorded(settings, run)
-            return made | {"drift": (1 + longer) / (1 + slower) - 1}
-
-        return undisturbed(measure)
+    def run_once(
+        self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]], slower: float
+    ) -> dict[str, Any]:
+        """Run live, whatever others do: ``run_live`` without ``stolen``."""
+        made, longer = self._run_recorded(settings, run)
+        return made | {"drift": (1 + longer) / (1 + slower) - 1}
 
     def measure_slower(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
         """Return by what share steps take longer live than the profile says, as ``slower``, and ``stolen``."""
