@@ -13,9 +13,7 @@ def median_interval(
     generator = np.random.default_rng(seed)
     sample = np.asarray(values, dtype=np.float64)
     medians = np.median(sample[generator.integers(0, len(sample), (resamples, len(sample)))], axis=1)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(medians, [tail, 1 - tail])
-    return float(low), float(high)
+    return _interval(medians, confidence)
 
 
 class Ratio(NamedTuple):
@@ -49,38 +47,35 @@ def ratio_over_requests(
     a, b = np.asarray(ours, np.float64)[:, None, :], np.asarray(theirs, np.float64)[:, None, :]
     places = np.random.default_rng(seed).integers(0, a.shape[2], (resamples, a.shape[2]))
     ratios = reduce(a[:, 0, places]) / reduce(b[:, 0, places])
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(ratios, [tail, 1 - tail])
-    return Ratio(float(reduce(a)[0] / reduce(b)[0]), float(low), float(high))
+    return Ratio(float(reduce(a)[0] / reduce(b)[0]), *_interval(ratios, confidence))
 
 
 def ratio_over_repeats(
-    ours: Sequence[Sequence[float]],
-    theirs: Sequence[Sequence[float]],
-    reduce: Callable[[np.ndarray], np.ndarray],
-    confidence: float = 0.95,
-    resamples: int = 4_000,
-    seed: int = 0,
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], reduce: Callable[[np.ndarray], np.ndarray]
 ) -> Ratio:
-    """Return the geometric mean of the repeats' ours ÷ theirs, with the bootstrap interval over repeats and requests.
+    """Return the geometric mean of the repeats' ours ÷ theirs, with its 95 % bootstrap interval over both.
 
-    For systems near what they can bear, where a repeat differs from the next by more than a request from another:
-    values of all repeats in one heap would be those of the slowest repeat. The arguments are as of
-    ``ratio_over_requests``.
+    Repeats and requests are resampled. For systems near what they can bear, where a repeat differs from the next by
+    more than a request from another: values of all repeats in one heap would be those of the slowest repeat. The
+    arguments are as of ``ratio_over_requests``.
     """
-    generator = np.random.default_rng(seed)
-    a, b = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    places = generator.integers(0, a.shape[1], (resamples, a.shape[1]))
 
-    def logs(values: np.ndarray) -> np.ndarray:
-        return np.log([reduce(repeat[None]) for repeat in values])
+    def logs(places: np.ndarray) -> np.ndarray:
+        a, b = ([reduce(repeat[None, places]) for repeat in np.asarray(side, np.float64)] for side in (ours, theirs))
+        return np.log(a) - np.log(b)
 
-    resampled = logs(a[:, places]) - logs(b[:, places])
-    repeats = generator.integers(0, len(a), resampled.shape)
-    means = np.exp(np.take_along_axis(resampled, repeats, 0).mean(axis=0))
+    repeats, requests, generator = len(ours), len(ours[0]), np.random.default_rng(0)
+    resampled = logs(generator.integers(0, requests, (4_000, requests)))
+    chosen = generator.integers(0, repeats, resampled.shape)
+    means = np.exp(np.take_along_axis(resampled, chosen, 0).mean(axis=0))
+    value = np.exp(logs(np.arange(requests)[None]).mean())
+    return Ratio(float(value), *_interval(means, 0.95))
+
+
+def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
     tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Ratio(float(np.exp((logs(a[:, None]) - logs(b[:, None])).mean())), float(low), float(high))
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def mean_of(values: np.ndarray) -> np.ndarray:
