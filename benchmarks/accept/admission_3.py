@@ -1,7 +1,7 @@
 """admission.3: Chameleon beside S-LoRA live, on both sides of FIFO's knee."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from benchmarks.accept.admission_common import (
     KNEE_SEEDS,
     OURS,
     PREDICTOR,
-    SEED,
     WORDS_OF_KNEE,
     Case,
     Outcome,
@@ -26,15 +25,16 @@ from benchmarks.accept.admission_common import (
     make_work,
     mean_growth,
     run_on,
+    turns_on,
     two_processes,
     workload_words,
 )
-from benchmarks.accept.disturbance import MOST_APART, drift_words, undisturbed
+from benchmarks.accept.disturbance import drift_words, undisturbed
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
-from benchmarks.accept.rigs import MachineRigs, with_default_model
+from benchmarks.accept.rigs import SLICE_S, MachineRigs, with_default_model
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
@@ -63,30 +63,37 @@ Pair = dict[str, list[dict[str, Any]]]
 """Runs of both rows, by repeat."""
 
 
-class Side(NamedTuple):
-    """The live queue on one side of the knee.
+class Found(NamedTuple):
+    """What was found on one side of the knee, or at one load.
 
     Attributes:
-        knee: see ``LiveRuns.knee``.
-        run: of FIFO.
+        machine: where.
+        runs: see ``LiveRuns.run``; of a load one a repeat.
     """
 
-    knee: dict[str, Any]
-    run: dict[str, Any]
+    machine: str
+    runs: list[dict[str, Any]]
+
+    @property
+    def pair(self) -> Pair:
+        """The runs by row."""
+        return {row: [each["rows"][row] for each in self.runs] for row in self.runs[0]["rows"]}
+
+    def each(self, words: Callable[[dict[str, Any]], str]) -> str:
+        """Return words about each run."""
+        return " ".join(map(words, self.runs))
 
 
 class Load(NamedTuple):
     """Both rows at one load.
 
     Attributes:
-        knee: see ``LiveRuns.knee``.
-        pair: the runs.
+        found: the runs.
         modelled: both rows by the profile; see ``LiveRuns.modelled``.
         words: what was run on what.
     """
 
-    knee: dict[str, Any]
-    pair: Pair
+    found: Found
     modelled: dict[str, list[float]]
     words: str
 
@@ -98,77 +105,73 @@ class Load(NamedTuple):
     f"{LOADS['low']:.2f} the intervals include or lie below 1; live, the queue grows beyond the knee and not below",
 )
 def run(runs: StoredRuns) -> Result:
-    """Find the knee by the profile of this machine, look at both sides of it live, and run both rows in turns."""
+    """Find the knee by the profile of this machine, look at both sides of it live, and run both rows by turns."""
     sides = {name: _side(runs, name) for name in SIDES}
     loads = {name: _load(runs, name) for name in LOADS}
-    growths = {name: float(side.run["growth"]) for name, side in sides.items()}
-    ratios = {name: ratios_of(load.pair) for name, load in loads.items()}
-    knees = {name: side.knee for name, side in sides.items()} | {name: load.knee for name, load in loads.items()}
+    growths = {name: float(side.pair[FIFO][0]["growth"]) for name, side in sides.items()}
+    ratios = {name: ratios_of(load.found.pair) for name, load in loads.items()}
+    found = sides | {name: load.found for name, load in loads.items()}
     failures, modelled = failures_of(ratios, growths), loads["high"].modelled
     first = ratios["high"]["P50"]
     return Result(
         figure={
             **{
                 f"{name} TTFT at {load} load": f"{ratio.value:.3f} ({interval_words(ratio[1:])})"
-                for load, found in ratios.items()
-                for name, ratio in found.items()
+                for load, by_name in ratios.items()
+                for name, ratio in by_name.items()
             },
             "by the profile": {
-                f"{name} at {load} load": f"{min(found.modelled[name]):.2f} to {max(found.modelled[name]):.2f}"
-                for load, found in loads.items()
+                f"{name} at {load} load": f"{min(each.modelled[name]):.2f} to {max(each.modelled[name]):.2f}"
+                for load, each in loads.items()
                 for name in ratios[load]
             },
             "served per second ÷ FIFO's, by the profile": {
                 f"at {load:.2f}": f"{fmean(modelled[_served(load)]):.3f}" for load in (LOADS["high"], OVERLOAD)
             },
             "growth, live": {name: f"{each:+.1%}" for name, each in growths.items()},
-            "knee": {name: f"{knee['rate']:.2f}/s" for name, knee in knees.items()},
+            "knee, per second": {name: each.each(_knee) for name, each in found.items()},
         },
         interval=(first.low, first.high),
         passed=not failures,
         cause="; ".join([*failures, _served_words(modelled)] if failures else []),
-        notes=f"{loads['low'].words}; {REPEATS} interleaved repeats of {RUN_S / 60:.0f} minutes; 95 % bootstrap over "
+        notes=f"{loads['low'].words}; {REPEATS} repeats of {RUN_S / 60:.0f} minutes, in each of which both rows run by "
+        f"turns of {SLICE_S:g} s, and the clock of each stands while the other runs; 95 % bootstrap over "
         "repeats and requests, of the mean ratio of repeats; mean TTFT, s: "
-        + "; ".join(f"{name} {_by_row(load.pair, _mean)}" for name, load in loads.items())
+        + "; ".join(f"{name} {_by_row(load.found.pair, _mean)}" for name, load in loads.items())
         + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side, "
-        f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes there: "
-        + ", ".join(f"{name} {knee['slower']:.0%}" for name, knee in knees.items())
+        f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes right before "
+        "each run: "
+        + ", ".join(f"{name} {each.each(_slower)}" for name, each in found.items())
         + "; in the runs they took longer than then by: "
-        + ", ".join(f"{name} {_drift(side.run)}" for name, side in sides.items())
-        + "; "
-        + "; ".join(f"{name} {_by_row(load.pair, _drift)}" for name, load in loads.items())
+        + "; ".join(f"{name} {_by_row(each.pair, _drift)}" for name, each in found.items())
         + "; machines: "
-        + ", ".join(f"{name} {knee['machine']}" for name, knee in knees.items())
-        + f"; a profile or run was {drift_words('in those minutes')}, and so are both runs "
-        f"of a repeat if those of one took {MOST_APART:.0%} longer than the other's; by the profile: "
+        + ", ".join(f"{name} {each.machine}" for name, each in found.items())
+        + f"; a profile or run was {drift_words('in those minutes')}; by the profile: "
         f"{len(KNEE_SEEDS)} workloads, what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
         details={
-            "knees": knees,
+            "slower": {name: [each["slower"] for each in those.runs] for name, those in found.items()},
             "rows": {
-                name: {row: [without_times(each) for each in made] for row, made in load.pair.items()}
+                name: {row: [without_times(each) for each in made] for row, made in load.found.pair.items()}
                 for name, load in loads.items()
             },
         },
     )
 
 
-def _side(runs: StoredRuns, name: str) -> Side:
+def _side(runs: StoredRuns, name: str) -> Found:
     with live_runs(runs, name, SIDES[name]) as live:
-        return Side(live.knee, live.run("growth", Case(row=FIFO, rate=live.rate, requests=live.arrivals(HALF_HOUR_S))))
+        return Found(live.machine, [live.run("growth", (FIFO,), HALF_HOUR_S)])
 
 
 def _load(runs: StoredRuns, name: str) -> Load:
-    """Run both rows at a load; which comes first changes from repeat to repeat."""
-    pair: Pair = {OURS: [], FIFO: []}
+    """Run both rows at a load; which begins changes from repeat to repeat."""
+    rows = (OURS, FIFO)
     with live_runs(runs, name, LOADS[name]) as live:
-        for repeat in range(REPEATS):
-            rows = sorted(pair, reverse=bool(repeat % 2))
-            cases = [Case(row=row, rate=live.rate, requests=live.arrivals(RUN_S), seed=SEED) for row in rows]
-            for row, run in live.compare(str(repeat), cases).items():
-                pair[row].append(run)
-        return Load(live.knee, pair, live.modelled, live.words())
+        made = [live.run(str(repeat), rows[:: -1 if repeat % 2 else 1], RUN_S) for repeat in range(REPEATS)]
+        modelled = live.modelled(fmean(each["slower"] for each in made))
+        return Load(Found(live.machine, made), modelled, live.words())
 
 
 class LiveRuns:
@@ -212,31 +215,12 @@ class LiveRuns:
             )
         )
 
-    @cached_property
-    def knee(self) -> dict[str, Any]:
-        """Return FIFO's knee on this machine.
+    def knee(self, slower: float) -> float:
+        """Return FIFO's knee in requests per second, where steps take longer than the profile says by such a share.
 
-        Beside ``growth`` by rates, ``rate``: it, ``modelled``: by the profile, ``slower``: by what share steps take
-        longer than the profile says, ``machine``. If all steps take so much longer, so much less can be served.
+        If all steps take so much longer, so much less can be served.
         """
-        modelled = self._get("knee", self._search_knee)
-        rate = float(modelled["rate"])
-        slower = self._get("slower", partial(self._measure_slower, self._load * rate))["slower"]
-        return modelled | {
-            "rate": rate / (1 + slower),
-            "modelled": rate,
-            "slower": slower,
-            "machine": self.machine,
-        }
-
-    @property
-    def rate(self) -> float:
-        """Requests per second at the load."""
-        return self._load * float(self.knee["rate"])
-
-    def arrivals(self, duration_s: float) -> int:
-        """Return how many requests come in so long a time."""
-        return round(self.rate * duration_s)
+        return float(self._get("knee", self._search_knee)["rate"]) / (1 + slower)
 
     def _get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def measure_here() -> dict[str, Any]:
@@ -251,52 +235,48 @@ class LiveRuns:
         with two_processes() as pool:
             return find_knee(FIFO, 1.0, lambda rate: mean_growth(FIFO, rate, partial(pool.map, modelled)))
 
-    def _measure_slower(self, rate: float) -> dict[str, Any]:
-        case = Case(row=FIFO, rate=rate, requests=round(rate * SLOWER_S))
-        return self._rigs.measure_slower(self.setting.settings(FIFO), partial(_run_case, case=case))
+    def run(self, part: str, rows: Sequence[str], duration_s: float) -> dict[str, Any]:
+        """Run rows live at the load by turns, right after a look at how fast the machine is.
 
-    def run(self, part: str, case: Case) -> dict[str, Any]:
-        """Return a case's figures, live, with ``stolen`` and ``drift``; see ``MachineRigs.run_live``."""
+        Args:
+            part: of the line.
+            rows: in the order in which they begin.
+            duration_s: how long requests come.
 
-        def measure() -> dict[str, Any]:
-            settings = self.setting.settings(case.row)
-            return self._rigs.run_live(settings, partial(_run_case, case=case), self.knee["slower"])
-
-        return self._get(part, measure)
-
-    def compare(self, part: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-        """Return by row the figures of cases that are run live one right after the other, as ``run``.
-
-        They are all run again if the machine was not as fast for one as for another: near the knee a few percent make
-        a larger difference than rows do. See ``undisturbed``.
+        Returns:
+            ``slower``: by what share steps took longer than the profile says; ``knee``; ``rows``: the figures of each
+            with its ``drift`` since then; ``drift``, the largest; ``stolen``, see ``undisturbed``.
         """
 
         def measure() -> dict[str, Any]:
-            made = {
-                case.row: self._rigs.run_once(
-                    self.setting.settings(case.row), partial(_run_case, case=case), self.knee["slower"]
-                )
-                for case in cases
-            }
-            drifts = [run["drift"] for run in made.values()]
-            return {"runs": made, "drift": max(drifts, key=abs), "apart": max(drifts) - min(drifts)}
+            [look] = self._run_rows([FIFO], self._load * self.knee(0.0), SLOWER_S, 0.0)
+            slower = float(look["drift"])
+            knee = self.knee(slower)
+            made = self._run_rows(rows, self._load * knee, duration_s, slower)
+            drift = max((float(each["drift"]) for each in made), key=abs)
+            return {"slower": slower, "knee": knee, "rows": dict(zip(rows, made, strict=True)), "drift": drift}
 
-        return dict(self._get(part, partial(undisturbed, measure))["runs"])
+        return self._get(part, partial(undisturbed, measure))
 
-    @cached_property
-    def modelled(self) -> dict[str, list[float]]:
+    def _run_rows(self, rows: Sequence[str], rate: float, duration_s: float, slower: float) -> list[dict[str, Any]]:
+        cases = [Case(row=row, rate=rate, requests=round(rate * duration_s)) for row in rows]
+        return self._rigs.run_in_slices(
+            [(self.setting.settings(case.row), partial(_turns_of, case=case)) for case in cases], slower
+        )
+
+    def modelled(self, slower: float) -> dict[str, list[float]]:
         """Return what both rows do by the profile, on a machine as slow as this one, as ours ÷ FIFO's by workload.
 
         P50 and P95 of TTFT at the load, and how much is served per second at the load and far beyond the knee, where
         the last answer comes so much sooner.
         """
-        return self._get("modelled", self._compare_modelled)
+        return self._get("modelled", partial(self._compare_modelled, slower))
 
-    def _compare_modelled(self) -> dict[str, list[float]]:
-        profile = stretched(self._rigs.profile, 1 + self.knee["slower"])
+    def _compare_modelled(self, slower: float) -> dict[str, list[float]]:
+        profile = stretched(self._rigs.profile, 1 + slower)
         found: dict[str, list[float]] = {}
         for load in (self._load, OVERLOAD):
-            rate = load * self.knee["rate"]
+            rate = load * self.knee(slower)
             cases = [
                 Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=seed)
                 for seed in KNEE_SEEDS
@@ -333,8 +313,8 @@ def _this_machine() -> dict[str, str]:
     return {"machine": machine_words(describe_machine())}
 
 
-def _run_case(rig: Rig, settings: Settings, case: Case) -> dict[str, Any]:
-    return figures_of(run_on(rig, settings, case, make_work(case, SCALE)))
+def _turns_of(rig: Rig, settings: Settings, case: Case) -> Generator[None, None, dict[str, Any]]:
+    return figures_of((yield from turns_on(rig, settings, case, make_work(case, SCALE))))
 
 
 def _modelled_growth(profile: CostProfile, setting: MemorySetting, case: Case) -> float:
@@ -400,6 +380,14 @@ def failures_of(ratios: dict[str, dict[str, Ratio]], sides: dict[str, float]) ->
 
 def _by_row(pair: Pair, words: Callable[[dict[str, Any]], str]) -> str:
     return ", ".join(f"{row} " + " ".join(map(words, made)) for row, made in pair.items())
+
+
+def _knee(run: dict[str, Any]) -> str:
+    return f"{run['knee']:.2f}"
+
+
+def _slower(run: dict[str, Any]) -> str:
+    return f"{run['slower']:.0%}"
 
 
 def _mean(run: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What the lines admission.2 to admission.4 share: Chameleon's workload, runs of it, and the knee."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.traces import AZURE_CONVERSATION, unpacked
 from lorikeet.bench.arrivals import at_rate
-from lorikeet.bench.in_process import Run, Watch, run_workload
+from lorikeet.bench.in_process import Run, Watch, turns_of_workload
 from lorikeet.bench.load_report import distribution
 from lorikeet.bench.memory_bench import MemorySetting, Rig, modelled_rig, warm_replica
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
@@ -21,6 +21,7 @@ from lorikeet.bench.peak import Peak, find_peak
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.slices import to_end
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread
 from lorikeet.bench.workload import WorkloadRequest, read_any
 from lorikeet.config import Settings
@@ -210,10 +211,18 @@ def profile_rig(case: Case, work: MemoryWork) -> tuple[Rig, Settings]:
 
 
 def run_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Outcome:
-    """Run a case's requests on a fresh replica, all of whose adapters have been read into the host tier."""
+    """Run a case: ``turns_on`` to its end."""
+    return to_end(turns_on(rig, settings, case, work))
+
+
+def turns_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Generator[None, None, Outcome]:
+    """Run a case's requests on a fresh replica, all of whose adapters have been read into the host tier.
+
+    It stops after each turn of the engine.
+    """
     with warm_replica(rig, settings, work) as ((engine, _, _), clock, coalesced):
         began, watch = engine.memory_stats(), QueueWatch(engine, clock)
-        run = run_workload(
+        run = yield from turns_of_workload(
             engine,
             clock,
             work.requests,

@@ -5,7 +5,7 @@ from typing import Any
 
 import psutil
 
-MOST_STOLEN, MOST_DRIFT, MOST_APART, ATTEMPTS = 0.01, 0.1, 0.03, 2
+MOST_STOLEN, MOST_DRIFT, ATTEMPTS = 0.01, 0.1, 2
 
 
 def undisturbed(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -13,8 +13,7 @@ def undisturbed(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         measure: returns a result; ``drift`` in it, if there, is by how much the machine was slower than its profile,
-            as a share: that happens without any processor being taken; ``apart``, if there, by how much more so for
-            one of the runs that are compared than for another.
+            as a share: that happens without any processor being taken.
 
     Returns:
         What ``measure`` returned, and ``stolen``: the share of all cores' time in which a virtual machine was ready to
@@ -53,11 +52,7 @@ def drift_words(than: str = "its profile says") -> str:
 
 def _disturbance(result: dict[str, Any]) -> float:
     """Return what counts against a result, 1 for as much as it may be."""
-    return max(
-        float(result["stolen"]) / MOST_STOLEN,
-        abs(float(result.get("drift", 0.0))) / MOST_DRIFT,
-        float(result.get("apart", 0.0)) / MOST_APART,
-    )
+    return max(float(result["stolen"]) / MOST_STOLEN, abs(float(result.get("drift", 0.0))) / MOST_DRIFT)
 
 
 def _stolen(before: Any, after: Any) -> float:

@@ -1,8 +1,8 @@
 """Where lines run rows of the default model on this machine: live, and by its profile."""
 
 import tempfile
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.bench.replicas import live_replica
+from lorikeet.bench.slices import PausableClock, in_slices
 from lorikeet.config import Settings
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.stretch import stretched
@@ -24,7 +26,13 @@ from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import turns
 from lorikeet.rows import resolve_row
 
+SLICE_S = 10.0
+"""How long a row goes on before another has its turn: some hundred steps."""
+
 _DTYPE = "bfloat16"
+
+Turns = Callable[[Rig, Settings], Generator[None, None, dict[str, Any]]]
+"""Runs a row as far as the next turn each time, and returns figures in the end."""
 
 
 class MachineRigs:
@@ -89,14 +97,34 @@ class MachineRigs:
             What ``run`` returned, ``stolen``, and ``drift``: by what share the steps took longer than that. See
             ``undisturbed``.
         """
-        return undisturbed(lambda: self.run_once(settings, run, slower))
 
-    def run_once(
-        self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]], slower: float
-    ) -> dict[str, Any]:
-        """Run live, whatever others do: ``run_live`` without ``stolen``."""
-        made, longer = self._run_recorded(settings, run)
-        return made | {"drift": (1 + longer) / (1 + slower) - 1}
+        def measure() -> dict[str, Any]:
+            made, longer = self._run_recorded(settings, run)
+            return made | {"drift": (1 + longer) / (1 + slower) - 1}
+
+        return undisturbed(measure)
+
+    def run_in_slices(self, rows: Sequence[tuple[Settings, Turns]], slower: float = 0.0) -> list[dict[str, Any]]:
+        """Run rows live by turns, whatever others do; see ``in_slices``.
+
+        Args:
+            rows: each with what runs it.
+            slower: by what share steps are known to take longer than the profile says.
+
+        Returns:
+            What each returned, and ``drift``: by what share its steps took longer than that.
+        """
+        with tempfile.TemporaryDirectory(prefix="lorikeet-recordings-") as folder:
+            records = [Path(folder) / str(number) for number in range(len(rows))]
+            runs = []
+            for (settings, turns), record in zip(rows, records, strict=True):
+                clock = PausableClock()
+                rig = self.live._replace(start=partial(live_replica, clock=clock))
+                runs.append((clock, turns(rig, _recorded(settings, record))))
+            return [
+                made | {"drift": (1 + self._drift(Recording(record))) / (1 + slower) - 1}
+                for made, record in zip(in_slices(runs, SLICE_S), records, strict=True)
+            ]
 
     def measure_slower(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
         """Return by what share steps take longer live than the profile says, as ``slower``, and ``stolen``."""
@@ -107,8 +135,7 @@ class MachineRigs:
     ) -> tuple[dict[str, Any], float]:
         with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
             record = Path(folder) / "run"
-            recorded = msgspec.structs.replace(settings.engine, record=str(record))
-            made = run(self.live, msgspec.structs.replace(settings, engine=recorded))
+            made = run(self.live, _recorded(settings, record))
             return made, self._drift(Recording(record))
 
     def _drift(self, recording: Recording) -> float:
@@ -117,6 +144,10 @@ class MachineRigs:
         steps = [pair for kind in (Kind.DECODE, Kind.PREFILL, Kind.MIXED) for pair in pairs[kind]]
         recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
         return recorded_s / modelled_s - 1
+
+
+def _recorded(settings: Settings, record: Path) -> Settings:
+    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, record=str(record)))
 
 
 def with_default_model(setting: MemorySetting) -> MemorySetting:

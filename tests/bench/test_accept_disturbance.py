@@ -60,8 +60,3 @@ def test_a_machine_that_left_its_profile_is_measured_again(
 ) -> None:
     found, attempts = measured(monkeypatch, stolen, [{"drift": drift} for drift in drifts])
     assert (found["number"], attempts) == (counts, times)
-
-
-def test_runs_that_are_compared_on_a_machine_of_two_speeds_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = [{"drift": 0.09, "apart": each} for each in (0.05, 0.02)]
-    assert measured(monkeypatch, [0.0, 0.0], apart) == ({"number": 1, "stolen": 0.0, **apart[1]}, 2)

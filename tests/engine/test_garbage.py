@@ -34,6 +34,19 @@ def test_what_is_alive_is_not_searched_until_the_end() -> None:
     assert seen() is None
 
 
+def test_within_another_it_ends_with_the_other() -> None:
+    old = Node()
+    seen = weakref.ref(old)
+    with long_lived():
+        with long_lived():
+            pass
+        del old
+        gc.collect()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None
+
+
 def test_searches_are_rare_until_the_end_even_if_it_is_an_error() -> None:
     before = gc.get_threshold()
 

@@ -73,7 +73,8 @@ def run(
     profile = profile or round_profile()
     executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, said.plans.append)
-    drive(replica.engine, clock, InOrder(requests), said.take, coalesced=coalesced)
+    for outputs in drive(replica.engine, clock, InOrder(requests), coalesced=coalesced):
+        said.take(outputs)
     return said
 
 

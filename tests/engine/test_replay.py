@@ -1,6 +1,7 @@
 """A recording run again decides the same, whatever happened; a recording that was changed does not."""
 
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -246,7 +247,7 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
         request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
         for i in range(40)
     ]
-    drive(engine, clock, InOrder(requests), lambda outputs: None, coalesced=coalesced)
+    deque(drive(engine, clock, InOrder(requests), coalesced=coalesced), maxlen=0)
     engine.close()
     recording = Recording(tmp_path / "run")
     assert replay(recording).difference is None

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_report import LoadFigures, distribution, summarise
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.slices import to_end
 from lorikeet.bench.turns import Turns
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
@@ -75,7 +76,35 @@ def run_workload(
     watch: Watch | None = None,
     predict: Predictor | None = None,
 ) -> Run:
-    """Run a workload, greedily and with answers of exactly the length asked for.
+    """Run a workload: ``turns_of_workload`` to its end."""
+    return to_end(
+        turns_of_workload(
+            engine,
+            clock,
+            workload,
+            adapters,
+            prompts,
+            coalesced=coalesced,
+            on_finished=on_finished,
+            watch=watch,
+            predict=predict,
+        )
+    )
+
+
+def turns_of_workload(
+    engine: Engine,
+    clock: WaitableClock,
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    prompts: Prompts,
+    *,
+    coalesced: bool = False,
+    on_finished: Callable[[int], None] = lambda finished: None,
+    watch: Watch | None = None,
+    predict: Predictor | None = None,
+) -> Generator[None, None, Run]:
+    """Run a workload, greedily and with answers of exactly the length asked for, and stop after each turn.
 
     A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
     that answer is there: what it waits for it is in ``Exchange.held_s``. All other requests are sent when they are due,
@@ -99,7 +128,9 @@ def run_workload(
     """
     arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), watch, predict)
     collector = Collector(workload, arrivals, on_finished)
-    drive(engine, clock, arrivals, lambda outputs: collector.take(outputs, clock.now()), coalesced=coalesced)
+    for outputs in drive(engine, clock, arrivals, coalesced=coalesced):
+        collector.take(outputs, clock.now())
+        yield
     return collector.run()
 
 

@@ -19,9 +19,13 @@ class Started(NamedTuple):
     coalesced: bool
 
 
-def live_replica(settings: Settings) -> Started:
-    """Build a replica of real arithmetic on the real clock; see ``build_replica`` for what it raises."""
-    return Started(build_replica(settings), MonotonicClock(), coalesced=False)
+def live_replica(settings: Settings, clock: WaitableClock | None = None) -> Started:
+    """Build a replica of real arithmetic on the real clock, or another one that goes as fast.
+
+    See ``build_replica`` for what it raises.
+    """
+    clock = clock or MonotonicClock()
+    return Started(build_replica(settings, clock=clock), clock, coalesced=False)
 
 
 class Modelled(NamedTuple):

@@ -13,14 +13,17 @@ def long_lived() -> Iterator[None]:
     """Leave whatever is alive now out of searches until the end.
 
     A full search visits every container there is, those of imported modules above all, and the process does nothing
-    else meanwhile: a step, or every stream of a server, waits for it.
+    else meanwhile: a step, or every stream of a server, waits for it. Within another such context the end is the other
+    one's.
     """
+    is_outermost = not gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_outermost:
+            gc.unfreeze()
 
 
 @contextmanager

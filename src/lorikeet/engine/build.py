@@ -8,7 +8,7 @@ import msgspec
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
-from lorikeet.core.clock import Clock, MonotonicClock
+from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.plan import StepPlan
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
@@ -40,6 +40,7 @@ def build_replica(
     settings: Settings,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     on_load_done: Callable[[], None] = lambda: None,
+    clock: WaitableClock | None = None,
 ) -> Replica:
     """Build a replica on the real clock, with the executor that the settings name.
 
@@ -47,6 +48,7 @@ def build_replica(
         settings: all settings; ``settings.model.model`` is a local folder.
         progress: called with (stage, done, total) while loading.
         on_load_done: called, on another thread, when a transfer has ended.
+        clock: another one that goes as fast as the real one.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -55,7 +57,7 @@ def build_replica(
         ExecutorError: a rank or a loader process did not start.
     """
     _, row = resolve_row(settings.engine.row)
-    clock = MonotonicClock()
+    clock = clock or MonotonicClock()
     executor: Executor
     if settings.engine.executor is ExecutorKind.PACED:
         executor, sizes = build_paced_executor(settings, row, clock, on_load_done)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from lorikeet.core.clock import WaitableClock
@@ -50,10 +50,9 @@ def drive(
     engine: Engine,
     clock: WaitableClock,
     arrivals: Arrivals,
-    on_outputs: Callable[[StepOutputs], None],
     *,
     coalesced: bool = False,
-) -> None:
+) -> Iterator[StepOutputs]:
     """Submit each request when it comes and run until all have ended; between requests the engine does its chores.
 
     Requests come when they do, however far behind the engine is. Their ``arrival_s`` stays what it is, so a request
@@ -63,8 +62,10 @@ def drive(
         engine: on ``clock``.
         clock: real or virtual.
         arrivals: on that clock, and in order.
-        on_outputs: called with what each turn brought, before ``arrivals`` is asked again.
         coalesced: on a virtual clock, run steps together that would be planned alike (``Engine.step``).
+
+    Yields:
+        What each turn brought. ``arrivals`` is asked again, and the next turn runs, when the next is asked for.
 
     Raises:
         ExecutorError: a step failed, or no request can ever go on.
@@ -80,7 +81,7 @@ def drive(
             if not engine.has_chores:
                 clock.wait_until(coming_s)
                 continue
-        on_outputs(engine.step(coming_s if coalesced else None))
+        yield engine.step(coming_s if coalesced else None)
         if not engine.is_busy:
             rest(engine, clock, arrivals.next_s())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
-from lorikeet.core.clock import MonotonicClock, VirtualClock
+from lorikeet.core.clock import VirtualClock, WaitableClock
 from lorikeet.costs.assisted import assist_costs
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
@@ -49,7 +49,7 @@ def build_modelled_executor(
 
 
 def build_paced_executor(
-    settings: Settings, row: Row, clock: MonotonicClock, on_transfer_done: Callable[[], None]
+    settings: Settings, row: Row, clock: WaitableClock, on_transfer_done: Callable[[], None]
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a replica without arithmetic.
 

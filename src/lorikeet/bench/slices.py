@@ -1,0 +1,92 @@
+"""Runs on one machine by turns, a slice of time each, so that all of them meet it at the same speed.
+
+A machine that others share is a few percent slower in one minute than in the next. Of two runs that go one after the
+other, the one that meets the slower minutes looks worse, and near the most that a server can bear much worse.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from lorikeet.core.clock import MonotonicClock, WaitableClock
+from lorikeet.core.garbage import long_lived
+
+T = TypeVar("T")
+
+
+class PausableClock:
+    """A clock, less the time in which this one stood. It stands in the beginning.
+
+    Args:
+        clock: the machine's, if none is given.
+    """
+
+    def __init__(self, clock: WaitableClock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._stood_s = 0.0
+        self._stands_since_s: float | None = self._clock.now()
+
+    def now(self) -> float:
+        """Return the present time in seconds."""
+        now_s = self._clock.now() if self._stands_since_s is None else self._stands_since_s
+        return now_s - self._stood_s
+
+    def wait_until(self, when_s: float) -> None:
+        """Wait until ``when_s``, while it runs."""
+        self._clock.wait_until(when_s + self._stood_s)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let it run until the end.
+
+        Raises:
+            RuntimeError: it runs already.
+        """
+        if self._stands_since_s is None:
+            raise RuntimeError("the clock runs already")
+        self._stood_s += self._clock.now() - self._stands_since_s
+        self._stands_since_s = None
+        try:
+            yield
+        finally:
+            self._stands_since_s = self._clock.now()
+
+
+def in_slices(runs: Sequence[tuple[PausableClock, Generator[None, None, T]]], slice_s: float) -> list[T]:
+    """Run all to their ends, by turns, and return what they return.
+
+    A slice ends where its run stops next once it is over. What a run has left under way, such as a copy by a thread of
+    its own, goes on while its clock stands: slices are to be long beside that.
+
+    Args:
+        runs: each with the clock that it goes by.
+        slice_s: how long each goes on at a time.
+    """
+    ends: dict[int, T] = {}
+    with long_lived(), ExitStack() as closing:
+        for _, run in runs:
+            closing.callback(run.close)
+        while len(ends) < len(runs):
+            for number, (clock, run) in enumerate(runs):
+                if number not in ends:
+                    with clock.running():
+                        try:
+                            _go_on(run, clock, clock.now() + slice_s)
+                        except StopIteration as end:
+                            ends[number] = end.value
+    return [ends[number] for number in range(len(runs))]
+
+
+def to_end(run: Generator[None, None, T]) -> T:
+    """Run without stopping, and return what the run returns."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _go_on(run: Iterator[None], clock: PausableClock, until_s: float) -> None:
+    while clock.now() < until_s:
+        next(run)
