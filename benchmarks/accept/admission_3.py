@@ -17,6 +17,7 @@ from benchmarks.accept.admission_common import (
     KNEE_SEEDS,
     OURS,
     PREDICTOR,
+    SEED,
     WORDS_OF_KNEE,
     Case,
     Outcome,
@@ -48,7 +49,9 @@ from lorikeet.costs.stretch import stretched
 SCALE = 1 / 8
 POOL_REQUESTS = 12
 MAX_MODEL_TOKENS, STEP_TOKENS = 2048, 256
-RUN_S, REPEATS = 300.0, 3
+RUN_S = 300.0
+LIVE_SEEDS = (41, 42, 43)
+"""Of the repeats' workloads: by none of them was anything chosen."""
 LOADS = {name: paper.LOADS[name].per_s / paper.KNEE_RPS for name in ("low", "high")}
 """Of the knee: 0.69 and 1.03."""
 P50_RATIO = 0.7
@@ -134,9 +137,9 @@ def run(runs: StoredRuns) -> Result:
         interval=(first.low, first.high),
         passed=not failures,
         cause="; ".join([*failures, _served_words(modelled)] if failures else []),
-        notes=f"{loads['low'].words}; {REPEATS} repeats of {RUN_S / 60:.0f} minutes, in each of which both rows run by "
-        f"turns of {SLICE_S:g} s, and the clock of each stands while the other runs; 95 % bootstrap over "
-        "repeats and requests, of the mean ratio of repeats; mean TTFT, s: "
+        notes=f"{loads['low'].words}; {len(LIVE_SEEDS)} repeats of {RUN_S / 60:.0f} minutes, each of a workload of its "
+        f"own, in which both rows run by turns of {SLICE_S:g} s, and the clock of each stands while the other runs; "
+        "95 % bootstrap over repeats and requests, of the mean ratio of repeats; mean TTFT, s: "
         + "; ".join(f"{name} {_by_row(load.found.pair, _mean)}" for name, load in loads.items())
         + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side, "
         f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes right before "
@@ -166,10 +169,13 @@ def _side(runs: StoredRuns, name: str) -> Found:
 
 
 def _load(runs: StoredRuns, name: str) -> Load:
-    """Run both rows at a load; which begins changes from repeat to repeat."""
+    """Run both rows at a load; which begins, and the workload, changes from repeat to repeat."""
     rows = (OURS, FIFO)
     with live_runs(runs, name, LOADS[name]) as live:
-        made = [live.run(str(repeat), rows[:: -1 if repeat % 2 else 1], RUN_S) for repeat in range(REPEATS)]
+        made = [
+            live.run(str(repeat), rows[:: -1 if repeat % 2 else 1], RUN_S, seed)
+            for repeat, seed in enumerate(LIVE_SEEDS)
+        ]
         modelled = live.modelled(fmean(each["slower"] for each in made))
         return Load(Found(live.machine, made), modelled, live.words())
 
@@ -235,13 +241,14 @@ class LiveRuns:
         with two_processes() as pool:
             return find_knee(FIFO, 1.0, lambda rate: mean_growth(FIFO, rate, partial(pool.map, modelled)))
 
-    def run(self, part: str, rows: Sequence[str], duration_s: float) -> dict[str, Any]:
+    def run(self, part: str, rows: Sequence[str], duration_s: float, seed: int = SEED) -> dict[str, Any]:
         """Run rows live at the load by turns, right after a look at how fast the machine is.
 
         Args:
             part: of the line.
             rows: in the order in which they begin.
             duration_s: how long requests come.
+            seed: of the workload.
 
         Returns:
             ``slower``: by what share steps took longer than the profile says; ``knee``; ``rows``: the figures of each
@@ -249,17 +256,19 @@ class LiveRuns:
         """
 
         def measure() -> dict[str, Any]:
-            [look] = self._run_rows([FIFO], self._load * self.knee(0.0), SLOWER_S, 0.0)
+            [look] = self._run_rows([FIFO], self._load * self.knee(0.0), SLOWER_S, seed, 0.0)
             slower = float(look["drift"])
             knee = self.knee(slower)
-            made = self._run_rows(rows, self._load * knee, duration_s, slower)
+            made = self._run_rows(rows, self._load * knee, duration_s, seed, slower)
             drift = max((float(each["drift"]) for each in made), key=abs)
             return {"slower": slower, "knee": knee, "rows": dict(zip(rows, made, strict=True)), "drift": drift}
 
         return self._get(part, partial(undisturbed, measure))
 
-    def _run_rows(self, rows: Sequence[str], rate: float, duration_s: float, slower: float) -> list[dict[str, Any]]:
-        cases = [Case(row=row, rate=rate, requests=round(rate * duration_s)) for row in rows]
+    def _run_rows(
+        self, rows: Sequence[str], rate: float, duration_s: float, seed: int, slower: float
+    ) -> list[dict[str, Any]]:
+        cases = [Case(row=row, rate=rate, requests=round(rate * duration_s), seed=seed) for row in rows]
         return self._rigs.run_in_slices(
             [(self.setting.settings(case.row), partial(_turns_of, case=case)) for case in cases], slower
         )

@@ -198,18 +198,18 @@ def test_the_knee_of_a_machine_that_is_slower_than_its_profile_says_is_as_much_l
     live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
     assert (live.machine, live.knee(0.0)) == ("fast", 3.3)
     assert live.knee(0.1) == pytest.approx(3.0)
-    asked: list[tuple[Sequence[str], float, float, float]] = []
+    asked: list[tuple[Any, ...]] = []
 
-    def run_rows(rows: Sequence[str], rate: float, duration_s: float, slower: float) -> list[dict[str, Any]]:
-        asked.append((rows, rate, duration_s, slower))
+    def run_rows(rows: Sequence[str], rate: float, duration_s: float, seed: int, slower: float) -> list[dict[str, Any]]:
+        asked.append((rows, rate, duration_s, seed, slower))
         return [{"drift": 0.1}] if len(asked) == 1 else [{"drift": 0.02}, {"drift": -0.03}]
 
     monkeypatch.setattr(live, "_run_rows", run_rows)
     monkeypatch.setattr(admission_3, "_this_machine", lambda: {"machine": "fast"})
     monkeypatch.setattr(admission_3, "undisturbed", lambda measure: measure())
-    found = live.run("0", (OURS, FIFO), 300.0)
-    assert asked[0] == ([FIFO], pytest.approx(1.03 * 3.3), admission_3.SLOWER_S, 0.0)
-    assert asked[1] == ((OURS, FIFO), pytest.approx(1.03 * 3.0), 300.0, 0.1)
+    found = live.run("0", (OURS, FIFO), 300.0, 9)
+    assert asked[0] == ([FIFO], pytest.approx(1.03 * 3.3), admission_3.SLOWER_S, 9, 0.0)
+    assert asked[1] == ((OURS, FIFO), pytest.approx(1.03 * 3.0), 300.0, 9, 0.1)
     assert (found["slower"], found["knee"], found["drift"]) == (0.1, pytest.approx(3.0), -0.03)
     assert found["rows"] == {OURS: {"drift": 0.02}, FIFO: {"drift": -0.03}}
 

@@ -16,7 +16,7 @@ from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.policies.priority import PriorityFirst
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S, ShortestFirst
 
-_CHAMELEON = Options(charge=Charge.SHARED, overcommit=2.0, join_from=0.5)
+_CHAMELEON = Options(charge=Charge.SHARED, overcommit=2.0, join_from=0.25, largest_percentile=95.0)
 _OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
     "literal": {"k_rule": KRule.LITERAL},
     "lazy": {"lazy_squash": True},
@@ -24,7 +24,7 @@ _OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
     "output-only": {"weights": OUTPUT_ONLY},
     "priority-shares": {"share": Share.PRIORITY},
     "smallest-first": {"overload": Overload.SMALLEST_FIRST},
-    "p99": {"largest_percentile": 99.0},
+    "largest": {"largest_percentile": 100.0},
     "charge-per-request": {"charge": Charge.PER_REQUEST},
     "charge-if-absent": {"charge": Charge.IF_ABSENT},
     "no-overcommit": {"overcommit": 1.0},
