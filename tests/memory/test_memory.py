@@ -132,7 +132,7 @@ def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same(
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
     kept = bench.memory.host_counts().kv
     assert kept > 0
-    assert not bench.memory.room.make_host_room(11)
+    assert not bench.memory.room.make_host_room(11, 0.0)
     assert bench.memory.host_counts().kv == kept
 
 

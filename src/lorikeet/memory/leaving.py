@@ -95,3 +95,12 @@ def leaving_host(tree: Tree) -> Leaving:
         return may & ((tree.kind[at] == Kind.ADAPTER) | (tree.children[at] == below))
 
     return Leaving(tree, may_leave)
+
+
+def host_blocks_at_rest(tree: Tree) -> int:
+    """Return the host blocks of all who rest there unneeded, KV with what is below it and adapters."""
+    every = slice(tree.end)
+    rests = tree.on_host[every] & (tree.moving[every] == Moving.NO) & (tree.pins[every] == 0)
+    adapters = np.flatnonzero(rests & (tree.kind[every] == Kind.ADAPTER)).tolist()
+    kv = int((rests & (tree.kind[every] == Kind.KV)).sum())
+    return kv + sum(len(tree.adapters[node].host_blocks) for node in adapters)

@@ -10,7 +10,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.flights import Flight
 from lorikeet.memory.leases import Wait
-from lorikeet.memory.leaving import At, leaving_device, leaving_host
+from lorikeet.memory.leaving import At, Leaving, host_blocks_at_rest, leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
@@ -130,9 +130,11 @@ class Room:
             self._clear(area, blocks * area.limit // self._tiers.device.total, now, np.inf)
 
     def rescore(self, nodes: Nodes, now: float) -> None:
-        """Ask for the scores of nodes that were used, or came."""
-        tree = self._tree
-        tree.score[nodes] = self._eviction.scores(nodes, now)
+        """Ask for the scores of nodes that were used, or came; not of adapters if all are asked for at an eviction."""
+        tree, is_adapter = self._tree, self._tree.kind[nodes] == Kind.ADAPTER
+        scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
+        if len(scored):
+            tree.score[scored] = self._eviction.scores(scored, now)
         for node in nodes[self._leaving.allows(nodes) | self._host_leaving.allows(nodes)].tolist():
             self.offer(node)
 
@@ -256,14 +258,16 @@ class Room:
 
     # --- the host ------------------------------------------------------------------------------------
 
-    def make_host_room(self, blocks: int) -> bool:
+    def make_host_room(self, blocks: int, now: float) -> bool:
         """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters.
 
         Nobody leaves if that would not suffice.
         """
         tiers = self._tiers
-        if not self._could_clear_host(blocks):
-            return False
+        if tiers.host.free < blocks:
+            if tiers.host.free + host_blocks_at_rest(self._tree) < blocks:
+                return False
+            self._score_adapters(self._host_leaving, now)
         while tiers.host.free < blocks:
             if self._clear_host_of_kv(blocks):
                 continue
@@ -307,19 +311,6 @@ class Room:
         self._tiers.drop_kv_from_host(run)
         self.forget_if_empty(run)
         return True
-
-    def _could_clear_host(self, blocks: int) -> bool:
-        tree, tiers = self._tree, self._tiers
-        have = tiers.host.free
-        if blocks <= have:
-            return True
-        every = slice(tree.end)
-        rests = tree.on_host[every] & (tree.moving[every] == Moving.NO) & (tree.pins[every] == 0)
-        have += int((rests & (tree.kind[every] == Kind.KV)).sum())
-        if blocks > have:
-            resting = np.flatnonzero(rests & (tree.kind[every] == Kind.ADAPTER)).tolist()
-            have += sum(len(tree.adapters[node].host_blocks) for node in resting)
-        return blocks <= have
 
     # --- the inside ----------------------------------------------------------------------------------
 
@@ -367,11 +358,8 @@ class Room:
         Adapters are compared with KV by what the policy adds to their scores.
         """
         tree, eviction = self._tree, self._eviction
-        if Kind.ADAPTER in kinds and eviction.rescored_at_eviction:
-            adapters = self._leaving.candidates(Kind.ADAPTER)
-            tree.score[adapters] = eviction.scores(adapters, now)
-            self._leaving.forget(Kind.ADAPTER)
-            self._host_leaving.forget(Kind.ADAPTER)
+        if Kind.ADAPTER in kinds:
+            self._score_adapters(self._leaving, now)
         firsts = {kind: nodes for kind in kinds if (nodes := self._leaving.first(kind, eviction.proposals))}
         offsets = {Kind.KV: 0.0, Kind.ADAPTER: eviction.adapter_offset(now) if len(firsts) > 1 else 0.0}
         ranked = [(float(tree.score[node]) + offsets[kind], node) for kind, nodes in firsts.items() for node in nodes]
@@ -381,6 +369,14 @@ class Room:
         node = eviction.choose([node for _, node in ranked[: eviction.proposals]], now)
         is_alone = eviction.proposals > 1 or eviction.whole_branches or tree.kind[node] == Kind.ADAPTER
         return [node] if is_alone else self._leaving.run(node, most)
+
+    def _score_adapters(self, leaving: Leaving, now: float) -> None:
+        """Ask for the scores of all adapters that may leave a tier, where they depend on who else is there."""
+        if self._eviction.rescored_at_eviction:
+            adapters = leaving.candidates(Kind.ADAPTER)
+            self._tree.score[adapters] = self._eviction.scores(adapters, now)
+            self._leaving.forget(Kind.ADAPTER)
+            self._host_leaving.forget(Kind.ADAPTER)
 
     def _evict(self, nodes: list[int], now: float) -> None:
         if self._tree.kind[nodes[0]] == Kind.ADAPTER:

@@ -115,7 +115,7 @@ class Swapper:
         """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made."""
         tiers, entry = self._tiers, self._tree.adapters[node]
         host_blocks = []
-        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size):
+        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size, now):
             host_blocks = tiers.host.lease(entry.host_size)
         blocks = tiers.device.lease(int(self._tree.size[node]))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)

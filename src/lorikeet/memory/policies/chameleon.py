@@ -51,10 +51,12 @@ class Chameleon(Eviction):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return scores of adapters as they are now, by who is resident and who is wanted."""
         tree = self.view.tree
-        known = np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER)
-        resident = known[stays(tree, known)]
         is_adapter = tree.kind[nodes] == Kind.ADAPTER
         scores = np.where(is_adapter, 0.0, -1.0)
+        if not is_adapter.any():
+            return scores
+        known = np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER)
+        resident = known[stays(tree, known)]
         if len(resident):
             scores[is_adapter] = self._scores(nodes[is_adapter], resident, known, now)
         return scores
@@ -88,7 +90,10 @@ class Chameleon(Eviction):
             + size * _share(self._ranks(known), adapters, known)
         )
         for tier, members in ((WANTED, self.view.waiting), (PROTECTED, self._protected_now(now))):
-            scores += tier * np.isin(adapters, list(members))
+            if members:
+                is_member = np.zeros(self.view.tree.end, np.bool_)
+                is_member[list(members)] = True
+                scores += tier * is_member[adapters]
         return scores
 
     def _forget_uses(self, now: float) -> None:

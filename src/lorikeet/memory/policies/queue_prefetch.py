@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from lorikeet.memory.policies.base import Prefetch, is_prefetchable
+from lorikeet.memory.tree import Moving
 
 
 class QueuePrefetch(Prefetch):
@@ -17,8 +20,10 @@ class QueuePrefetch(Prefetch):
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield them in the order of the queue."""
-        for adapter in tuple(self.view.waiting):
-            if is_prefetchable(self.view.tree, adapter):
+        tree, wanted = self.view.tree, np.fromiter(self.view.waiting, np.int64)
+        away = wanted[~(tree.on_device[wanted] | (tree.moving[wanted] != Moving.NO))]
+        for adapter in away.tolist():
+            if is_prefetchable(tree, adapter):
                 yield adapter
 
     def evicts_below(self, node: int) -> float:
