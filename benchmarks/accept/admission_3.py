@@ -30,7 +30,7 @@ from benchmarks.accept.admission_common import (
     two_processes,
     workload_words,
 )
-from benchmarks.accept.disturbance import drift_words, undisturbed
+from benchmarks.accept.disturbance import disturbance_rule, undisturbed
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
@@ -44,7 +44,6 @@ from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.costs.profile import CostProfile
-from lorikeet.costs.stretch import stretched
 
 SCALE = 1 / 8
 POOL_REQUESTS = 12
@@ -59,8 +58,6 @@ SIDES = {"below": 0.85, "beyond": 1.15}
 """Of the knee: where the live queue is looked at, further away than a run may drift from what was measured before."""
 OVERLOAD = 1.3
 """Of the knee: where it shows how much each row can serve."""
-SLOWER_S = 120.0
-"""How long FIFO runs to tell by how much the machine is slower under the load than its profile says."""
 
 Pair = dict[str, list[dict[str, Any]]]
 """Runs of both rows, by repeat."""
@@ -71,10 +68,12 @@ class Found(NamedTuple):
 
     Attributes:
         machine: where.
+        knee: see ``LiveRuns``.
         runs: see ``LiveRuns.run``; of a load one a repeat.
     """
 
     machine: str
+    knee: float
     runs: list[dict[str, Any]]
 
     @property
@@ -82,9 +81,10 @@ class Found(NamedTuple):
         """The runs by row."""
         return {row: [each["rows"][row] for each in self.runs] for row in self.runs[0]["rows"]}
 
-    def each(self, words: Callable[[dict[str, Any]], str]) -> str:
-        """Return words about each run."""
-        return " ".join(map(words, self.runs))
+    @property
+    def slower(self) -> str:
+        """By what share the machine was slower than its profile in each run, in words."""
+        return " ".join(f"{each['slower']:.0%}" for each in self.runs)
 
 
 class Load(NamedTuple):
@@ -132,7 +132,7 @@ def run(runs: StoredRuns) -> Result:
                 f"at {load:.2f}": f"{fmean(modelled[_served(load)]):.3f}" for load in (LOADS["high"], OVERLOAD)
             },
             "growth, live": {name: f"{each:+.1%}" for name, each in growths.items()},
-            "knee, per second": {name: each.each(_knee) for name, each in found.items()},
+            "knee": {name: f"{each.knee:.2f}/s" for name, each in found.items()},
         },
         interval=(first.low, first.high),
         passed=not failures,
@@ -141,15 +141,12 @@ def run(runs: StoredRuns) -> Result:
         f"own, in which both rows run by turns of {SLICE_S:g} s, and the clock of each stands while the other runs; "
         "95 % bootstrap over repeats and requests, of the mean ratio of repeats; mean TTFT, s: "
         + "; ".join(f"{name} {_by_row(load.found.pair, _mean)}" for name, load in loads.items())
-        + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side, "
-        f"divided by how much longer than that the steps of {FIFO} took in {SLOWER_S / 60:.0f} minutes right before "
-        "each run: "
-        + ", ".join(f"{name} {each.each(_slower)}" for name, each in found.items())
-        + "; in the runs they took longer than then by: "
-        + "; ".join(f"{name} {_by_row(each.pair, _drift)}" for name, each in found.items())
+        + f"; knee: {WORDS_OF_KNEE}, modelled by a quick profile of this machine right before each load and side; "
+        "clocks go as much slower than the real one as steps lately took longer than that profile says: "
+        + ", ".join(f"{name} {each.slower}" for name, each in found.items())
         + "; machines: "
         + ", ".join(f"{name} {each.machine}" for name, each in found.items())
-        + f"; a profile or run was {drift_words('in those minutes')}; by the profile: "
+        + f"; a run was {disturbance_rule()}; by the profile: "
         f"{len(KNEE_SEEDS)} workloads, what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
@@ -165,7 +162,7 @@ def run(runs: StoredRuns) -> Result:
 
 def _side(runs: StoredRuns, name: str) -> Found:
     with live_runs(runs, name, SIDES[name]) as live:
-        return Found(live.machine, [live.run("growth", (FIFO,), HALF_HOUR_S)])
+        return Found(live.machine, live.knee, [live.run("growth", (FIFO,), HALF_HOUR_S)])
 
 
 def _load(runs: StoredRuns, name: str) -> Load:
@@ -176,8 +173,7 @@ def _load(runs: StoredRuns, name: str) -> Load:
             live.run(str(repeat), rows[:: -1 if repeat % 2 else 1], RUN_S, seed)
             for repeat, seed in enumerate(LIVE_SEEDS)
         ]
-        modelled = live.modelled(fmean(each["slower"] for each in made))
-        return Load(Found(live.machine, made), modelled, live.words())
+        return Load(Found(live.machine, live.knee, made), live.modelled, live.words())
 
 
 class LiveRuns:
@@ -221,12 +217,10 @@ class LiveRuns:
             )
         )
 
-    def knee(self, slower: float) -> float:
-        """Return FIFO's knee in requests per second, where steps take longer than the profile says by such a share.
-
-        If all steps take so much longer, so much less can be served.
-        """
-        return float(self._get("knee", self._search_knee)["rate"]) / (1 + slower)
+    @property
+    def knee(self) -> float:
+        """FIFO's, in requests per second of the machine as its profile has it."""
+        return float(self._get("knee", self._search_knee)["rate"])
 
     def _get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def measure_here() -> dict[str, Any]:
@@ -242,7 +236,7 @@ class LiveRuns:
             return find_knee(FIFO, 1.0, lambda rate: mean_growth(FIFO, rate, partial(pool.map, modelled)))
 
     def run(self, part: str, rows: Sequence[str], duration_s: float, seed: int = SEED) -> dict[str, Any]:
-        """Run rows live at the load by turns, right after a look at how fast the machine is.
+        """Run rows live at the load by turns; see ``MachineRigs.run_in_slices``.
 
         Args:
             part: of the line.
@@ -251,48 +245,39 @@ class LiveRuns:
             seed: of the workload.
 
         Returns:
-            ``slower``: by what share steps took longer than the profile says; ``knee``; ``rows``: the figures of each
-            with its ``drift`` since then; ``drift``, the largest; ``stolen``, see ``undisturbed``.
+            ``rows``: the figures of each; ``slower``: by what share steps took longer than the profile says;
+            ``stolen``, see ``undisturbed``.
         """
+        rate = self._load * self.knee
+        cases = [Case(row=row, rate=rate, requests=round(rate * duration_s), seed=seed) for row in rows]
+        runs = [(self.setting.settings(case.row), partial(_turns_of, case=case)) for case in cases]
 
         def measure() -> dict[str, Any]:
-            [look] = self._run_rows([FIFO], self._load * self.knee(0.0), SLOWER_S, seed, 0.0)
-            slower = float(look["drift"])
-            knee = self.knee(slower)
-            made = self._run_rows(rows, self._load * knee, duration_s, seed, slower)
-            drift = max((float(each["drift"]) for each in made), key=abs)
-            return {"slower": slower, "knee": knee, "rows": dict(zip(rows, made, strict=True)), "drift": drift}
+            made, slower = self._rigs.run_in_slices(runs)
+            return {"rows": dict(zip(rows, made, strict=True)), "slower": slower}
 
         return self._get(part, partial(undisturbed, measure))
 
-    def _run_rows(
-        self, rows: Sequence[str], rate: float, duration_s: float, seed: int, slower: float
-    ) -> list[dict[str, Any]]:
-        cases = [Case(row=row, rate=rate, requests=round(rate * duration_s), seed=seed) for row in rows]
-        return self._rigs.run_in_slices(
-            [(self.setting.settings(case.row), partial(_turns_of, case=case)) for case in cases], slower
-        )
-
-    def modelled(self, slower: float) -> dict[str, list[float]]:
-        """Return what both rows do by the profile, on a machine as slow as this one, as ours ÷ FIFO's by workload.
+    @cached_property
+    def modelled(self) -> dict[str, list[float]]:
+        """Return what both rows do by the profile, as ours ÷ FIFO's by workload.
 
         P50 and P95 of TTFT at the load, and how much is served per second at the load and far beyond the knee, where
         the last answer comes so much sooner.
         """
-        return self._get("modelled", partial(self._compare_modelled, slower))
+        return self._get("modelled", self._compare_modelled)
 
-    def _compare_modelled(self, slower: float) -> dict[str, list[float]]:
-        profile = stretched(self._rigs.profile, 1 + slower)
+    def _compare_modelled(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
         for load in (self._load, OVERLOAD):
-            rate = load * self.knee(slower)
+            rate = load * self.knee
             cases = [
                 Case(row=row, rate=rate, requests=round(rate * RUN_S), seed=seed)
                 for seed in KNEE_SEEDS
                 for row in (OURS, FIFO)
             ]
             with two_processes() as pool:
-                made = list(pool.map(partial(_modelled_figures, profile, self.setting), cases))
+                made = list(pool.map(partial(_modelled_figures, self._rigs.profile, self.setting), cases))
             pairs = list(zip(made[::2], made[1::2], strict=True))
             found[_served(load)] = [theirs["drained_s"] / ours["drained_s"] for ours, theirs in pairs]
             if load == self._load:
@@ -391,20 +376,8 @@ def _by_row(pair: Pair, words: Callable[[dict[str, Any]], str]) -> str:
     return ", ".join(f"{row} " + " ".join(map(words, made)) for row, made in pair.items())
 
 
-def _knee(run: dict[str, Any]) -> str:
-    return f"{run['knee']:.2f}"
-
-
-def _slower(run: dict[str, Any]) -> str:
-    return f"{run['slower']:.0%}"
-
-
 def _mean(run: dict[str, Any]) -> str:
     return f"{run['ttft_mean_s']:.2f}"
-
-
-def _drift(run: dict[str, Any]) -> str:
-    return f"{run['drift']:.0%}"
 
 
 def _words(ratio: Ratio) -> str:

@@ -32,9 +32,14 @@ def undisturbed(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def disturbance_words(stolen: float) -> str:
     """Return the rule for the notes of a line with one such measurement, and what others took of it."""
+    return f"{disturbance_rule()}: they took {stolen:.1%}"
+
+
+def disturbance_rule() -> str:
+    """Return the rule for the notes of a line with several such measurements."""
     return (
         f"measured {ATTEMPTS} times if others on the hardware took more than {MOST_STOLEN:.0%}, and the least "
-        f"disturbed counts: they took {stolen:.1%}"
+        "disturbed counts"
     )
 
 

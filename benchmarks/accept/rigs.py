@@ -11,6 +11,7 @@ import msgspec
 from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.inprocess import THREADS
 from benchmarks.accept.machine_profile import machine_profile
+from benchmarks.accept.machine_speed import MachineSpeed
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.memory_bench import MemorySetting, Rig, live_rig, modelled_rig
@@ -104,27 +105,23 @@ class MachineRigs:
 
         return undisturbed(measure)
 
-    def run_in_slices(self, rows: Sequence[tuple[Settings, Turns]], slower: float = 0.0) -> list[dict[str, Any]]:
-        """Run rows live by turns, whatever others do; see ``in_slices``.
+    def run_in_slices(self, rows: Sequence[tuple[Settings, Turns]]) -> tuple[list[dict[str, Any]], float]:
+        """Run rows live by turns, whatever others do, on clocks that go as fast as the machine does beside its profile.
+
+        So the machine is always as fast as its profile says, by these clocks; transfers keep the real time.
 
         Args:
             rows: each with what runs it.
-            slower: by what share steps are known to take longer than the profile says.
 
         Returns:
-            What each returned, and ``drift``: by what share its steps took longer than that.
+            What each returned, and by what share steps took longer than the profile says.
         """
-        with tempfile.TemporaryDirectory(prefix="lorikeet-recordings-") as folder:
-            records = [Path(folder) / str(number) for number in range(len(rows))]
-            runs = []
-            for (settings, turns), record in zip(rows, records, strict=True):
-                clock = PausableClock()
-                rig = self.live._replace(start=partial(live_replica, clock=clock))
-                runs.append((clock, turns(rig, _recorded(settings, record))))
-            return [
-                made | {"drift": (1 + self._drift(Recording(record))) / (1 + slower) - 1}
-                for made, record in zip(in_slices(runs, SLICE_S), records, strict=True)
-            ]
+        speed, runs = MachineSpeed(self.profile), []
+        for settings, run in rows:
+            clock = PausableClock()
+            start = partial(live_replica, clock=clock, on_ran=speed.watch(settings.engine))
+            runs.append((clock, run(self.live._replace(start=start), settings)))
+        return in_slices(runs, SLICE_S, speed.rate), speed.slower
 
     def measure_slower(self, settings: Settings, run: Callable[[Rig, Settings], dict[str, Any]]) -> dict[str, Any]:
         """Return by what share steps take longer live than the profile says, as ``slower``, and ``stolen``."""
@@ -135,7 +132,8 @@ class MachineRigs:
     ) -> tuple[dict[str, Any], float]:
         with tempfile.TemporaryDirectory(prefix="lorikeet-recording-") as folder:
             record = Path(folder) / "run"
-            made = run(self.live, _recorded(settings, record))
+            recorded = msgspec.structs.replace(settings.engine, record=str(record))
+            made = run(self.live, msgspec.structs.replace(settings, engine=recorded))
             return made, self._drift(Recording(record))
 
     def _drift(self, recording: Recording) -> float:
@@ -144,10 +142,6 @@ class MachineRigs:
         steps = [pair for kind in (Kind.DECODE, Kind.PREFILL, Kind.MIXED) for pair in pairs[kind]]
         recorded_s, modelled_s = map(sum, zip(*steps, strict=True))
         return recorded_s / modelled_s - 1
-
-
-def _recorded(settings: Settings, record: Path) -> Settings:
-    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, record=str(record)))
 
 
 def with_default_model(setting: MemorySetting) -> MemorySetting:

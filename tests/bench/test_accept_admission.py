@@ -1,6 +1,5 @@
 """What the lines of admission make of their runs."""
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -190,38 +189,14 @@ def test_both_loads_and_both_sides_of_the_knee_count(
     assert all(text.startswith(begin) for text, begin in zip(texts, complaints, strict=True))
 
 
-def test_the_knee_of_a_machine_that_is_slower_than_its_profile_says_is_as_much_lower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = StoredRuns("admission.3", tmp_path, "code")
-    store(runs, knee={"rate": 3.3, "growth": {}}, machine={"machine": "fast"})
-    live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
-    assert (live.machine, live.knee(0.0)) == ("fast", 3.3)
-    assert live.knee(0.1) == pytest.approx(3.0)
-    asked: list[tuple[Any, ...]] = []
-
-    def run_rows(rows: Sequence[str], rate: float, duration_s: float, seed: int, slower: float) -> list[dict[str, Any]]:
-        asked.append((rows, rate, duration_s, seed, slower))
-        return [{"drift": 0.1}] if len(asked) == 1 else [{"drift": 0.02}, {"drift": -0.03}]
-
-    monkeypatch.setattr(live, "_run_rows", run_rows)
-    monkeypatch.setattr(admission_3, "_this_machine", lambda: {"machine": "fast"})
-    monkeypatch.setattr(admission_3, "undisturbed", lambda measure: measure())
-    found = live.run("0", (OURS, FIFO), 300.0, 9)
-    assert asked[0] == ([FIFO], pytest.approx(1.03 * 3.3), admission_3.SLOWER_S, 9, 0.0)
-    assert asked[1] == ((OURS, FIFO), pytest.approx(1.03 * 3.0), 300.0, 9, 0.1)
-    assert (found["slower"], found["knee"], found["drift"]) == (0.1, pytest.approx(3.0), -0.03)
-    assert found["rows"] == {OURS: {"drift": 0.02}, FIFO: {"drift": -0.03}}
-
-
 def test_what_was_begun_on_another_machine_is_not_finished_on_this_one(tmp_path: Path) -> None:
     runs = StoredRuns("admission.3", tmp_path, "code")
     store(runs, machine={"machine": "another"})
     live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
     with pytest.raises(RuntimeError, match=r"high was begun on another, this is .* cores"):
-        live.knee(0.0)
+        _ = live.knee
     store(runs, knee={"rate": 3.3, "growth": {}})
-    assert live.knee(0.0) == 3.3, "what is there is still read"
+    assert live.knee == 3.3, "what is there is still read"
 
 
 def store(runs: StoredRuns, **parts: dict[str, Any]) -> None:

@@ -35,13 +35,29 @@ def test_a_clock_that_has_stood_waits_for_as_long_as_it_says() -> None:
     machine = VirtualClock()
     clock = PausableClock(machine)
     machine.advance(7.0)
-    with clock.running():
+    with clock.going():
         assert clock.now() == 0.0
         clock.wait_until(3.0)
-        with pytest.raises(RuntimeError, match="runs already"), clock.running():
+        with pytest.raises(RuntimeError, match="goes already"), clock.going():
             pass
     machine.advance(1.0)
     assert (machine.now(), clock.now()) == (11.0, 3.0)
+
+
+def test_a_slow_clock_waits_for_longer() -> None:
+    machine = VirtualClock(10.0)
+    clock = PausableClock(machine)
+    with clock.going(0.5):
+        machine.advance(2.0)
+        assert clock.now() == 11.0
+        clock.wait_until(13.0)
+        assert machine.now() == 16.0
+
+
+def test_clocks_go_as_fast_as_is_said_before_each_slice() -> None:
+    machine = VirtualClock()
+    clock, rates = PausableClock(machine), iter((1.0, 0.5, 2.0, 1.0))
+    assert in_slices([(clock, steps(machine, clock, 7, []))], 2.0, lambda: next(rates)) == [2.0 + 2.0 + 2.0]
 
 
 def test_where_one_fails_all_are_closed() -> None:

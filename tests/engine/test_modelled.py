@@ -72,7 +72,7 @@ def run(
     clock, said = VirtualClock(), Said()
     profile = profile or round_profile()
     executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
-    replica = assemble(settings, executor, sizes, clock, said.plans.append)
+    replica = assemble(settings, executor, sizes, clock, lambda plan, result: said.plans.append(plan))
     for outputs in drive(replica.engine, clock, InOrder(requests), coalesced=coalesced):
         said.take(outputs)
     return said

@@ -83,7 +83,12 @@ class Bench:
         )
         self.plans: list[StepPlan] = []
         self.engine = Engine(
-            self.scheduler, self.memory, self.executor, self.clock, self.row.cold_start, self.plans.append
+            self.scheduler,
+            self.memory,
+            self.executor,
+            self.clock,
+            self.row.cold_start,
+            lambda plan, result: self.plans.append(plan),
         )
         self.tokens: dict[RequestId, list[int]] = {}
         self.events: list[RequestEvent] = []

@@ -1,9 +1,11 @@
 """Replicas in this process, live or on a virtual clock, by the same settings."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock, VirtualClock, WaitableClock
+from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica, assemble, build_replica
 from lorikeet.engine.modelled import ModelledExecutor
@@ -19,13 +21,14 @@ class Started(NamedTuple):
     coalesced: bool
 
 
-def live_replica(settings: Settings, clock: WaitableClock | None = None) -> Started:
-    """Build a replica of real arithmetic on the real clock, or another one that goes as fast.
-
-    See ``build_replica`` for what it raises.
-    """
+def live_replica(
+    settings: Settings,
+    clock: WaitableClock | None = None,
+    on_ran: Callable[[StepPlan, StepResult], None] | None = None,
+) -> Started:
+    """Build a replica of real arithmetic on the real clock or another one; see ``build_replica``."""
     clock = clock or MonotonicClock()
-    return Started(build_replica(settings, clock=clock), clock, coalesced=False)
+    return Started(build_replica(settings, clock=clock, on_ran=on_ran), clock, coalesced=False)
 
 
 class Modelled(NamedTuple):

@@ -4,7 +4,7 @@ A machine that others share is a few percent slower in one minute than in the ne
 other, the one that meets the slower minutes looks worse, and near the most that a server can bear much worse.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
@@ -15,44 +15,46 @@ T = TypeVar("T")
 
 
 class PausableClock:
-    """A clock, less the time in which this one stood. It stands in the beginning.
+    """A clock that goes only now and then, and more or less fast. It stands in the beginning.
 
     Args:
-        clock: the machine's, if none is given.
+        clock: by which it goes; the machine's, if none is given.
     """
 
     def __init__(self, clock: WaitableClock | None = None) -> None:
         self._clock = clock or MonotonicClock()
-        self._stood_s = 0.0
-        self._stands_since_s: float | None = self._clock.now()
+        self._now_s = self._began_s = self._clock.now()
+        self._rate = 0.0
 
     def now(self) -> float:
         """Return the present time in seconds."""
-        now_s = self._clock.now() if self._stands_since_s is None else self._stands_since_s
-        return now_s - self._stood_s
+        return self._now_s + (self._clock.now() - self._began_s) * self._rate
 
     def wait_until(self, when_s: float) -> None:
-        """Wait until ``when_s``, while it runs."""
-        self._clock.wait_until(when_s + self._stood_s)
+        """Wait until ``when_s``, while it goes."""
+        self._clock.wait_until(self._clock.now() + (when_s - self.now()) / self._rate)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let it run until the end.
+    def going(self, rate: float = 1.0) -> Iterator[None]:
+        """Let it go until the end, so many seconds in each of the other clock's.
 
         Raises:
-            RuntimeError: it runs already.
+            RuntimeError: it goes already.
         """
-        if self._stands_since_s is None:
-            raise RuntimeError("the clock runs already")
-        self._stood_s += self._clock.now() - self._stands_since_s
-        self._stands_since_s = None
+        if self._rate:
+            raise RuntimeError("the clock goes already")
+        self._began_s, self._rate = self._clock.now(), rate
         try:
             yield
         finally:
-            self._stands_since_s = self._clock.now()
+            self._now_s, self._rate = self.now(), 0.0
 
 
-def in_slices(runs: Sequence[tuple[PausableClock, Generator[None, None, T]]], slice_s: float) -> list[T]:
+def in_slices(
+    runs: Sequence[tuple[PausableClock, Generator[None, None, T]]],
+    slice_s: float,
+    rate: Callable[[], float] = lambda: 1.0,
+) -> list[T]:
     """Run all to their ends, by turns, and return what they return.
 
     A slice ends where its run stops next once it is over. What a run has left under way, such as a copy by a thread of
@@ -60,7 +62,8 @@ def in_slices(runs: Sequence[tuple[PausableClock, Generator[None, None, T]]], sl
 
     Args:
         runs: each with the clock that it goes by.
-        slice_s: how long each goes on at a time.
+        slice_s: how long each goes on at a time, on its clock.
+        rate: how fast clocks are to go, asked before each slice.
     """
     ends: dict[int, T] = {}
     with long_lived(), ExitStack() as closing:
@@ -69,7 +72,7 @@ def in_slices(runs: Sequence[tuple[PausableClock, Generator[None, None, T]]], sl
         while len(ends) < len(runs):
             for number, (clock, run) in enumerate(runs):
                 if number not in ends:
-                    with clock.running():
+                    with clock.going(rate()):
                         try:
                             _go_on(run, clock, clock.now() + slice_s)
                         except StopIteration as end:

@@ -9,7 +9,7 @@ import msgspec
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
-from lorikeet.core.plan import StepPlan
+from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.memory_build import build_memory
@@ -41,6 +41,7 @@ def build_replica(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     on_load_done: Callable[[], None] = lambda: None,
     clock: WaitableClock | None = None,
+    on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
     """Build a replica on the real clock, with the executor that the settings name.
 
@@ -48,7 +49,8 @@ def build_replica(
         settings: all settings; ``settings.model.model`` is a local folder.
         progress: called with (stage, done, total) while loading.
         on_load_done: called, on another thread, when a transfer has ended.
-        clock: another one that goes as fast as the real one.
+        clock: one that goes about as fast as the real one, instead of it.
+        on_ran: see ``Engine``.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -63,7 +65,7 @@ def build_replica(
         executor, sizes = build_paced_executor(settings, row, clock, on_load_done)
     else:
         executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
-    return assemble(settings, executor, sizes, clock)
+    return assemble(settings, executor, sizes, clock, on_ran)
 
 
 def assemble(
@@ -71,7 +73,7 @@ def assemble(
     executor: Executor,
     sizes: EngineSizes,
     clock: Clock,
-    on_plan: Callable[[StepPlan], None] | None = None,
+    on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
     """Put a replica together around an executor: the same on every executor and clock.
 
@@ -101,7 +103,7 @@ def assemble(
         )
     scheduler = Scheduler(memory, admission, limits, row, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
-    engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_plan, recorder)
+    engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_ran, recorder)
     arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
     notes = [
         f"row {settings.engine.row} is {name}: {row}",

@@ -19,7 +19,7 @@ from lorikeet.core.messages import (
     StepOutputs,
     Submit,
 )
-from lorikeet.core.plan import StepPlan
+from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.departures import Departures
 from lorikeet.engine.executor import Executor
@@ -40,7 +40,7 @@ class Engine:
         executor: runs plans.
         clock: real or virtual.
         cold_start: whether transfers stop everything.
-        on_plan: called with every plan that has run.
+        on_ran: called with every plan that has run, and what came of it.
         recorder: is told all that plans depend on.
     """
 
@@ -51,7 +51,7 @@ class Engine:
         executor: Executor,
         clock: Clock,
         cold_start: ColdStart = ColdStart.WAIT,
-        on_plan: Callable[[StepPlan], None] | None = None,
+        on_ran: Callable[[StepPlan, StepResult], None] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -59,7 +59,7 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self._cold_start = cold_start
-        self._on_plan = on_plan
+        self._on_ran = on_ran
         self._recorder: Recorder = recorder or NoRecorder()
         self._departures = Departures(memory, executor)
         self._unwanted: set[AdapterDigest] = set()
@@ -145,8 +145,8 @@ class Engine:
             self._recorder.note(Ran(now, result))
             self._scheduler.commit(plan, result, now)
             self._steps += result.steps_run if plan.sequences else 0
-            if self._on_plan is not None:
-                self._on_plan(plan)
+            if self._on_ran is not None:
+                self._on_ran(plan, result)
         self._last_plan = plan
         tokens, events = self._scheduler.take_outputs()
         adapter_events = self._memory.take_events()
