@@ -55,7 +55,7 @@ LOADS = {name: paper.LOADS[name].per_s / paper.KNEE_RPS for name in ("low", "hig
 """Of the knee: 0.69 and 1.03."""
 P50_RATIO = 0.7
 SIDES = {"below": 0.85, "beyond": 1.15}
-"""Of the knee: where the live queue is looked at, further away than a run may drift from what was measured before."""
+"""Of the knee: where the live queue is looked at, so far away that chance does not decide."""
 OVERLOAD = 1.3
 """Of the knee: where it shows how much each row can serve."""
 

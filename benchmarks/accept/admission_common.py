@@ -210,11 +210,6 @@ def profile_rig(case: Case, work: MemoryWork) -> tuple[Rig, Settings]:
     return rig, setting.settings(case.row)
 
 
-def run_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Outcome:
-    """Run a case: ``turns_on`` to its end."""
-    return to_end(turns_on(rig, settings, case, work))
-
-
 def turns_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Generator[None, None, Outcome]:
     """Run a case's requests on a fresh replica, all of whose adapters have been read into the host tier.
 
@@ -237,6 +232,10 @@ def turns_on(rig: Rig, settings: Settings, case: Case, work: MemoryWork) -> Gene
     rank_of = dict(zip(work.names, spread(case.ranks, case.adapters), strict=True))
     ranks = [rank_of[each.adapter] for each in work.requests if each.adapter is not None]
     return Outcome(work, ranks, run, watch, began, stats.memory, stats, queue)
+
+
+run_on = to_end(turns_on)
+"""The same without stops; returns the outcome."""
 
 
 # --- figures -----------------------------------------------------------------------------------------

@@ -43,15 +43,11 @@ def disturbance_rule() -> str:
     )
 
 
-def drift_words(than: str = "its profile says") -> str:
-    """Return the rule for the notes of a line whose measurements tell how far the machine had left its profile.
-
-    Args:
-        than: what they are held against, if not the profile as it is.
-    """
+def drift_words() -> str:
+    """Return the rule for the notes of a line whose measurements tell how far the machine had left its profile."""
     return (
         f"measured {ATTEMPTS} times if others on the hardware took more than {MOST_STOLEN:.0%} or if its steps took "
-        f"{MOST_DRIFT:.0%} longer or shorter than {than}, and the least disturbed counts"
+        f"{MOST_DRIFT:.0%} longer or shorter than its profile says, and the least disturbed counts"
     )
 
 

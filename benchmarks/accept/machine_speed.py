@@ -3,13 +3,12 @@
 import math
 from functools import partial
 
-import msgspec
-
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.modelled_build import transfer_model
 from lorikeet.engine.modelled_times import ModelledTimes
+from lorikeet.engine.recorded_times import modelled_as_run
 from lorikeet.rows import resolve_row
 
 _MEMORY_S = 20.0
@@ -46,8 +45,7 @@ class MachineSpeed:
         return partial(self._ran, ModelledTimes(transfer_model(engine, self._profile), row, loop_each_step=False))
 
     def _ran(self, times: ModelledTimes, plan: StepPlan, result: StepResult) -> None:
-        whole = msgspec.structs.replace(plan, repeat=result.steps_run)
-        modelled = times.steps_s(whole, math.inf, lambda _: ())
+        modelled = modelled_as_run(times, plan, result)
         if modelled.steps:
             fading = math.exp(-result.duration_s / _MEMORY_S)
             self._lately_s = self._lately_s * fading + result.duration_s

@@ -27,6 +27,7 @@ from benchmarks.accept.admission_common import (
 )
 from benchmarks.accept.admission_page import admission_page
 from benchmarks.accept.runs import StoredRuns
+from lorikeet.bench.memory_bench import MemorySetting
 from lorikeet.bench.statistics import Ratio
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
 from lorikeet.costs.catalog import load_profile
@@ -187,6 +188,25 @@ def test_both_loads_and_both_sides_of_the_knee_count(
     texts = admission_3.failures_of(ratios, {"below": sides[0], "beyond": sides[1]})
     assert len(texts) == len(complaints)
     assert all(text.startswith(begin) for text, begin in zip(texts, complaints, strict=True))
+
+
+def test_rows_are_run_by_turns_at_the_share_of_the_knee(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = StoredRuns("admission.3", tmp_path, "code")
+    store(runs, machine={"machine": "fast"}, knee={"rate": 3.0, "growth": {}})
+    live = admission_3.LiveRuns(runs, "high", 1.03, tmp_path)
+    asked: list[Case] = []
+
+    def run_in_slices(rows: list[tuple[str, Any]]) -> tuple[list[dict[str, Any]], float]:
+        asked.extend(turns.keywords["case"] for _, turns in rows)
+        return [{"ttft_mean_s": 1.0}, {"ttft_mean_s": 2.0}], 0.1
+
+    monkeypatch.setattr(admission_3, "_this_machine", lambda: {"machine": "fast"})
+    monkeypatch.setattr(admission_3, "undisturbed", lambda measure: measure())
+    monkeypatch.setattr(live, "setting", MemorySetting(memory_bytes=1, host_memory_bytes=1))
+    monkeypatch.setattr(live._rigs, "run_in_slices", run_in_slices)
+    found = live.run("0", (OURS, FIFO), 300.0, 9)
+    assert asked == [Case(row=row, rate=1.03 * 3.0, requests=927, seed=9) for row in (OURS, FIFO)]
+    assert found == {"rows": {OURS: {"ttft_mean_s": 1.0}, FIFO: {"ttft_mean_s": 2.0}}, "slower": 0.1}
 
 
 def test_what_was_begun_on_another_machine_is_not_finished_on_this_one(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def test_where_one_fails_all_are_closed() -> None:
 
 
 def test_a_run_is_run_to_its_end() -> None:
-    def run() -> Generator[None, None, str]:
-        yield
-        yield
-        return "done"
+    def run(said: str, *, times: int) -> Generator[None, None, str]:
+        for _ in range(times):
+            yield
+        return said
 
-    assert to_end(run()) == "done"
+    assert to_end(run)("done", times=2) == "done"

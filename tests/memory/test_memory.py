@@ -125,6 +125,16 @@ def test_adapters_that_left_the_device_go_on_being_host_victims() -> None:
         assert bench.memory.tree.on_host[node], f"{index}: the oldest makes room on the host"
 
 
+def test_adapters_leave_the_host_by_the_scores_of_that_moment() -> None:
+    bench = Bench(blocks=14, host_blocks=8, row=ROWS["chameleon"])  # nobody leaves the device
+    for index, name in enumerate(("often", "often", "once", "often", "later")):
+        ask(bench, f"r{index}", [1, 2], name, blocks=4)
+    tree = bench.memory.tree
+    nodes = {name: tree.adapter(AdapterDigest(f"digest-{name}")) for name in ("often", "once", "later")}
+    there = {name: bool(tree.on_host[node]) for name, node in nodes.items()}
+    assert there == {"often": True, "once": False, "later": True}
+
+
 def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same() -> None:
     bench = Bench(blocks=20, host_blocks=10, row=Row(host_kv=True))
     ask(bench, "kv", words(0, 6))

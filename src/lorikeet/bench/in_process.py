@@ -64,34 +64,6 @@ class Watch:
         """A request has got its answer, or what there is of it."""
 
 
-def run_workload(
-    engine: Engine,
-    clock: WaitableClock,
-    workload: Sequence[WorkloadRequest],
-    adapters: Mapping[str, AdapterRef],
-    prompts: Prompts,
-    *,
-    coalesced: bool = False,
-    on_finished: Callable[[int], None] = lambda finished: None,
-    watch: Watch | None = None,
-    predict: Predictor | None = None,
-) -> Run:
-    """Run a workload: ``turns_of_workload`` to its end."""
-    return to_end(
-        turns_of_workload(
-            engine,
-            clock,
-            workload,
-            adapters,
-            prompts,
-            coalesced=coalesced,
-            on_finished=on_finished,
-            watch=watch,
-            predict=predict,
-        )
-    )
-
-
 def turns_of_workload(
     engine: Engine,
     clock: WaitableClock,
@@ -132,6 +104,10 @@ def turns_of_workload(
         collector.take(outputs, clock.now())
         yield
     return collector.run()
+
+
+run_workload = to_end(turns_of_workload)
+"""The same without stops; returns the run."""
 
 
 class WorkloadArrivals:

@@ -6,11 +6,13 @@ other, the one that meets the slower minutes looks worse, and near the most that
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from lorikeet.core.clock import MonotonicClock, WaitableClock
 from lorikeet.core.garbage import long_lived
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -80,14 +82,20 @@ def in_slices(
     return [ends[number] for number in range(len(runs))]
 
 
-def to_end(run: Generator[None, None, T]) -> T:
-    """Run without stopping, and return what the run returns."""
-    while True:
-        try:
-            next(run)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+def to_end(begin: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
+    """Return what begins a run with the same arguments, does not stop, and returns what the run returns."""
+
+    @wraps(begin)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        run = begin(*args, **kwargs)
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+    return whole
 
 
 def _go_on(run: Iterator[None], clock: PausableClock, until_s: float) -> None:

@@ -6,8 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
-from lorikeet.core.plan import StepPlan, Tier, Transfer
+from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
 from lorikeet.costs.transfers import TransferModel
+from lorikeet.engine.modelled import Times
 from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.engine.replay import Turn
 from lorikeet.rows import Row
@@ -53,15 +54,26 @@ def compare_times(turns: Iterable[Turn], row: Row, transfers: TransferModel) -> 
                 pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.course(transfer).alone_s))
         plan = turn.planned.plan
         under_way |= {transfer.transfer_id: transfer for transfer in plan.transfers}
-        if turn.ran is None or plan.assisted:
+        if turn.ran is None:
             times.note(plan)
             continue
         result = turn.ran.result
-        whole = msgspec.structs.replace(plan, repeat=result.steps_run)
-        modelled = times.steps_s(whole, math.inf, lambda _: ())
+        modelled = modelled_as_run(times, plan, result)
         if modelled.steps:
             pairs[_kind(plan)].append((result.duration_s / modelled.steps, modelled.seconds / modelled.steps))
     return pairs
+
+
+def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> Times:
+    """Return what a plan takes by a cost model, for as many steps as ran; none if the host assisted it.
+
+    Raises:
+        ProfileError: the profile lacks something that the plan needs.
+    """
+    if plan.assisted:
+        times.note(plan)
+        return Times(0, 0.0, 0.0)
+    return times.steps_s(msgspec.structs.replace(plan, repeat=result.steps_run), math.inf, lambda _: ())
 
 
 def _kind_of_transfer(transfer: Transfer) -> Kind:

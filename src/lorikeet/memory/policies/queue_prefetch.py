@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Prefetch, is_prefetchable
+from lorikeet.memory.policies.base import Prefetch
 from lorikeet.memory.tree import Moving
 
 
@@ -21,10 +21,7 @@ class QueuePrefetch(Prefetch):
     def targets(self, now: float) -> Iterator[int]:
         """Yield them in the order of the queue."""
         tree, wanted = self.view.tree, np.fromiter(self.view.waiting, np.int64)
-        away = wanted[~(tree.on_device[wanted] | (tree.moving[wanted] != Moving.NO))]
-        for adapter in away.tolist():
-            if is_prefetchable(tree, adapter):
-                yield adapter
+        yield from wanted[~tree.on_device[wanted] & (tree.moving[wanted] == Moving.NO)].tolist()
 
     def evicts_below(self, node: int) -> float:
         """Return what the eviction policy says."""
