@@ -30,7 +30,6 @@ from benchmarks.accept.admission_common import (
     two_processes,
     workload_words,
 )
-from benchmarks.accept.disturbance import disturbance_rule, undisturbed
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
@@ -146,7 +145,7 @@ def run(runs: StoredRuns) -> Result:
         + ", ".join(f"{name} {each.slower}" for name, each in found.items())
         + "; machines: "
         + ", ".join(f"{name} {each.machine}" for name, each in found.items())
-        + f"; a run was {disturbance_rule()}; by the profile: "
+        + "; by the profile: "
         f"{len(KNEE_SEEDS)} workloads, what is served per second by the time until the last answer; sides at "
         + " and ".join(f"{share:g}" for share in SIDES.values())
         + " of the knee for half an hour; interval of the first ratio",
@@ -245,8 +244,7 @@ class LiveRuns:
             seed: of the workload.
 
         Returns:
-            ``rows``: the figures of each; ``slower``: by what share steps took longer than the profile says;
-            ``stolen``, see ``undisturbed``.
+            ``rows``: the figures of each; ``slower``: by what share steps took longer than the profile says.
         """
         rate = self._load * self.knee
         cases = [Case(row=row, rate=rate, requests=round(rate * duration_s), seed=seed) for row in rows]
@@ -256,7 +254,7 @@ class LiveRuns:
             made, slower = self._rigs.run_in_slices(runs)
             return {"rows": dict(zip(rows, made, strict=True)), "slower": slower}
 
-        return self._get(part, partial(undisturbed, measure))
+        return self._get(part, measure)
 
     @cached_property
     def modelled(self) -> dict[str, list[float]]:

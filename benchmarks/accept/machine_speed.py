@@ -12,7 +12,7 @@ from lorikeet.engine.recorded_times import modelled_as_run
 from lorikeet.rows import resolve_row
 
 _MEMORY_S = 20.0
-"""How long a step counts: its weight falls to 1/e in steps of so many seconds. Some slices of all rows."""
+"""How long a step counts: its weight falls to 1/e in steps of so many seconds. Many slices of each row."""
 
 
 class MachineSpeed:

@@ -27,8 +27,8 @@ from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import turns
 from lorikeet.rows import resolve_row
 
-SLICE_S = 10.0
-"""How long a row goes on before another has its turn: some hundred steps."""
+SLICE_S = 1.0
+"""How long a row goes on before another has its turn: some ten steps. See docs/decisions/acceptance.md."""
 
 _DTYPE = "bfloat16"
 
