@@ -2,13 +2,15 @@
 
 import datetime
 import json
+import sysconfig
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accept.lines import Figure, Line, Result
 from benchmarks.accept.machine import describe_machine, machine_words, revision
-from benchmarks.accept.runs import STATUS
+from benchmarks.accept.runs import ROOT, STATUS
 
 _HEAD = """\
 # Status
@@ -31,7 +33,7 @@ def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
         "bound": line.bound,
         "interval": result.interval,
         "pass": result.passed,
-        "cause": result.cause,
+        "cause": _without_places(result.cause),
         "notes": result.notes,
         "details": result.details,
         "revision": revision(),
@@ -42,6 +44,20 @@ def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
     path = folder / f"{line.name}.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def _without_places(text: str) -> str:
+    """Return what an error says, on one line, without where this machine keeps its files."""
+    places = {
+        sysconfig.get_path("purelib"): "<packages>",
+        str(ROOT): ".",
+        tempfile.gettempdir(): "<temporary>",
+        str(Path.home()): "~",
+    }
+    for place, name in places.items():
+        if place != "/":
+            text = text.replace(place, name)
+    return " ".join(text.split())
 
 
 def write_status(folder: Path = STATUS) -> Path:

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from benchmarks.accept.fast_9 import ROWS, common_window
 from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import revision
 from benchmarks.accept.performance import write_performance
-from benchmarks.accept.runs import StoredRuns, code_digest
+from benchmarks.accept.runs import ROOT, StoredRuns, code_digest
 from benchmarks.accept.serve_1 import newcomer_environment
 from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
@@ -69,6 +70,17 @@ def test_a_revision_is_dirty_only_where_something_else_than_the_status_changed(t
     assert not revision(tmp_path).endswith("-dirty")
     source.write_text("2")
     assert revision(tmp_path).endswith("-dirty")
+
+
+def test_a_cause_is_one_line_that_does_not_tell_where_the_machine_keeps_its_files(tmp_path: Path) -> None:
+    text = (
+        f'RuntimeError: child died:\n  File "{torch.__file__}"\n  File "{ROOT}/src/a.py"\n  {tempfile.gettempdir()}/x'
+    )
+    path = write_result(
+        Line("t.1", "t", "b", lambda runs: Result(1, passed=True)), Result(1, False, cause=text), tmp_path
+    )
+    cause = json.loads(path.read_text())["cause"]
+    assert cause == ('RuntimeError: child died: File "<packages>/torch/__init__.py" File "./src/a.py" <temporary>/x')
 
 
 def test_the_table_shows_each_line_in_order_with_its_cause(tmp_path: Path) -> None:
