@@ -152,32 +152,36 @@ def _measure() -> dict[str, Any]:
         model = default_model()
         refs = _adapters(Path(scratch), read_model_config(model).geometry(2))
         settings = ModelSettings(model=str(model), dtype="bfloat16", max_model_tokens=LONGEST_TOKENS)
-        return measure_loads(Settings(settings, engine), refs)
+        rounds = [refs[first : first + LOADS] for first in range(0, ADAPTERS, LOADS)]
+        return measure_loads(Settings(settings, engine), rounds)
 
 
-def measure_loads(settings: Settings, refs: Sequence[AdapterRef]) -> dict[str, Any]:
-    """Load adapters beside decodes, and return every step and load, as plain data.
+def measure_loads(settings: Settings, rounds: Sequence[Sequence[AdapterRef]]) -> dict[str, Any]:
+    """Ask for adapters beside decodes, and return every step, load and round, as plain data.
 
     Args:
         settings: of an engine with a host tier for all adapters, one step in a plan and ``LONGEST_TOKENS``.
-        refs: ``ADAPTERS`` that it does not know.
+        rounds: adapters that it does not know; those of one round are asked for one by one beside the same decodes.
+            One that is asked for again is loaded again unless the device still holds it.
     """
     steps: list[Step] = []
     loads: list[Load] = []
+    of_rounds: list[dict[str, float]] = []
     copies = TimedCopies()
     ends_s: list[float] = []
     built = build_replica(settings, on_load_done=lambda: ends_s.append(time.monotonic()))
     executor = built.engine._executor
     assert isinstance(executor, TorchExecutor)
     try:
-        fill_host(built.engine, tuple(refs))
-        for number in range(ROUNDS):
+        fill_host(built.engine, tuple({ref.digest: ref for refs in rounds for ref in refs}.values()))
+        for number, refs in enumerate(rounds):
             timed = Timed(executor)
             ends_s.clear()
             with mock.patch.object(built.engine, "_executor", timed), copies.patch():
-                _round(built.engine, number, refs[number * LOADS : (number + 1) * LOADS])
+                _round(built.engine, number, refs)
             steps += _steps(timed.turns)
             loads += map(Load, timed.load_begins_s, ends_s)
+            of_rounds.append({"tpot_s": _tpot_s(timed.turns), "loads": len(ends_s)})
         counts = executor.transfers.counts.by_thread()
     finally:
         built.engine.close()
@@ -195,6 +199,7 @@ def measure_loads(settings: Settings, refs: Sequence[AdapterRef]) -> dict[str, A
         "others_s": [step.ended_s - step.began_s for step in others],
         "loads_s": [load.ended_s - load.began_s for load in loads],
         "pairs": pairs,
+        "rounds": of_rounds,
         "copying_s": sum(copies.cpu_s) / len(loads),
         "work": {kind: sum(n for worker, n in counts.items() if worker.work is kind) for kind in Work},
         "on_loop": {
@@ -231,6 +236,12 @@ def _round(engine: Any, number: int, refs: Sequence[AdapterRef]) -> None:
 def _steps(turns: list[tuple[float, bool]]) -> list[Step]:
     """Steps of decodes that are followed at once by another turn."""
     return [Step(began_s, next_s) for (began_s, decodes), (next_s, _) in pairwise(turns) if decodes]
+
+
+def _tpot_s(turns: list[tuple[float, bool]]) -> float:
+    """Seconds of a token of each decode, from the first step of decodes alone to the last; others count in full."""
+    own = [i for i, (_, decodes) in enumerate(turns) if decodes]
+    return (turns[own[-1]][0] - turns[own[0]][0]) / (own[-1] - own[0])
 
 
 def _overlap(step: Step, load: Load) -> bool:

@@ -37,12 +37,13 @@ SIZES: dict[str, Any] = {
     "OVERHEAD_DISTINCT": 2,
     "OVERHEAD_ROWS": 4,
     "OVERHEAD_CONTEXT": 16,
-    "LOADED_ADAPTERS": 2,
+    "LOAD_PAIRS": 2,
+    "LOADS": 2,
     "COLD_RANKS": (4, 8),
     "COLD_TOKENS": (8, 16),
     "COLD_REPEATS": 1,
 }
-LOADS = {"ROUNDS": 1, "LOADS": 2, "EVERY_S": 0.02, "DECODES": 2, "LONGEST_TOKENS": 250}
+LOADS = {"EVERY_S": 0.02, "DECODES": 2, "LONGEST_TOKENS": 250}
 
 
 @pytest.fixture
@@ -79,10 +80,12 @@ def test_steps_are_measured_and_judged(rig: GpuRig) -> None:
 
 def test_loads_are_measured_and_judged(rig: GpuRig) -> None:
     found = cuda_3.measure_gpu_loads(rig)
-    assert len(found["loads_s"]) == 2
+    assert len(found["loads_s"]) == 1 + 2 * 2
+    assert all(tpot_s > 0 for pair in found["tpot_pairs_s"] for tpot_s in pair)
+    assert len(found["tpot_pairs_s"]) == 2
     of_a_layer = 64 * (64 + 48 + 48 + 64)  # rank × inputs and outputs of q, k, v and o
     assert found["load_bytes"] == 2 * 2 * of_a_layer
-    assert judge_loads(found, LIMITS).figure.keys() == {"a load", "steps beside a load"}
+    assert judge_loads(found, LIMITS).figure.keys() == {"a load", "TPOT with a load a second", "steps beside a load"}
 
 
 def test_cold_starts_are_measured_and_judged(rig: GpuRig) -> None:
@@ -119,13 +122,14 @@ def test_a_decode_is_held_against_the_bytes_that_it_reads() -> None:
     ]
 
 
-def test_a_load_is_held_against_the_link_and_the_steps_beside_it_against_the_others() -> None:
-    found = {"loads_s": [0.010], "load_bytes": 4.1e8, "overlapping_s": [1.02], "others_s": [1.0]}
+def test_a_load_is_held_against_the_link_and_tpot_with_loads_against_that_without() -> None:
+    found = {"loads_s": [0.010], "load_bytes": 4.1e8, "overlapping_s": [1.2], "others_s": [1.0]}
+    found["tpot_pairs_s"] = [(1.02, 1.0)]
     assert judge_loads(found, LIMITS).failures == []
-    found |= {"load_bytes": 3.9e8, "overlapping_s": [1.04]}
+    found |= {"load_bytes": 3.9e8, "tpot_pairs_s": [(1.04, 1.0), (2.0, 1.0), (1.0, 1.0)]}
     assert judge_loads(found, LIMITS).failures == [
         "a load: 78% of the link, 10.0 ms",
-        "steps beside a load: 1.040 × the others",
+        "TPOT with a load a second: 1.040 × that without",
     ]
 
 
