@@ -63,8 +63,8 @@ _ENGINE: dict[str, Any] = {
     f"bytes ÷ bandwidth at {' and '.join(map(str, LORA_ROWS))} adapters, {OVERHEAD_DISTINCT} cost ≤ {OVERHEAD:.0%} of "
     f"a decode step and ≤ {PREFILL_OVERHEAD:.0%} of a prefill; a load ≥ {LOAD_SHARE:.0%} of the link's bandwidth, one "
     f"a second costs ≤ {LOAD_COST - 1:.0%} of TPOT; cold starts cost what the load takes ± {LOAD_ERROR:.0%}, assisted "
-    f"ones ≤ {ASSISTED_SHARE:g} × that; {', '.join(LINES)} met there; ≥ {PEFT_TIMES} × PEFT's output tokens/s; the rows of "
-    "memory.4, admission.3 and modes.3 beside what is printed",
+    f"ones ≤ {ASSISTED_SHARE:g} × that; {', '.join(LINES)} met there; ≥ {PEFT_TIMES} × PEFT's output tokens/s; the "
+    "rows of memory.4, admission.3 and modes.3 beside what is printed",
 )
 def run(runs: StoredRuns) -> Result:
     """Measure part by part where there is a GPU; elsewhere judge what this code has measured on one."""
