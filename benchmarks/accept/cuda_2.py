@@ -24,6 +24,10 @@ EXAMPLES = {
     "no host sync in a decode step: the next begins before the last one's tokens are there": (
         f"{_GRAPHS}the_next_step_begins_before_the_tokens_of_the_last_are_there"
     ),
+    "tokens are told while the next step runs, whoever leaves meanwhile": (
+        f"{_GRAPHS}an_overlapped_plan_returns_after_each_step_while_the_next_runs"
+    ),
+    "a step that nobody wants any more is waited for": (f"{_GRAPHS}a_step_that_is_not_gone_on_with_is_forgotten"),
     "kernels that wait would be seen": f"{_GRAPHS}kernels_that_wait_would_be_seen",
     "tokens that are read before their event would be seen": (f"{_GRAPHS}tokens_that_are_read_too_early_would_be_seen"),
     "rows that fill a graph store nothing": f"{_GRAPHS}rows_that_fill_a_graph_store_nothing",

@@ -254,7 +254,7 @@ def measure_gpu_loads(rig: GpuRig) -> dict[str, Any]:
     The first round warms up.
     """
     refs = rig.references(rig.folders("load", [RANK] * (1 + LOAD_PAIRS * LOADS), ATTENTION))
-    settings = rig.settings(row="lorikeet:plain-no-reuse", host_memory_bytes=_COLD_BYTES, max_repeat=1)
+    settings = rig.settings(row="lorikeet:plain-no-reuse", host_memory_bytes=_COLD_BYTES)
     firsts = range(1, len(refs), LOADS)
     rounds = [refs[first : first + LOADS] for first in firsts for _ in ("loaded", "there already")]
     found = measure_loads(settings, [refs[:1], *rounds])

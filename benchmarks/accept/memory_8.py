@@ -160,7 +160,7 @@ def measure_loads(settings: Settings, rounds: Sequence[Sequence[AdapterRef]]) ->
     """Ask for adapters beside decodes, and return every step, load and round, as plain data.
 
     Args:
-        settings: of an engine with a host tier for all adapters, one step in a plan and ``LONGEST_TOKENS``.
+        settings: of an engine with a host tier for all adapters, which tells of every step, and ``LONGEST_TOKENS``.
         rounds: adapters that it does not know; those of one round are asked for one by one beside the same decodes.
             One that is asked for again is loaded again unless the device still holds it.
     """

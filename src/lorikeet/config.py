@@ -94,7 +94,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_tokens: tokens of KV in a block.
         max_running: most sequences that hold blocks at once.
         max_step_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        max_repeat: most identical decode steps in one plan.
+        max_repeat: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a request
+            that arrives ends the repeat.
         repeat_limit_s: a repeat ends after this time.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.

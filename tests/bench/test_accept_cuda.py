@@ -54,6 +54,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuRig:
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     engine = {"memory_bytes": 2**24, "host_memory_bytes": 2**23, "max_step_tokens": 64, "link_bytes_per_s": 1e6}
+    engine["max_repeat"] = 1  # on a GPU every step is told whatever this is
     return GpuRig(tmp_path, "small", device="cpu", **engine)
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
-from lorikeet.engine import decode_graphs, transfers
+from lorikeet.engine import decode_graphs, torch_executor, transfers
 from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.stepping import Called, Replayed, can_be_replayed
@@ -205,6 +207,63 @@ def test_what_had_begun_when_a_sequence_ends_is_taken_for_the_others(models: Mod
         driver.step({"alone": 5})
         driver.decode(["alone"], len(together) - 1)
         assert driver.token_ids("alone") == together
+
+
+def test_an_overlapped_plan_returns_after_each_step_while_the_next_runs(models: Models) -> None:
+    with late(models) as (driver, device):
+        for i, name in enumerate(("a", "b", "unhurried a", "unhurried b")):
+            driver.add(name, random_tokens(3 + i % 2, seed=i % 2), temperature=1.0, seed=5)
+        driver.step({"a": 3, "b": 4, "unhurried a": 3, "unhurried b": 4})
+        both = {"a": 1, "b": 1}
+        for goes_on, repeat in ((False, 4), (True, 3), (True, 2)):
+            result = driver.step(both, repeat, overlapped=True, goes_on=goes_on)
+            assert (result.steps_run, result.next_runs) == (1, True)
+            assert device.replays == device.replayed + 1
+        result = driver.step({"b": 1}, overlapped=True, goes_on=True)
+        assert (result.steps_run, result.next_runs) == (1, False)
+        assert device.replays == device.replayed == 4
+        driver.decode(["unhurried a", "unhurried b"], 4)
+        assert driver.token_ids("a") == driver.token_ids("unhurried a")[:4]
+        assert driver.token_ids("b") == driver.token_ids("unhurried b")
+    assert device.faults == []
+
+
+def test_a_step_that_ran_already_counts_from_the_end_of_the_last(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count()
+    with late(models) as (driver, _):
+        driver.add("a", random_tokens(3, seed=1))
+        driver.step({"a": 3})
+        monkeypatch.setattr(torch_executor, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        took_s = [driver.step({"a": 1}, 3 - i, overlapped=True, goes_on=i > 0).duration_s for i in range(3)]
+        assert sum(took_s) == next(ticks) - 1
+
+
+@pytest.mark.parametrize("then", ["others decode", "others prefill", "nothing"])
+def test_a_step_that_is_not_gone_on_with_is_forgotten(models: Models, then: str) -> None:
+    with late(models) as (driver, device):
+        for name in ("left", "other", "unhurried"):
+            driver.add(name, random_tokens(4, seed=1))
+        driver.step({"left": 4, "unhurried": 4})
+        driver.decode(["unhurried"], 3)
+        assert driver.step({"left": 1}, 3, overlapped=True).next_runs
+        driver.drop("left")
+        if then != "nothing":
+            driver.step({"other": 3 if then == "others prefill" else 4})
+            driver.step({"other": 1}, 3 if then == "others decode" else 1)
+            driver.decode(["other"], 3)
+            assert driver.token_ids("other")[:4] == driver.token_ids("unhurried")
+    assert device.replays == device.replayed, "closing waits for what runs"
+    assert device.faults == []
+
+
+def test_whoever_has_a_say_in_its_tokens_is_never_overlapped(models: Models) -> None:
+    with late(models) as (driver, _):
+        driver.add("a", random_tokens(3, seed=1), **EDITED)
+        driver.step({"a": 3})
+        result = driver.step({"a": 1}, 3, overlapped=True)
+        assert (result.steps_run, result.next_runs) == (3, False)
 
 
 def test_a_row_that_is_not_finite_fails_alone(models: Models) -> None:

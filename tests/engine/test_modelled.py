@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from lorikeet.config import EngineSettings, ModelSettings, Settings
@@ -67,7 +68,7 @@ def run(
 ) -> Said:
     settings = Settings(
         ModelSettings(max_model_tokens=500),
-        EngineSettings(max_repeat=1, **engine),  # type: ignore[arg-type]
+        EngineSettings(**{"max_repeat": 1, **engine}),  # type: ignore[arg-type]
     )
     clock, said = VirtualClock(), Said()
     profile = profile or round_profile()
@@ -104,6 +105,27 @@ def test_identical_steps_are_one_plan_that_ends_with_the_next_arrival() -> None:
     assert decodes[0].max_duration_s == pytest.approx(0.1 - 0.010)
     # b arrives in the middle of a step and is admitted with the next.
     assert 0.1 < said.at(FirstToken, "b") < 0.1 + 2 * 0.013
+
+
+def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in_whoever_arrives() -> None:
+    profile = round_profile()
+    slow_loop = msgspec.structs.replace(profile.step, loop=msgspec.structs.replace(profile.step.loop, value=0.004))
+    profile = msgspec.structs.replace(profile, step=slow_loop)
+    first_s: dict[bool, float] = {}
+    steps: dict[bool, list[tuple[int, bool]]] = {}
+    for overlapped in (False, True):
+        given = msgspec.structs.replace(profile, overlapped=overlapped)
+        requests = [request("a", 1, 14), request("b", 1, 1, arrival_s=0.030)]
+        said = run(requests, given, coalesced=False, max_repeat=6, repeat_limit_s=1.0)
+        first_s[overlapped] = said.at(FirstToken, "b")
+        steps[overlapped] = [(plan.repeat, plan.goes_on) for plan in said.plans if plan.sequences]
+    assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
+    alone, with_b = [(1, False), (6, False), (5, True), (1, True)], [(1, False)]
+    after = [(6, False), *((left, True) for left in (5, 4, 3, 2, 1)), (3, False), (2, True), (1, True)]
+    assert steps[True] == alone + with_b + after
+    # 10 ms of prefill and 4 of the loop; three decodes of 10.2 ms and longer, and the loop; b beside a, and the loop.
+    assert first_s[True] == pytest.approx(0.014 + 0.0102 + 0.0103 + 0.0104 + 0.004 + 0.0115 + 0.004)
+    assert first_s[False] == pytest.approx(first_s[True] + 0.0105 + 0.0106 + 0.0107 + 0.0003)
 
 
 def test_coalesced_steps_bring_what_single_steps_bring() -> None:

@@ -52,8 +52,18 @@ class RecordedTraffic(RuleBasedStateMachine):
         broken=st.frozensets(st.integers(0, 60), max_size=6),
         repeat=st.integers(1, 6),
         budget=st.integers(3, 20),
+        overlaps=st.booleans(),
     )
-    def start(self, row: str, blocks: int, host_blocks: int, broken: frozenset[int], repeat: int, budget: int) -> None:
+    def start(
+        self,
+        row: str,
+        blocks: int,
+        host_blocks: int,
+        broken: frozenset[int],
+        repeat: int,
+        budget: int,
+        overlaps: bool,
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="lorikeet-test-")
         self.path = Path(self.folder.name) / "run"
         self.made = RecordedEngine(
@@ -63,6 +73,7 @@ class RecordedTraffic(RuleBasedStateMachine):
             failing=frozenset({AdapterDigest("digest-bad")}),
             broken_transfers=broken,
             sick=frozenset({RequestId("r3")}),
+            overlaps=overlaps,
             row=row,
             max_repeat=repeat,
             max_step_tokens=budget,

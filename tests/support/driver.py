@@ -189,6 +189,8 @@ class Driver:
         max_duration_s: float = 60.0,
         merged: AdapterRef | None = None,
         kernel_form: KernelForm = KernelForm.UNPADDED,
+        overlapped: bool = False,
+        goes_on: bool = False,
     ) -> StepResult:
         """Compute so many tokens of each sequence; a sequence that has caught up yields a token."""
         ordered = sorted(work.items(), key=lambda item: self._adapters[item[0]] or "")
@@ -210,6 +212,8 @@ class Driver:
             merged=None if merged is None else merged.digest,
             repeat=repeat,
             max_duration_s=max_duration_s,
+            overlapped=overlapped,
+            goes_on=goes_on,
         )
         result = self.execute(plan)
         for step, sampled in zip(steps, result.tokens, strict=True):

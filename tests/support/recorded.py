@@ -33,6 +33,7 @@ class RecordedEngine:
         failing: versions that cannot be read.
         broken_transfers: ids of transfers that fail for another reason.
         sick: requests whose output is not finite.
+        overlaps: whether it returns after each step of a plan that allows it.
         engine: settings.
     """
 
@@ -44,6 +45,7 @@ class RecordedEngine:
         failing: frozenset[AdapterDigest] = frozenset(),
         broken_transfers: frozenset[int] = frozenset(),
         sick: frozenset[RequestId] = frozenset(),
+        overlaps: bool = False,
         **engine: object,
     ) -> None:
         given = {"max_running": 5, "max_step_tokens": 16, "block_tokens": BLOCK_TOKENS, "record": str(path), **engine}
@@ -58,6 +60,7 @@ class RecordedEngine:
             failing=failing,
             fails=lambda transfer: transfer.transfer_id in broken_transfers,
             sick=sick,
+            overlaps=overlaps,
         )
         sizes = EngineSizes(GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none")
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ class Bench:
     sick: frozenset[RequestId] = frozenset()
     switch_s: float = 0.0
     assist: AssistCosts | None = None
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -80,6 +81,7 @@ class Bench:
             fails=self.fails,
             sick=self.sick,
             switch_s=self.switch_s,
+            overlaps=self.overlaps,
         )
         self.plans: list[StepPlan] = []
         self.engine = Engine(
@@ -119,7 +121,7 @@ class Bench:
             self.step()
             if not (self.engine.has_requests or self.engine.is_busy or self.engine.has_transfers):
                 return
-        raise AssertionError(f"still {self.scheduler.running} running, {self.scheduler.waiting} waiting")
+        raise AssertionError(f"still {self.scheduler.gauges()}")
 
     def finished(self) -> dict[RequestId, Finished]:
         """How each request ended."""

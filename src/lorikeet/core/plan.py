@@ -149,6 +149,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         max_duration_s: the executor ends a repeat early after this time.
         assisted: of ``adapters``, those that are still on their way from the host. Sequences under them prefill, and
             on layers that have not arrived host workers compute what they add.
+        overlapped: whether the executor may return after any of the steps while the next one runs.
+        goes_on: its first step is that one, of the last plan with sequences; some of these may have left since. If the
+            next plan with sequences does not go on, nobody wants it any more.
     """
 
     step: int
@@ -164,6 +167,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     repeat: int = 1
     max_duration_s: float = 0.05
     assisted: tuple[AdapterDigest, ...] = ()
+    overlapped: bool = False
+    goes_on: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -192,9 +197,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         step: number of the plan.
         tokens: for each sequence of the plan, the tokens sampled, oldest first.
         steps_run: how many of ``repeat`` steps ran.
-        duration_s: time the executor took.
+        duration_s: time the executor took; of a plan that goes on, since the last step ended.
         failed: requests whose logits were not finite, so that no token could be chosen; the others are sound.
         switch_s: the part of ``duration_s`` in which another adapter, or none, was merged into the base weights.
+        next_runs: whether the next of the plan's steps runs already.
     """
 
     step: int
@@ -203,3 +209,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     duration_s: float
     failed: tuple[RequestId, ...] = ()
     switch_s: float = 0.0
+    next_runs: bool = False

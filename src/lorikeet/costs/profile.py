@@ -246,6 +246,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         transfers: links between tiers.
         switching, host_lora: of mechanisms that not every profile knows.
         weight_bytes: of the base model over all ranks; None where nobody needs it.
+        overlapped: whether the device runs the next decode step while the host is at the last one's tokens.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
         operating_points: what placements of a cluster go by, for each setting that was asked for.
         format: of the file.
@@ -268,6 +269,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     switching: Switching | None = None
     host_lora: HostLora | None = None
     weight_bytes: int | None = None
+    overlapped: bool = False
     kernel_efficiency: dict[str, Figure] = {}
     operating_points: tuple[OperatingLoads, ...] = ()
     format: int = FORMAT

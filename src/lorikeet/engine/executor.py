@@ -18,7 +18,9 @@ class Executor(Protocol):
     """Runs plans one after the other. Owns tensors; decides nothing.
 
     A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``transfers`` are started (not
-    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done.
+    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. A device
+    that runs a step while the host is at something else may return after each, where the plan allows it
+    (``StepPlan.overlapped``): tokens are told, and requests taken, while it runs.
     """
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -11,6 +11,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import (
     Abort,
     BringKv,
+    Departed,
     DropAdapter,
     EngineStats,
     KnowAdapters,
@@ -23,7 +24,7 @@ from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.departures import Departures
 from lorikeet.engine.executor import Executor
-from lorikeet.engine.records import Exported, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
+from lorikeet.engine.records import Exported, Message, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, Kind
 from lorikeet.rows import ColdStart
@@ -63,25 +64,23 @@ class Engine:
         self._recorder: Recorder = recorder or NoRecorder()
         self._departures = Departures(memory, executor)
         self._unwanted: set[AdapterDigest] = set()
+        self._has_news = False
         self._last_plan = StepPlan(step=-1)
         self._steps = 0
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
-        now = self._clock.now()
-        self._recorder.note(Received(now, Submit(request)))
+        now = self._receive(Submit(request))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; unknown ids are ignored."""
-        now = self._clock.now()
-        self._recorder.note(Received(now, Abort(request_id)))
+        now = self._receive(Abort(request_id))
         self._scheduler.abort(request_id, now)
 
     def export_request(self, request_id: RequestId) -> Request:
         """Take a request out as plain data, to be resumed by :meth:`submit` here or elsewhere."""
-        now = self._clock.now()
-        self._recorder.note(Received(now, Exported(request_id)))
+        now = self._receive(Exported(request_id))
         return self._scheduler.export_request(request_id, now)
 
     def let_go(self, request_id: RequestId) -> Request | None:
@@ -90,8 +89,7 @@ class Engine:
         Its KV goes to the host tier while the engine goes on; then ``StepOutputs.departed`` has it, for
         :meth:`bring_kv` of another engine with the same settings.
         """
-        now = self._clock.now()
-        self._recorder.note(Received(now, LetGo(request_id)))
+        now = self._receive(LetGo(request_id))
         try:
             request = self._scheduler.export_request(request_id, now, keep_kv=True)
         except KeyError:  # it may just have finished
@@ -101,8 +99,7 @@ class Engine:
 
     def bring_kv(self, message: BringKv) -> None:
         """Take KV in that another engine has computed, as far as the host tier has room for it."""
-        now = self._clock.now()
-        self._recorder.note(Received(now, msgspec.structs.replace(message, blocks=())))
+        now = self._receive(msgspec.structs.replace(message, blocks=()))
         adapter = BASE if message.adapter is None else self._memory.know(message.adapter)
         places = self._memory.travel.put(adapter, message.keys, now)
         if message.blocks:  # a replay has none
@@ -111,7 +108,7 @@ class Engine:
 
     def know_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
         """Take note of versions that requests may come for, so that they can be read and prefetched."""
-        self._recorder.note(Received(self._clock.now(), KnowAdapters(refs)))
+        self._receive(KnowAdapters(refs))
         for ref in refs:
             self._memory.know(ref)
 
@@ -120,11 +117,14 @@ class Engine:
 
         Requests that still arrive for it are served first: they were accepted before it was dropped.
         """
-        self._recorder.note(Received(self._clock.now(), DropAdapter(digest)))
+        self._receive(DropAdapter(digest))
         self._unwanted.add(digest)
 
     def step(self, until_s: float | None = None) -> StepOutputs:
         """Run one turn and return all that it has to tell. Without work it runs nothing.
+
+        Where the device runs the next decode step meanwhile, the next turn is for that step; nothing is planned anew
+        before somebody has told the engine something, or the plan is over.
 
         Args:
             until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then all steps that would
@@ -133,11 +133,15 @@ class Engine:
         Raises:
             ExecutorError: the step failed; the engine cannot go on.
         """
-        now = self._take_transfers()
-        departed = self._departures.take(now)
-        self._free_unwanted(now)
-        self._memory.swapper.tick(now)
-        plan = self._scheduler.plan(now, until_s)
+        now = self._clock.now()
+        departed: tuple[Departed, ...] = ()
+        plan = self._scheduler.go_on(further=not self._has_news)
+        if plan is None:
+            now = self._take_transfers()
+            departed = self._departures.take(now)
+            self._free_unwanted(now)
+            self._memory.swapper.tick(now)
+            plan, self._has_news = self._scheduler.plan(now, until_s), False
         self._recorder.note(Planned(now, until_s, plan))
         if not plan.is_empty:
             result = self._executor.execute(plan)
@@ -202,13 +206,14 @@ class Engine:
         """Return the gauges as they are after the last step."""
         counts = self._memory.counts()
         running, waiting = self._scheduler.live_adapters()
+        gauges = self._scheduler.gauges()
         return EngineStats(
             at_s=self._clock.now(),
             steps=self._steps,
-            running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
-            waiting_for_adapter=self._scheduler.waiting_for_adapter,
-            waiting_for_kv=self._scheduler.waiting_for_kv,
+            running=gauges.running,
+            waiting=gauges.waiting,
+            waiting_for_adapter=gauges.waiting_for_adapter,
+            waiting_for_kv=gauges.waiting_for_kv,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             kv_blocks=counts.kv,
@@ -224,7 +229,7 @@ class Engine:
             preemptions=self._scheduler.preemptions,
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
             memory=self._memory.stats(),
-            ahead_of_adapter=self._scheduler.ahead_of_adapter,
+            ahead_of_adapter=gauges.ahead_of_adapter,
             modes=self._scheduler.selection.stats(),
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
@@ -233,6 +238,12 @@ class Engine:
     def memory_stats(self) -> MemoryStats:
         """Return what the memory tells now."""
         return self._memory.stats()
+
+    def _receive(self, message: Message) -> float:
+        """Note what the engine is told, and return the time."""
+        now, self._has_news = self._clock.now(), True
+        self._recorder.note(Received(now, message))
+        return now
 
     def _take_transfers(self) -> float:
         """Take finished transfers in; under ``block`` none is left that somebody waits for. Return the plan's time."""

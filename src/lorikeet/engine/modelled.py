@@ -26,12 +26,14 @@ class Times(NamedTuple):
         seconds: of the steps, and of the switch before them.
         loop_s: that the engine's loop takes after them.
         switch_s: of ``seconds``, until another adapter was merged.
+        next_runs: whether the next of the plan's steps runs by then.
     """
 
     steps: int
     seconds: float
     loop_s: float
     switch_s: float = 0.0
+    next_runs: bool = False
 
 
 class PlanTimes(Protocol):
@@ -139,7 +141,7 @@ class ModelledExecutor:
         ]
         failed = tuple(step.request_id for step, tokens in zip(plan.sequences, chosen, strict=True) if tokens is None)
         given = tuple(tokens or () for tokens in chosen)
-        return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s)
+        return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s, times.next_runs)
 
     def assist_counters(self) -> None:
         """Return nothing: there are no host workers."""

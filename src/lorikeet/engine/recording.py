@@ -15,7 +15,7 @@ import msgspec
 
 from lorikeet.engine.records import Header, Record
 
-FORMAT = b"lorikeet recording 2\n"
+FORMAT = b"lorikeet recording 3\n"
 """Rises with every change to the records that older readers would misunderstand."""
 
 _LENGTH_BYTES = 4

@@ -200,7 +200,7 @@ class Playback:
         }
         # In this order of additions the clock comes to exactly the recorded time.
         after_s = self._turn.ran.at_s - (self._turn.planned.at_s + result.duration_s)
-        return Times(result.steps_run, result.duration_s, after_s, result.switch_s)
+        return Times(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
 
     # --- Link ----------------------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ class ScriptedExecutor:
         failing: versions that cannot be read.
         fails: tells of a transfer whether it fails for another reason.
         sick: requests whose output is not finite.
+        overlaps: whether it returns after each step of a plan that allows it, while the next one runs. That writes
+            when the next plan begins: as late as it may.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class ScriptedExecutor:
         failing: Collection[AdapterDigest] = (),
         fails: Callable[[Transfer], bool] = lambda transfer: False,
         sick: Collection[RequestId] = (),
+        *,
+        overlaps: bool = False,
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
@@ -81,6 +85,8 @@ class ScriptedExecutor:
         self._failing = failing
         self._fails = fails
         self._sick = sick
+        self._overlaps = overlaps
+        self._under_way: dict[RequestId, int] = {}
         self._sequences: dict[RequestId, _Sequence] = {}
         self._weights: dict[AdapterDigest, tuple[BlockId, ...]] = {}
         self._arenas = ScriptedArenas()
@@ -89,6 +95,7 @@ class ScriptedExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Check the plan, write its tokens into the blocks and give the next ones by the script."""
         started_s = self._clock.now()
+        self._end_step_under_way(plan)
         for request_id in plan.drops:
             del self._sequences[request_id]
         for digest in plan.evictions:
@@ -105,12 +112,15 @@ class ScriptedExecutor:
             self._link.begin(transfer, started_s)
         self._check_assisted(plan)
         switch_s = self._switch(plan)
-        steps_run = self._steps_until_stop(plan)
+        returns_early = self._overlaps and plan.overlapped
+        steps_run = 1 if returns_early else self._steps_until_stop(plan)
         tokens = tuple(self._run(step, steps_run, plan) for step in plan.sequences)
         if plan.sequences:
             self._clock.advance(self._step_s * steps_run + switch_s)
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
-        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s)
+        next_runs = returns_early and plan.repeat > 1
+        self._under_way = {step.request_id: step.start + 1 for step in plan.sequences} if next_runs else {}
+        return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s, next_runs)
 
     def assist_counters(self) -> None:
         """Return nothing: there are no host workers."""
@@ -162,6 +172,21 @@ class ScriptedExecutor:
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self._weights[transfer.adapter.digest] = transfer.device_blocks
         return done
+
+    def _end_step_under_way(self, plan: StepPlan) -> None:
+        """Write what it computes, and see to it that a plan goes on with nothing else."""
+        for request_id, position in self._under_way.items():
+            sequence = self._sequences[request_id]
+            if position < len(sequence.token_ids):
+                self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
+        if plan.goes_on:
+            steps = {step.request_id: step.start for step in plan.sequences if step.tokens == 1 and not step.new_blocks}
+            is_that = len(steps) == len(plan.sequences) > 0 and steps.items() <= self._under_way.items()
+            require(is_that, f"step {plan.step} goes on with {steps}, but {self._under_way} is under way")
+            may_repeat = plan.repeat == 1 or len(steps) == len(self._under_way)
+            require(may_repeat, f"step {plan.step} is repeated, though sequences have left")
+            once = plan.starts or plan.drops or plan.transfers or plan.evictions
+            require(not once, f"step {plan.step} runs already, and changes something")
 
     def _steps_until_stop(self, plan: StepPlan) -> int:
         """Return how many of the identical steps run before one of the sequences stops."""

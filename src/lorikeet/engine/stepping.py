@@ -21,6 +21,10 @@ class Stepping(Protocol):
 
     lead: int
 
+    def keep(self, sequences: Sequence[RankSequence]) -> None:
+        """Take tokens for these alone of the sequences that sample; unless they are all, nothing more is launched."""
+        ...
+
     def launch(self) -> None:
         """Begin the next step."""
         ...
@@ -52,6 +56,10 @@ class Called:
         self._sequences = sequences
         self._ran = 0
         self._logits: Tensor | None = None
+
+    def keep(self, sequences: Sequence[RankSequence]) -> None:
+        """Without a lead nobody leaves."""
+        assert list(sequences) == list(self._sequences)
 
     def launch(self) -> None:
         """Compute logits."""
@@ -88,12 +96,18 @@ class Replayed:
         self._sampler = sampler
         self._plan = plan
         self._sequences = sequences
+        self._kept: Sequence[int] = range(len(sequences))
         self._is_alone = sampler.needs_nothing_more(sequences)
         self._ran = 0
         self.lead = 1 if self._is_alone else 0
 
+    def keep(self, sequences: Sequence[RankSequence]) -> None:
+        """See :class:`Stepping`."""
+        self._kept = [self._sequences.index(sequence) for sequence in sequences]
+
     def launch(self) -> None:
         """Replay."""
+        assert len(self._kept) == len(self._sequences), "the blocks of those that left may be others' by now"
         if self._ran == 0 or not self._is_alone:
             rows, lora = self._rank.decodes(self._plan, self._ran)
             self._graphs.start(rows, lora, self._sampler.parameters(self._sequences))
@@ -104,7 +118,7 @@ class Replayed:
         """Wait for the tokens."""
         chosen = self._graphs.take()
         if self._is_alone:
-            return [None if token_id < 0 else Token(token_id) for token_id in chosen]
+            return [None if chosen[row] < 0 else Token(chosen[row]) for row in self._kept]
         return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
 
 

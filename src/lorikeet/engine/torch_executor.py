@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -117,6 +117,8 @@ class TorchExecutor:
         self.host_lora = host_lora
         self._rank = Rank(model, arena, block_tokens, transfers, cores, host_lora)
         self._sampler = Sampler(model.kernels.choose)
+        self._under_way: Stepping | None = None
+        self._returned_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and return its tokens.
@@ -124,7 +126,7 @@ class TorchExecutor:
         Raises:
             ExecutorError: the plan cannot be run, or a rank has died.
         """
-        started_s = time.monotonic()
+        started_s = self._returned_s if plan.goes_on else time.monotonic()
         self._peers.check()
         try:
             self._peers.send(plan)
@@ -138,14 +140,21 @@ class TorchExecutor:
             self._peers.check(grace_s=_GRACE_S)
             raise ExecutorError(f"step {plan.step}: {error}") from error
         by_request = {step.request_id: sampled for step, sampled in zip(sampling_steps(plan), tokens, strict=True)}
+        self._returned_s = time.monotonic()
         return StepResult(
             step=plan.step,
             tokens=tuple(tuple(by_request.get(step.request_id, ())) for step in plan.sequences),
             steps_run=steps_run,
-            duration_s=time.monotonic() - started_s,
+            duration_s=self._returned_s - started_s,
             failed=failed,
             switch_s=switch_s,
+            next_runs=bool(plan.sequences) and self._under_way is not None,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether decode steps run while the host is at the last one's tokens."""
+        return self._graphs is not None
 
     def assist_counters(self) -> AssistCounters | None:
         """See ``Executor``."""
@@ -178,6 +187,8 @@ class TorchExecutor:
     def close(self) -> None:
         """End threads, loader processes, host workers and ranks. Transfers under way are abandoned."""
         self._peers.close()
+        with suppress(RuntimeError):  # of a device that has failed, which does nothing any more
+            self._forget()
         if self.host_lora is not None:
             self.host_lora.close()
         self.transfers.close()
@@ -189,11 +200,11 @@ class TorchExecutor:
         """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
         steps = sampling_steps(plan)
         sequences = [self._rank.sequence(step.request_id) for step in steps]
-        stepping = self._stepping(plan, sequences)
+        stepping, launched = self._take_up(plan, sequences)
         tokens: list[list[Token]] = [[] for _ in steps]
         failed: set[RequestId] = set()
         ended: set[RequestId] = set()
-        wanted, launched, taken = plan.repeat, 0, 0
+        wanted, taken = plan.repeat, 0
         while taken < wanted:
             while launched < min(wanted, taken + 1 + stepping.lead):
                 stepping.launch()
@@ -209,18 +220,32 @@ class TorchExecutor:
                     collected.append(token)
                 if token is None or token.token_id in sequence.sampling.stop_token_ids:
                     ended.add(sequence.request_id)
-            if ended or time.monotonic() - started_s >= plan.max_duration_s:
-                wanted = launched
+            is_left = plan.overlapped and launched > taken
+            if ended or is_left or time.monotonic() - started_s >= plan.max_duration_s:
+                wanted = taken if is_left else launched
             # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
             chosen = [0 if token is None else token.token_id for token in sampled]
             self._peers.tell(chosen, go_on=taken < wanted)
             self._rank.append(steps, chosen)
+        self._under_way = stepping if launched > taken else None
         return tokens, tuple(step.request_id for step in steps if step.request_id in failed), taken
 
-    def _stepping(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> Stepping:
+    def _take_up(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[Stepping, int]:
+        """Return the steps of a plan, and how many of them have been launched."""
+        if plan.goes_on:
+            assert self._under_way is not None, "no step is under way"
+            self._under_way.keep(sequences)
+            return self._under_way, 1
+        self._forget()
         if self._graphs is not None and can_be_replayed(plan):
-            return Replayed(self._graphs, self._rank, self._sampler, plan, sequences)
-        return Called(self._rank, self._sampler, plan, sequences)
+            return Replayed(self._graphs, self._rank, self._sampler, plan, sequences), 0
+        return Called(self._rank, self._sampler, plan, sequences), 0
+
+    def _forget(self) -> None:
+        """Wait for a step that nobody wants any more."""
+        if self._under_way is not None:
+            self._under_way.take()
+            self._under_way = None
 
 
 def build_torch_executor(

@@ -1,10 +1,10 @@
 """A plan in the making."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan
+from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.memory.leases import Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.sequence import Sequence
@@ -67,6 +67,7 @@ def seal(
     merged: AdapterDigest | None,
     repeat: int,
     limit_s: float,
+    overlapped: bool,
 ) -> StepPlan:
     """Turn a draft into a value, with all that the memory has begun since the last one.
 
@@ -77,7 +78,7 @@ def seal(
         kernel_form: of the row.
         drops: sequences that the executor may forget.
         merged: the adapter that is merged meanwhile.
-        repeat, limit_s: of the plan.
+        repeat, limit_s, overlapped: of the plan.
     """
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
@@ -107,4 +108,35 @@ def seal(
         repeat=repeat,
         max_duration_s=limit_s,
         assisted=tuple(assisted),
+        overlapped=overlapped,
+    )
+
+
+def going_on(
+    plan: StepPlan, result: StepResult, step: int, sequences: Mapping[RequestId, Sequence], *, further: bool
+) -> StepPlan | None:
+    """Return a plan for the step that runs since another returned; None if all of its sequences have left.
+
+    Args:
+        plan, result: that one, and what it brought.
+        step: its number.
+        sequences: of all requests.
+        further: whether it may have steps after that one, as many as are left of ``plan``.
+    """
+    found = (sequences.get(each.request_id) for each in plan.sequences)
+    staying = [sequence for sequence in found if sequence is not None and sequence.is_ready and sequence.is_decoding]
+    limit_s = plan.max_duration_s - result.duration_s
+    further = further and limit_s > 0 and len(staying) == len(plan.sequences)
+    if not staying:
+        return None
+    return StepPlan(
+        step=step,
+        sequences=tuple(sequence.step(1) for sequence in staying),
+        adapters=tuple(dict.fromkeys(sequence.digest for sequence in staying if sequence.digest is not None)),
+        kernel_form=plan.kernel_form,
+        merged=plan.merged,
+        repeat=plan.repeat - result.steps_run if further else 1,
+        max_duration_s=limit_s,
+        overlapped=True,
+        goes_on=True,
     )

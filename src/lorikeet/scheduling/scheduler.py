@@ -33,7 +33,8 @@ from lorikeet.rows import ColdStart, Row
 from lorikeet.scheduling.admission import AdmissionPolicy
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.coldstart.costs import AssistCosts
-from lorikeet.scheduling.draft import Draft, seal
+from lorikeet.scheduling.draft import Draft, going_on, seal
+from lorikeet.scheduling.gauges import Gauges
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.outputs import Outputs
 from lorikeet.scheduling.pace import Pace
@@ -82,6 +83,7 @@ class Scheduler:
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
+        self._under_way: tuple[StepPlan, StepResult] | None = None
         self._outputs = Outputs()
         self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
 
@@ -132,30 +134,9 @@ class Scheduler:
         """Whether there is any request."""
         return bool(self._sequences)
 
-    @property
-    def running(self) -> int:
-        """Sequences that hold blocks and can run."""
-        return sum(s.can_run for s in self._running)
-
-    @property
-    def waiting(self) -> int:
-        """All other requests."""
-        return len(self._sequences) - self.running
-
-    @property
-    def waiting_for_adapter(self) -> int:
-        """Sequences that hold blocks and wait for their adapter."""
-        return sum(bool(s.lease and s.lease.adapter_transfers and not s.is_cold) for s in self._running)
-
-    @property
-    def ahead_of_adapter(self) -> int:
-        """Those of them whose prefill is done all the same."""
-        return sum(s.is_ahead for s in self._running)
-
-    @property
-    def waiting_for_kv(self) -> int:
-        """Sequences that hold blocks and wait for nothing but KV."""
-        return sum(bool(s.lease and s.lease.kv_transfers and not s.lease.adapter_transfers) for s in self._running)
+    def gauges(self) -> Gauges:
+        """Return how many requests are in which state."""
+        return Gauges.of(self._running, len(self._sequences))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return tokens and events since the last call."""
@@ -212,8 +193,22 @@ class Scheduler:
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         merged = self.selection.merged_for(draft)
-        plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s)
+        overlapped = repeat > 1 and until_s is None
+        plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s, overlapped)
         self._steps += not plan.is_empty
+        return plan
+
+    def go_on(self, *, further: bool) -> StepPlan | None:
+        """Return the plan of the step that runs already, the one to be made next; None if no step does.
+
+        Args:
+            further: whether steps may follow it by the same plan.
+        """
+        if self._under_way is None:
+            return None
+        plan = going_on(*self._under_way, self._steps, self._sequences, further=further)
+        self._under_way = None
+        self._steps += plan is not None
         return plan
 
     def _continue_running(self, draft: Draft, now: float) -> None:
@@ -332,6 +327,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take the tokens of a step in. KV is not found by others before its adapter is there."""
+        self._under_way = (plan, result) if result.next_runs else None
         if plan.sequences:
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import BlockId, RequestId
@@ -22,14 +24,14 @@ _PROMPT_TOKENS = 8
 
 
 class _Timed:
-    """An executor that remembers how long its last step took."""
+    """An executor that remembers how long its last plan took, and returns when all of it is done."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self.last_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        result = self._inner.execute(plan)
+        result = self._inner.execute(msgspec.structs.replace(plan, overlapped=False))
         self.last_s = result.duration_s
         return result
 

@@ -133,7 +133,6 @@ class DLora(BatchingMode):
             self.credits.apply(self._pending.gains, steps)
         if self._pending.iteration is not None:
             self.thresholds.note(self._pending.iteration, steps)
-        self._pending = None
 
     def steps_until_review(self) -> float:
         """Return the steps until credits or the end of a period may change the choice, 1 where times may do so too."""

@@ -1,7 +1,8 @@
 """The contract between the scheduler and a batching mode: who may run in a step, and which adapter is merged for it.
 
 A mode sees the requests of one replica as plain data, and never touches the memory. Before each plan it is asked to
-choose; after the plan has run it is told how long that took. Each mode has a name in the table of ``batching``.
+choose; when its steps have run, all or some, it is told how long that took. Each mode has a name in the table of
+``batching``.
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +80,7 @@ class BatchingMode(ABC):
         """
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:  # noqa: B027  # most need not
-        """Take in that a plan of the last choice has run.
+        """Take in that steps of the last choice have run.
 
         Args:
             steps: how many identical steps.

@@ -1,0 +1,158 @@
+"""Tokens are told while the next step runs; it is planned anew when somebody has said something, or a plan is over."""
+
+from itertools import chain, pairwise
+
+import pytest
+
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import RequestId
+from lorikeet.core.plan import SequenceStep, StepPlan
+from lorikeet.engine.executor import ExecutorError
+from lorikeet.scheduling.limits import Limits
+from tests.support.scripted import Bench, adapter, request
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+
+def bench(**given: object) -> Bench:
+    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=6)
+    return Bench(**{"overlaps": True, "limits": limits, **given})  # type: ignore[arg-type]
+
+
+def rows(plan: StepPlan) -> list[RequestId]:
+    return [step.request_id for step in plan.sequences]
+
+
+def test_every_step_tells_its_token_and_plans_are_made_as_seldom_as_without() -> None:
+    told: dict[bool, list[tuple[int, ...]]] = {}
+    anew: dict[bool, int] = {}
+    for overlaps in (False, True):
+        made = bench(overlaps=overlaps)
+        made.engine.submit(request("a", [1, 2, 3], max_tokens=14))
+        told[overlaps] = []
+        while made.engine.has_requests:
+            outputs = made.engine.step()
+            told[overlaps] += [tuple(token.token_id for token in output.tokens) for output in outputs.tokens]
+        anew[overlaps] = sum(bool(plan.sequences) and not plan.goes_on for plan in made.plans)
+    assert [len(tokens) for tokens in told[False]] == [1, 6, 6, 1]
+    assert [len(tokens) for tokens in told[True]] == [1] * 14
+    assert [*chain(*told[True])] == [*chain(*told[False])]
+    assert anew[True] == anew[False] == 4
+
+
+def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> None:
+    made = bench()
+    made.engine.submit(request("a", [1, 2], max_tokens=30))
+    for _ in range(3):
+        made.step()
+    made.engine.submit(request("b", [3, 4], max_tokens=2))
+    made.step()
+    made.step()
+    steps = [(rows(plan), plan.repeat, plan.goes_on) for plan in made.plans]
+    assert steps == [([A], 1, False), ([A], 6, False), ([A], 5, True), ([A], 1, True), ([A, B], 1, False)]
+    made.run()
+    assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
+
+
+def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> None:
+    made = bench()
+    for name in "abc":
+        made.engine.submit(request(name, [1, 2], adapter=adapter("x") if name == "b" else None, max_tokens=30))
+    while len(made.plans) < 2 or not made.plans[-1].goes_on or len(made.plans[-1].sequences) < 3:
+        made.step()
+    assert made.plans[-1].adapters
+    made.engine.abort(B)
+    made.step()
+    plan = made.plans[-1]
+    assert (set(rows(plan)), plan.repeat, plan.goes_on, plan.adapters) == ({A, C}, 1, True, ())
+    made.step()
+    assert not made.plans[-1].goes_on
+    assert made.plans[-1].drops == (B,)
+    made.run()
+    assert (len(made.tokens[A]), len(made.tokens[C])) == (30, 30)
+
+
+def test_a_step_that_nobody_wants_is_forgotten_and_its_blocks_serve_the_next() -> None:
+    made = bench(blocks=16)
+    made.engine.submit(request("a", list(range(40)), max_tokens=20))
+    while not (made.plans and made.plans[-1].goes_on):
+        made.step()
+    made.engine.abort(A)
+    made.engine.submit(request("b", list(range(50, 90)), max_tokens=20))
+    made.step()
+    assert rows(made.plans[-1]) == [B]
+    assert not made.plans[-1].goes_on
+    made.run()
+    assert len(made.tokens[B]) == 20
+
+
+def test_a_new_request_of_the_same_name_does_not_go_on_where_the_old_one_was() -> None:
+    made = bench()
+    made.engine.submit(request("a", [1, 2], max_tokens=20))
+    while not (made.plans and made.plans[-1].goes_on):
+        made.step()
+    made.engine.abort(A)
+    made.engine.submit(request("a", [5, 6, 7], max_tokens=2))
+    made.tokens.clear()
+    made.run()
+    assert len(made.tokens[A]) == 2
+
+
+def test_what_runs_beyond_a_stop_token_is_taken_for_the_others() -> None:
+    def script(start: object, position: int) -> int:
+        return 9 if position == 6 else 1
+
+    made = bench(script=script)
+    made.engine.submit(request("a", [1, 2], max_tokens=20, stop_token_ids=(9,)))
+    made.engine.submit(request("b", [1, 2], max_tokens=20))
+    made.run()
+    assert made.finished()[A].reason is FinishReason.STOP
+    assert made.tokens[A] == [1] * 4 + [9]
+    assert len(made.tokens[B]) == 20
+    beyond = next(plan for plan in made.plans if rows(plan) == [B])
+    assert beyond.goes_on
+
+
+def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_under_way() -> None:
+    here, there = bench(), bench()
+    here.engine.submit(request("a", [1, 2], max_tokens=20))
+    while not (here.plans and here.plans[-1].goes_on):
+        here.step()
+    exported = here.engine.export_request(A)
+    assert exported.output_token_ids == here.tokens[A]
+    here.run()
+    there.tokens[A] = list(exported.output_token_ids)
+    there.engine.submit(exported)
+    there.run()
+    alone = bench(overlaps=False)
+    alone.engine.submit(request("a", [1, 2], max_tokens=20))
+    alone.run()
+    assert there.tokens == alone.tokens
+
+
+def test_the_end_of_a_plans_time_is_the_end_of_its_steps() -> None:
+    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=50, repeat_limit_s=0.035)
+    made = bench(limits=limits)
+    made.engine.submit(request("a", [1, 2], max_tokens=20))
+    made.run()
+    anew = [at for at, plan in enumerate(made.plans) if plan.sequences and not plan.goes_on]
+    assert {after - before for before, after in pairwise(anew[1:])} == {5}, "0.04 s, and one begun"
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        ({"sequences": (SequenceStep(A, 9, 1, (), True),), "goes_on": True}, "goes on with"),
+        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "goes_on": True, "drops": (B,)}, "changes something"),
+        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "goes_on": True, "repeat": 2}, "sequences have left"),
+    ],
+)
+def test_the_scripted_executor_goes_on_with_what_runs_and_nothing_else(plan: dict[str, object], complaint: str) -> None:
+    made = bench()
+    for name in "ab":
+        made.engine.submit(request(name, [1], max_tokens=20))
+    while not (made.plans and made.plans[-1].overlapped):
+        made.step()
+    assert {step.start for step in made.plans[-1].sequences} == {1}
+    with pytest.raises(ExecutorError, match=complaint):
+        made.executor.execute(StepPlan(9, **plan))  # type: ignore[arg-type]
