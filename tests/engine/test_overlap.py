@@ -54,6 +54,18 @@ def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> N
     assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
 
 
+def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
+    made = bench(limits=Limits(max_running=1, max_step_tokens=16, max_model_tokens=64, max_repeat=6))
+    for name, output_tokens in (("a", 13), ("b", 2), ("c", 2)):
+        made.engine.submit(request(name, [1, 2], max_tokens=output_tokens))
+        for _ in range(3):
+            made.step()
+    made.run()
+    whole = [(6, False), (5, True), (4, True), (3, True), (2, True), (1, True)]
+    of_a = [(plan.repeat, plan.goes_on) for plan in made.plans if rows(plan) == [A]]
+    assert of_a == [(1, False), *whole[:2], (1, True), *whole, (3, False), *whole[4:]]
+
+
 def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> None:
     made = bench()
     for name in "abc":

@@ -70,7 +70,8 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
-        now = self._receive(Submit(request))
+        # Behind others that wait it would hardly be admitted before one that runs has ended, which ends the plan.
+        now = self._receive(Submit(request), is_news=not len(self.queue))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
@@ -124,7 +125,7 @@ class Engine:
         """Run one turn and return all that it has to tell. Without work it runs nothing.
 
         Where the device runs the next decode step meanwhile, the next turn is for that step; nothing is planned anew
-        before somebody has told the engine something, or the plan is over.
+        before somebody has told the engine some news, or the plan is over.
 
         Args:
             until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then all steps that would
@@ -239,9 +240,9 @@ class Engine:
         """Return what the memory tells now."""
         return self._memory.stats()
 
-    def _receive(self, message: Message) -> float:
-        """Note what the engine is told, and return the time."""
-        now, self._has_news = self._clock.now(), True
+    def _receive(self, message: Message, *, is_news: bool = True) -> float:
+        """Note what the engine is told, and whether it is to plan anew for that; return the time."""
+        now, self._has_news = self._clock.now(), self._has_news or is_news
         self._recorder.note(Received(now, message))
         return now
 
