@@ -103,7 +103,8 @@ class Replayed:
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
         """See :class:`Stepping`."""
-        self._kept = [self._sequences.index(sequence) for sequence in sequences]
+        rows = {sequence.request_id: row for row, sequence in enumerate(self._sequences)}
+        self._kept = [rows[sequence.request_id] for sequence in sequences]
 
     def launch(self) -> None:
         """Replay."""
