@@ -258,12 +258,12 @@ def test_a_step_that_is_not_gone_on_with_is_forgotten(models: Models, then: str)
     assert device.faults == []
 
 
-def test_whoever_has_a_say_in_its_tokens_is_never_overlapped(models: Models) -> None:
+def test_where_the_host_has_a_say_an_overlapped_plan_returns_with_nothing_under_way(models: Models) -> None:
     with late(models) as (driver, _):
         driver.add("a", random_tokens(3, seed=1), **EDITED)
         driver.step({"a": 3})
         result = driver.step({"a": 1}, 3, overlapped=True)
-        assert (result.steps_run, result.next_runs) == (3, False)
+        assert (result.steps_run, result.next_runs) == (1, False)
 
 
 def test_a_row_that_is_not_finite_fails_alone(models: Models) -> None:

@@ -1,7 +1,9 @@
 """Tokens are told while the next step runs; it is planned anew when somebody has said something, or a plan is over."""
 
 from itertools import chain, pairwise
+from typing import Any
 
+import msgspec
 import pytest
 
 from lorikeet.core.events import FinishReason
@@ -9,14 +11,16 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.scheduling.limits import Limits
-from tests.support.scripted import Bench, adapter, request
+from tests.support.scripted import Bench, TokenScript, adapter, request, token_by_seed
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
 
-def bench(**given: object) -> Bench:
-    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=6)
-    return Bench(**{"overlaps": True, "limits": limits, **given})  # type: ignore[arg-type]
+LIMITS = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=6, overlaps=True)
+
+
+def bench(blocks: int = 64, script: TokenScript = token_by_seed, **limits: Any) -> Bench:
+    return Bench(blocks=blocks, script=script, limits=msgspec.structs.replace(LIMITS, **limits))
 
 
 def rows(plan: StepPlan) -> list[RequestId]:
@@ -55,7 +59,7 @@ def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> N
 
 
 def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
-    made = bench(limits=Limits(max_running=1, max_step_tokens=16, max_model_tokens=64, max_repeat=6))
+    made = bench(max_running=1)
     for name, output_tokens in (("a", 13), ("b", 2), ("c", 2)):
         made.engine.submit(request(name, [1, 2], max_tokens=output_tokens))
         for _ in range(3):
@@ -64,6 +68,20 @@ def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
     whole = [(6, False), (5, True), (4, True), (3, True), (2, True), (1, True)]
     of_a = [(plan.repeat, plan.goes_on) for plan in made.plans if rows(plan) == [A]]
     assert of_a == [(1, False), *whole[:2], (1, True), *whole, (3, False), *whole[4:]]
+
+
+def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_runs_when_it_ends() -> None:
+    made = bench(max_repeat=20, repeat_limit_s=1.0)
+    made.engine.submit(request("a", [1, 2], max_tokens=30))
+    made.step()
+    made.engine.submit(request("b", [1, 2], adapter=adapter("x"), max_tokens=2))
+    while B not in rows(made.plans[-1]):
+        made.step()
+    began = next(at for at, plan in enumerate(made.plans) if plan.transfers)
+    beside = made.plans[began:-1]
+    assert [plan.goes_on for plan in beside] == [False] + 5 * [True], "a load takes five steps, and one runs by then"
+    made.run()
+    assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
 
 
 def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> None:
@@ -143,8 +161,7 @@ def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_u
 
 
 def test_the_end_of_a_plans_time_is_the_end_of_its_steps() -> None:
-    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=50, repeat_limit_s=0.035)
-    made = bench(limits=limits)
+    made = bench(max_repeat=50, repeat_limit_s=0.035)
     made.engine.submit(request("a", [1, 2], max_tokens=20))
     made.run()
     anew = [at for at, plan in enumerate(made.plans) if plan.sequences and not plan.goes_on]

@@ -33,7 +33,7 @@ class RecordedEngine:
         failing: versions that cannot be read.
         broken_transfers: ids of transfers that fail for another reason.
         sick: requests whose output is not finite.
-        overlaps: whether it returns after each step of a plan that allows it.
+        overlaps: whether it returns after each step of a plan, while the next one runs.
         engine: settings.
     """
 
@@ -60,9 +60,10 @@ class RecordedEngine:
             failing=failing,
             fails=lambda transfer: transfer.transfer_id in broken_transfers,
             sick=sick,
-            overlaps=overlaps,
         )
-        sizes = EngineSizes(GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none")
+        sizes = EngineSizes(
+            GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none", overlaps=overlaps
+        )
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
         self.engine, _, self.notes = assemble(settings, executor, sizes, self.clock)
         self.finished: dict[RequestId, Finished] = {}

@@ -54,7 +54,6 @@ class Bench:
     sick: frozenset[RequestId] = frozenset()
     switch_s: float = 0.0
     assist: AssistCosts | None = None
-    overlaps: bool = False
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -81,7 +80,6 @@ class Bench:
             fails=self.fails,
             sick=self.sick,
             switch_s=self.switch_s,
-            overlaps=self.overlaps,
         )
         self.plans: list[StepPlan] = []
         self.engine = Engine(

@@ -149,7 +149,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         max_duration_s: the executor ends a repeat early after this time.
         assisted: of ``adapters``, those that are still on their way from the host. Sequences under them prefill, and
             on layers that have not arrived host workers compute what they add.
-        overlapped: whether the executor may return after any of the steps while the next one runs.
+        overlapped: whether the executor returns after one step, if it can with the next one under way.
         goes_on: its first step is that one, of the last plan with sequences; some of these may have left since. If the
             next plan with sequences does not go on, nobody wants it any more.
     """

@@ -93,6 +93,7 @@ def assemble(
         max_model_tokens=sizes.max_model_tokens,
         max_repeat=settings.engine.max_repeat,
         repeat_limit_s=settings.engine.repeat_limit_s,
+        overlaps=sizes.overlaps,
     )
     admission = _policy(name, "admission", row.admission, ADMISSION)
     batching = _policy(name, "batching mode", row.batching_mode, BATCHING)

@@ -18,9 +18,9 @@ class Executor(Protocol):
     """Runs plans one after the other. Owns tensors; decides nothing.
 
     A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``transfers`` are started (not
-    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. A device
-    that runs a step while the host is at something else may return after each, where the plan allows it
-    (``StepPlan.overlapped``): tokens are told, and requests taken, while it runs.
+    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. Where
+    device and host overlap, a plan returns after each of its steps (``StepPlan.overlapped``): tokens are told, and
+    requests taken, while the next one runs.
     """
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -69,6 +69,7 @@ class EngineSizes(NamedTuple):
         max_adapter_blocks: largest adapter that leaves room for such a sequence.
         kernels: which kernel backend computes.
         assist: what prefills cost that host workers assist; None if there are none.
+        overlaps: whether the device can run a decode step while the host is at the last one's tokens.
     """
 
     geometry: ModelGeometry
@@ -80,6 +81,7 @@ class EngineSizes(NamedTuple):
     max_adapter_blocks: int
     kernels: str
     assist: AssistCosts | None = None
+    overlaps: bool = False
 
     @property
     def block_bytes(self) -> int:

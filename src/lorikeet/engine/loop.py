@@ -125,7 +125,7 @@ class Engine:
         """Run one turn and return all that it has to tell. Without work it runs nothing.
 
         Where the device runs the next decode step meanwhile, the next turn is for that step; nothing is planned anew
-        before somebody has told the engine some news, or the plan is over.
+        before there is news, or the plan is over.
 
         Args:
             until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then all steps that would
@@ -134,11 +134,10 @@ class Engine:
         Raises:
             ExecutorError: the step failed; the engine cannot go on.
         """
-        now = self._clock.now()
+        now = self._take_transfers()
         departed: tuple[Departed, ...] = ()
         plan = self._scheduler.go_on(further=not self._has_news)
         if plan is None:
-            now = self._take_transfers()
             departed = self._departures.take(now)
             self._free_unwanted(now)
             self._memory.swapper.tick(now)
@@ -252,6 +251,7 @@ class Engine:
             transfers = self._executor.completed_transfers()
             now = self._clock.now()
             if transfers:
+                self._has_news = True
                 self._recorder.note(Transferred(now, tuple(transfers)))
             for done in transfers:
                 self._scheduler.finish_transfer(done, now)

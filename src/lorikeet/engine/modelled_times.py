@@ -19,8 +19,8 @@ class ModelledTimes:
     """Times by a cost model.
 
     Steps on merged weights cost what the base model does. A plan with another adapter merged than the last one takes
-    the time of the switch first. See ``costs.assisted`` for plans whose prefills the host assists. Where the profile's
-    device overlaps steps and loop, a plan that allows it runs one step, and the loop has the time of the next one.
+    the time of the switch first. See ``costs.assisted`` for plans whose prefills the host assists. Of a plan
+    that is overlapped one step runs, and the loop has the time of the next one.
 
     Args:
         transfers: what moves cost; its profile has the constants.
@@ -56,7 +56,7 @@ class ModelledTimes:
             return Times(1, switch_s + self._assisted_s(plan, group_ends_s), loop_s, switch_s)
         work = step_work(self._work(plan), plan.kernel_form)
         step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
-        if plan.overlapped and self._transfers.profile.overlapped:
+        if plan.overlapped:
             goes_on = plan.repeat > 1
             step_s = max(step_s, loop_s) if plan.goes_on else step_s
             return Times(1, switch_s + step_s, 0.0 if goes_on else loop_s, switch_s, goes_on)

@@ -55,8 +55,6 @@ class ScriptedExecutor:
         failing: versions that cannot be read.
         fails: tells of a transfer whether it fails for another reason.
         sick: requests whose output is not finite.
-        overlaps: whether it returns after each step of a plan that allows it, while the next one runs. That writes
-            when the next plan begins: as late as it may.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class ScriptedExecutor:
         failing: Collection[AdapterDigest] = (),
         fails: Callable[[Transfer], bool] = lambda transfer: False,
         sick: Collection[RequestId] = (),
-        *,
-        overlaps: bool = False,
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
@@ -85,7 +81,6 @@ class ScriptedExecutor:
         self._failing = failing
         self._fails = fails
         self._sick = sick
-        self._overlaps = overlaps
         self._under_way: dict[RequestId, int] = {}
         self._sequences: dict[RequestId, _Sequence] = {}
         self._weights: dict[AdapterDigest, tuple[BlockId, ...]] = {}
@@ -112,13 +107,12 @@ class ScriptedExecutor:
             self._link.begin(transfer, started_s)
         self._check_assisted(plan)
         switch_s = self._switch(plan)
-        returns_early = self._overlaps and plan.overlapped
-        steps_run = 1 if returns_early else self._steps_until_stop(plan)
+        steps_run = 1 if plan.overlapped else self._steps_until_stop(plan)
         tokens = tuple(self._run(step, steps_run, plan) for step in plan.sequences)
         if plan.sequences:
             self._clock.advance(self._step_s * steps_run + switch_s)
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
-        next_runs = returns_early and plan.repeat > 1
+        next_runs = plan.overlapped and plan.repeat > 1
         self._under_way = {step.request_id: step.start + 1 for step in plan.sequences} if next_runs else {}
         return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s, next_runs)
 
@@ -174,7 +168,7 @@ class ScriptedExecutor:
         return done
 
     def _end_step_under_way(self, plan: StepPlan) -> None:
-        """Write what it computes, and see to it that a plan goes on with nothing else."""
+        """Write what it computes, as late as it may; and see to it that a plan goes on with nothing else."""
         for request_id, position in self._under_way.items():
             sequence = self._sequences[request_id]
             if position < len(sequence.token_ids):

@@ -151,11 +151,6 @@ class TorchExecutor:
             next_runs=bool(plan.sequences) and self._under_way is not None,
         )
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether decode steps run while the host is at the last one's tokens."""
-        return self._graphs is not None
-
     def assist_counters(self) -> AssistCounters | None:
         """See ``Executor``."""
         return None if self.host_lora is None else self.host_lora.counters
@@ -220,9 +215,10 @@ class TorchExecutor:
                     collected.append(token)
                 if token is None or token.token_id in sequence.sampling.stop_token_ids:
                     ended.add(sequence.request_id)
-            is_left = plan.overlapped and launched > taken
-            if ended or is_left or time.monotonic() - started_s >= plan.max_duration_s:
-                wanted = taken if is_left else launched
+            if plan.overlapped:
+                wanted = taken  # whatever has begun runs on
+            elif ended or time.monotonic() - started_s >= plan.max_duration_s:
+                wanted = launched
             # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
             chosen = [0 if token is None else token.token_id for token in sampled]
             self._peers.tell(chosen, go_on=taken < wanted)
@@ -318,6 +314,7 @@ def build_torch_executor(
         max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),
         kernels=model.kernels.name,
         assist=assist,
+        overlaps=graphs is not None,
     )
     return executor, config, sizes
 

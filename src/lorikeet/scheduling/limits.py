@@ -12,6 +12,7 @@ class Limits(msgspec.Struct, frozen=True):
         max_model_tokens: longest sequence.
         max_repeat: most identical decode steps in one plan.
         repeat_limit_s: a repeat ends after this time.
+        overlaps: whether the executor returns after each step of a repeat, if it can with the next one under way.
     """
 
     max_running: int
@@ -19,3 +20,4 @@ class Limits(msgspec.Struct, frozen=True):
     max_model_tokens: int
     max_repeat: int = 1
     repeat_limit_s: float = 0.05
+    overlaps: bool = False

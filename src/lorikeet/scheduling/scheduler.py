@@ -193,7 +193,7 @@ class Scheduler:
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         merged = self.selection.merged_for(draft)
-        overlapped = repeat > 1 and until_s is None
+        overlapped = self._limits.overlaps and repeat > 1 and until_s is None
         plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s, overlapped)
         self._steps += not plan.is_empty
         return plan
@@ -314,7 +314,7 @@ class Scheduler:
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
-        if self._memory.awaited_transfers and not coalesced:
+        if self._memory.awaited_transfers and not (coalesced or self._limits.overlaps):
             return 1
         most = COALESCED_STEPS if coalesced else self._limits.max_repeat
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)

@@ -144,7 +144,7 @@ def run_profile(
         transfers=transfers,
         switching=switching,
         weight_bytes=model_cost(config, dtype.itemsize).parameters * dtype.itemsize,
-        overlapped=executor.overlaps,
+        overlapped=sizes.overlaps,
     )
     return msgspec.structs.replace(
         profile,
