@@ -14,8 +14,6 @@ from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, TokenScript, adapter, request, token_by_seed
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
-
-
 LIMITS = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=6, overlaps=True)
 
 

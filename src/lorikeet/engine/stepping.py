@@ -21,10 +21,6 @@ class Stepping(Protocol):
 
     lead: int
 
-    def keep(self, sequences: Sequence[RankSequence]) -> None:
-        """Take tokens for these alone of the sequences that sample; unless they are all, nothing more is launched."""
-        ...
-
     def launch(self) -> None:
         """Begin the next step."""
         ...
@@ -56,10 +52,6 @@ class Called:
         self._sequences = sequences
         self._ran = 0
         self._logits: Tensor | None = None
-
-    def keep(self, sequences: Sequence[RankSequence]) -> None:
-        """Without a lead nobody leaves."""
-        assert list(sequences) == list(self._sequences)
 
     def launch(self) -> None:
         """Compute logits."""
@@ -102,7 +94,7 @@ class Replayed:
         self.lead = 1 if self._is_alone else 0
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
-        """See :class:`Stepping`."""
+        """Take tokens for these alone of the sequences; unless they are all, nothing more is launched."""
         rows = {sequence.request_id: row for row, sequence in enumerate(self._sequences)}
         self._kept = [rows[sequence.request_id] for sequence in sequences]
 

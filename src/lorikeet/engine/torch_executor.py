@@ -117,7 +117,7 @@ class TorchExecutor:
         self.host_lora = host_lora
         self._rank = Rank(model, arena, block_tokens, transfers, cores, host_lora)
         self._sampler = Sampler(model.kernels.choose)
-        self._under_way: Stepping | None = None
+        self._under_way: Replayed | None = None
         self._returned_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -223,7 +223,7 @@ class TorchExecutor:
             chosen = [0 if token is None else token.token_id for token in sampled]
             self._peers.tell(chosen, go_on=taken < wanted)
             self._rank.append(steps, chosen)
-        self._under_way = stepping if launched > taken else None
+        self._under_way = stepping if isinstance(stepping, Replayed) and launched > taken else None
         return tokens, tuple(step.request_id for step in steps if step.request_id in failed), taken
 
     def _take_up(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[Stepping, int]:

@@ -31,12 +31,12 @@ class Gauges(NamedTuple):
             admitted: sequences that hold blocks.
             requests: in all.
         """
-        leases = [s.lease for s in admitted if s.lease is not None]
         running = sum(s.can_run for s in admitted)
+        leases = [(s, s.lease) for s in admitted if s.lease is not None]
         return cls(
-            running,
-            requests - running,
-            sum(bool(s.lease and s.lease.adapter_transfers and not s.is_cold) for s in admitted),
-            sum(bool(lease.kv_transfers and not lease.adapter_transfers) for lease in leases),
-            sum(s.is_ahead for s in admitted),
+            running=running,
+            waiting=requests - running,
+            waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in leases),
+            waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in leases),
+            ahead_of_adapter=sum(s.is_ahead for s in admitted),
         )
