@@ -28,7 +28,7 @@ from lorikeet.engine.driver import InOrder, drive
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.rows import Row
-from lorikeet.scheduling.scheduler import COALESCED_STEPS
+from lorikeet.scheduling.scheduler import UNDISTURBED_STEPS
 from tests.support.profiles import round_profile
 
 
@@ -120,8 +120,8 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
         first_s[overlapped] = said.at(FirstToken, "b")
         steps[overlapped] = [(plan.repeat, plan.goes_on) for plan in said.plans if plan.sequences]
     assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
-    alone, with_b = [(1, False), (6, False), (5, True), (1, True)], [(1, False)]
-    after = [(6, False), *((left, True) for left in (5, 4, 3, 2, 1)), (3, False), (2, True), (1, True)]
+    alone, with_b = [(1, False), (13, False), (12, True), (1, True)], [(1, False)]
+    after = [(9, False), *((left, True) for left in range(8, 0, -1))]
     assert steps[True] == alone + with_b + after
     # 10 ms of prefill and 4 of the loop; three decodes of 10.2 ms and longer, and the loop; b beside a, and the loop.
     assert first_s[True] == pytest.approx(0.014 + 0.0102 + 0.0103 + 0.0104 + 0.004 + 0.0115 + 0.004)
@@ -160,7 +160,7 @@ def test_a_step_with_adapters_needs_the_costs_of_its_form() -> None:
 
 def test_an_answer_longer_than_a_plan_is_as_long_as_its_steps() -> None:
     said = run([request("a", 1, 100)])
-    assert max(plan.repeat for plan in said.plans) == COALESCED_STEPS
+    assert max(plan.repeat for plan in said.plans) == UNDISTURBED_STEPS
     assert said.at(Finished, "a") == pytest.approx(0.010 + sum(0.010 + 0.0001 * context for context in range(2, 101)))
 
 

@@ -43,8 +43,8 @@ from lorikeet.scheduling.selection import Selection
 from lorikeet.scheduling.sequence import Sequence
 from lorikeet.scheduling.view import SchedulerView
 
-COALESCED_STEPS = 32
-"""Most identical decode steps in one plan on a virtual clock."""
+UNDISTURBED_STEPS = 32
+"""Most identical decode steps in one plan where nothing can come meanwhile, or what comes ends it."""
 
 
 class Scheduler:
@@ -188,13 +188,17 @@ class Scheduler:
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
-        repeat = self._repeat(draft, now, coalesced=until_s is not None)
-        limit_s = self._limits.repeat_limit_s if until_s is None else min(until_s, self._memory.swapper.due_s) - now
+        # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
+        overlaps = self._limits.overlaps and self._limits.max_repeat > 1 and until_s is None
+        is_undisturbed = until_s is not None or (overlaps and not len(self.queue))
+        repeat = self._repeat(draft, now, is_undisturbed=is_undisturbed)
+        due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
+        limit_s = due_s - now if is_undisturbed else self._limits.repeat_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         merged = self.selection.merged_for(draft)
-        overlapped = self._limits.overlaps and repeat > 1 and until_s is None
-        plan = seal(draft, self._steps, self._memory, self._row.kernel_form, drops, merged, repeat, limit_s, overlapped)
+        form, runs_on = self._row.kernel_form, overlaps and repeat > 1
+        plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, runs_on)
         self._steps += not plan.is_empty
         return plan
 
@@ -305,23 +309,24 @@ class Scheduler:
             draft.give(sequence)
         return None
 
-    def _repeat(self, draft: Draft, now: float, *, coalesced: bool) -> int:
-        """Return for how many identical decode steps the plan can hold, with their blocks leased.
+    def _repeat(self, draft: Draft, now: float, *, is_undisturbed: bool) -> int:
+        """Return for how many identical decode steps the plan can hold, with their blocks leased, if there are so many.
 
-        Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat. If nothing
-        can arrive meanwhile, blocks are leased up to ``COALESCED_STEPS`` tokens ahead, not one by one.
+        Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat.
         """
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
-        if self._memory.awaited_transfers and not (coalesced or self._limits.overlaps):
+        if self._memory.awaited_transfers and not (is_undisturbed or self._limits.overlaps):
             return 1
-        most = COALESCED_STEPS if coalesced else self._limits.max_repeat
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
-        steps = min(most, self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
-        repeat = int(max(1, steps))
-        ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease] if repeat > 1 else []
-        return repeat if self._memory.try_grow(ahead, now) else 1
+        steps = min(self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
+        few = min(steps, self._limits.max_repeat)
+        for repeat in (min(steps, UNDISTURBED_STEPS), few) if is_undisturbed else (few,):
+            ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
+            if repeat > 1 and self._memory.try_grow(ahead, now):
+                return int(repeat)
+        return 1
 
     # --- commit --------------------------------------------------------------------------------------
 
