@@ -1,14 +1,19 @@
 """How much memory a rank's arena gets, and the step that is measured for it."""
 
+from subprocess import CalledProcessError
+
 import pytest
+import torch
 from torch import Tensor
 
-from lorikeet.config import AdapterSettings, EngineSettings, Settings
+from lorikeet.config import AdapterSettings, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.plan import KernelForm
 from lorikeet.engine import arena_sizes
-from lorikeet.engine.arena_sizes import measured_step_bytes, share_left_bytes
+from lorikeet.engine.arena_sizes import arena_blocks, measured_step_bytes, share_left_bytes
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.largest_step import run_largest_step
-from lorikeet.engine.rank_setup import RankModel, load_rank
+from lorikeet.engine.rank_setup import RankModel, load_rank, rank_device
 from lorikeet.kernels.base import Batch
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.parallel import SingleGroup
@@ -40,6 +45,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
     return load_rank(fp32_settings(kernels="reference"), folder, SingleGroup())
 
 
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Those that decoders compute."""
+    seen: list[Batch] = []
+    forward = Decoder.forward
+
+    def noted(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
+        seen.append(batch)
+        return forward(self, batch, kv, logits=logits)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("step_tokens", "running", "longest", "lengths"),
     [
@@ -51,32 +70,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
 )
 def test_the_largest_step_has_all_tokens_and_sequences_and_a_whole_adapter(
     model: RankModel,
-    monkeypatch: pytest.MonkeyPatch,
+    batches: list[Batch],
     step_tokens: int,
     running: int,
     longest: int,
     lengths: list[int],
 ) -> None:
-    seen: list[Batch] = []
-    forward = Decoder.forward
-
-    def noted(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
-        seen.append(batch)
-        return forward(self, batch, kv, logits=logits)
-
-    monkeypatch.setattr(Decoder, "forward", noted)
     engine = EngineSettings(block_tokens=4, max_step_tokens=step_tokens, max_running=running)
     assert run_largest_step(model, engine, 24, longest)
-    (batch,) = seen
+    (batch,) = batches
     assert batch.row_starts.diff().tolist() == lengths
     assert len(batch.sample_rows) == len(lengths)
     assert batch.lora is not None
     assert (batch.lora.largest_rank, batch.lora.modules) == (24, frozenset(LORA_MODULES))
     run_largest_step(model, engine, 0, longest)
-    assert seen[-1].lora is None
+    assert batches[-1].lora is None
 
 
-def test_only_a_gpu_whose_pool_has_no_size_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_einsums_has_every_adapter_there_may_be(model: RankModel, batches: list[Batch]) -> None:
+    run_largest_step(model, EngineSettings(row="dlora", block_tokens=4, max_step_tokens=8, max_running=5), 24, 64)
+    (lora,) = [batch.lora for batch in batches if batch.lora is not None]
+    assert (lora.form, len(lora.segments)) == (KernelForm.EINSUM, 5)
+
+
+def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(
+    model: RankModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: object) -> int:
+        raise CalledProcessError(1, ["gcc"])
+
+    monkeypatch.setattr(arena_sizes, "measure_step_bytes", measure)
+    on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})
+    settings = fp32_settings(max_step_tokens=40, max_running=4, memory_bytes=2**20)
+    with pytest.raises(ExecutorError, match=r"40 tokens in 4 sequences .* 'reference': CalledProcessError: .*gcc"):
+        arena_blocks(settings, on_gpu, 64)
+
+
+def test_only_a_gpu_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def measure(model: object, engine: object, rank: int, longest_tokens: int) -> int:
@@ -87,9 +117,17 @@ def test_only_a_gpu_whose_pool_has_no_size_is_measured(model: RankModel, monkeyp
     settings = fp32_settings(memory_bytes=0)
     assert measured_step_bytes(settings, model, 64) == 0
     on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})
-    assert measured_step_bytes(fp32_settings(), on_gpu, 64) == 0
     assert measured_step_bytes(settings, on_gpu, 64) == 7
     for adapters, rank in ((AdapterSettings(max_rank=32), 32), (AdapterSettings(enabled=False), 0)):
         assert measured_step_bytes(Settings(settings.model, settings.engine, adapters), on_gpu, 64) == 7
         assert asked[-1] == rank
     assert asked[0] == 128
+
+
+def test_a_torch_without_cuda_is_told_from_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = fp32_settings(device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for version, complaint in ((None, r"torch .* is a build without CUDA"), ("13.0", "torch sees 0")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(ConfigError, match=complaint):
+            rank_device(settings, 0)

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -151,3 +153,22 @@ def test_auto_takes_it_where_it_is_installed_and_says_what_is_wrong_with_it(
         choose_kernels("auto", torch.bfloat16, gpu)
     assert choose_kernels("triton", torch.bfloat16, gpu).name == "triton"
     assert choose_kernels("auto", torch.float32, gpu).name == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and find_spec("flashinfer")), reason="torch sees no GPU, or FlashInfer is missing"
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_library_itself_computes_the_same(head_dim: int, window: int | None) -> None:
+    gpu = torch.device("cuda")
+    case = Paged(attention.Shape([(1, 700), (30, 30), (64, 400)], head_dim=head_dim), torch.bfloat16)
+    batch, placed = case.batch(), ("row_starts", "contexts", "block_tables")
+    case.q, case.kv = case.q.to(gpu), case.kv.to(gpu)
+    there = replace(batch, **{name: getattr(batch, name).to(gpu) for name in placed})
+    kernels = choose_kernels("auto", torch.bfloat16, gpu)
+    assert isinstance(kernels, TritonKernels)
+    assert kernels.name == "triton with flashinfer"
+    by_ours = case.run(TritonKernels(), there, window)
+    torch.testing.assert_close(case.run(kernels, there, window), by_ours, rtol=2e-2, atol=2e-2)

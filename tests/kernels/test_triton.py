@@ -1,6 +1,8 @@
 """The Triton kernels, interpreted or on a GPU, against fp64, by the error that torch makes in the same dtype."""
 
+import sysconfig
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -303,3 +305,17 @@ def test_without_a_c_compiler_a_gpu_gets_the_reference_and_is_told_why(monkeypat
         choose_kernels("triton", torch.bfloat16, gpu)
     monkeypatch.setenv("CC", "cc")
     assert choose_kernels("auto", torch.bfloat16, gpu).name == "triton"
+
+
+def test_without_pythons_headers_a_gpu_gets_the_reference_and_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "cc")
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match=rf"no {tmp_path}/Python\.h .*python3-dev"):
+        choose_kernels("triton", torch.bfloat16, gpu)
+    monkeypatch.setenv("CPATH", "/elsewhere")
+    assert choose_kernels("triton", torch.bfloat16, gpu).name == "triton"

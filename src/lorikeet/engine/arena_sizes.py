@@ -5,6 +5,7 @@ import torch
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.largest_step import measure_step_bytes
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.memory.packing import pack
@@ -25,8 +26,10 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
 
     Raises:
         ConfigError: that cannot hold the longest sequence and a small adapter.
+        ExecutorError: the device cannot run the largest step.
     """
     engine = settings.engine
+    step_bytes = measured_step_bytes(settings, model, longest_tokens)
     block_bytes = model.geometry.block_bytes(engine.block_tokens)
     sequence_blocks = -(-longest_tokens // engine.block_tokens)
     least_blocks = sequence_blocks + _adapter_blocks(settings, model.geometry, _SMALLEST_RANK)
@@ -38,7 +41,6 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
             free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _SHARE_OF_FREE)
             useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
         else:
-            step_bytes = measured_step_bytes(settings, model, longest_tokens)
             free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
             free_bytes = share_left_bytes(engine.memory_share, total_bytes, free_bytes, step_bytes)
         blocks = min(free_bytes, useful_bytes) // block_bytes
@@ -64,11 +66,23 @@ def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes
 
 
 def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Return what the largest step takes on this rank's GPU, 0 if nobody asks for it. Every rank must call this."""
-    if model.device.type == "cpu" or settings.engine.memory_bytes:
+    """Run the largest step on this rank's GPU and return what it takes, 0 on a CPU. Every rank must call this.
+
+    With it kernels are compiled and libraries loaded: what cannot be used says so before there are requests.
+
+    Raises:
+        ExecutorError: it cannot be run.
+    """
+    if model.device.type == "cpu":
         return 0
     rank = (settings.adapters.max_rank or _LARGE_RANK) if settings.adapters.enabled else 0
-    return measure_step_bytes(model, settings.engine, rank, longest_tokens)
+    try:
+        return measure_step_bytes(model, settings.engine, rank, longest_tokens)
+    except Exception as error:  # of torch, of Triton's compiler or of a library's
+        raise ExecutorError(
+            f"a step of {settings.engine.max_step_tokens} tokens in {settings.engine.max_running} sequences cannot be "
+            f"run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:

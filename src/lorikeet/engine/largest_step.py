@@ -13,8 +13,7 @@ from lorikeet.engine.sequences import Sequence
 from lorikeet.kernels.base import kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
-
-_DIGEST = AdapterDigest("full-length")
+from lorikeet.rows import resolve_row
 
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
@@ -29,12 +28,14 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 
 
 def run_largest_step(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
-    """Run a step of as many tokens and sequences as there may be, under one adapter of all modules.
+    """Run a step of as many tokens and sequences as there may be, each under an adapter of its own of all modules.
+
+    They have the same weights, but no kernel knows that: einsums pad and copy all of them.
 
     Args:
         model: computes.
         engine: limits of a step.
-        rank: of the adapter; 0 for none.
+        rank: of the adapters; 0 for none.
         longest_tokens: of a sequence.
 
     Returns:
@@ -42,20 +43,22 @@ def run_largest_step(model: RankModel, engine: EngineSettings, rank: int, longes
     """
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_tokens)
-    digest = _DIGEST if rank else None
     packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
     lengths = _lengths(engine.max_step_tokens, engine.max_running, longest_tokens)
     blocks = [-(-tokens // engine.block_tokens) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows, first = [], packing.blocks
     for i, (tokens, count) in enumerate(zip(lengths, blocks, strict=True)):
+        digest = AdapterDigest(str(i)) if rank else None
         start = SequenceStart(RequestId(str(i)), [0] * tokens, tokens, SamplingParams(max_tokens=1), digest)
         sequence = Sequence(start)
         sequence.add_blocks(range(first, first + count))  # type: ignore[arg-type]
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
         first += count
     weights = AdapterLayout(packing, geometry).weights(range(packing.blocks), arena)
-    batch = build_batch(rows, {_DIGEST: weights}, engine.block_tokens, model.device)
+    adapters = {row.sequence.adapter: weights for row in rows if row.sequence.adapter is not None}
+    form = resolve_row(engine.row)[1].kernel_form
+    batch = build_batch(rows, adapters, engine.block_tokens, model.device, form)
     kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
     model.decoder.forward(batch, kv)
     return arena.nbytes

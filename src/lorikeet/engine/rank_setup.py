@@ -60,7 +60,7 @@ def load_rank(
     """
     config = read_model_config(folder)
     config.check_divides(group.size)
-    dtype, device = _dtype(settings, config), _device(settings, group.rank)
+    dtype, device = _dtype(settings, config), rank_device(settings, group.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
         gc.collect()  # engines of this process that were closed give their memory back
@@ -88,6 +88,22 @@ def load_rank(
         place = _pristine_place(weights, device, row.merge_by)
         merger = Merger(weights, packed, kernels, geometry, row.merge_by, place)
     return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
+
+
+def rank_device(settings: Settings, rank: int) -> torch.device:
+    """Return where a rank computes.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    name = settings.engine.device
+    if name not in _DEVICES:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
+    if name == "cuda" and torch.version.cuda is None:
+        raise ConfigError(f"device: torch {torch.__version__} is a build without CUDA; install one with it")
+    if name == "cuda" and torch.cuda.device_count() <= rank:
+        raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
@@ -120,15 +136,6 @@ def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
         return torch_dtype(name)
     except ValueError as error:
         raise ConfigError(f"dtype: {error}") from error
-
-
-def _device(settings: Settings, rank: int) -> torch.device:
-    name = settings.engine.device
-    if name not in _DEVICES:
-        raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
-    if name == "cuda" and torch.cuda.device_count() <= rank:
-        raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
-    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -66,6 +68,16 @@ def _triton_kernels(device: torch.device) -> Kernels:
         from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
     except ImportError as error:
         raise TritonUnavailableError(f"the Triton kernels need Triton: {error}") from error
-    if device.type == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise TritonUnavailableError("Triton builds its launchers with a C compiler: there is neither gcc nor clang")
+    if device.type == "cuda" and (missing := _missing_for_launchers()):
+        raise TritonUnavailableError(f"Triton builds its launchers in C when they are first used: {missing}")
     return TritonKernels()
+
+
+def _missing_for_launchers() -> str | None:
+    """Return what Triton would fail for when the first kernel is launched."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is neither gcc nor clang"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
+        return f"there is no {header} (on Debian and Ubuntu it comes with the package python3-dev)"
+    return None
