@@ -76,7 +76,7 @@ def run(runs: StoredRuns) -> Result:
     found = {name: part for name, part in kept.items() if part is not None}
     limits = found.pop("limits", None)
     if limits is None:
-        return Result(figure="not run", passed=False, cause=str(reason))
+        return Result(figure="not run", passed=False, cause=str(reason), is_run=False)
     judged = [PARTS[name].judge(part, limits) for name, part in found.items()]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures]
@@ -86,11 +86,12 @@ def run(runs: StoredRuns) -> Result:
         figure=figure,
         passed=not failures,
         cause="; ".join(failures),
-        notes=f"{limits['device']}, driver {limits['driver']}; {SHAPE} with dummy weights, bfloat16, {ADAPTERS} "
-        f"adapters of ranks 8 to 128 on q, k, v, o; copies {limits['copy_bytes_per_s'] / 1e9:,.0f} GB/s read and "
-        f"written, products {limits['gemm_flops'] / 1e12:,.0f} TFLOP/s, link {limits['link_bytes_per_s'] / 1e9:.1f} "
-        "GB/s; a decode step reads weights, its adapters and its KV; a prefill's attention is free in its limit; what "
-        "adapters add is a step less the same step of the base model right before or after it",
+        notes=f"{limits['device']}, driver {limits['driver']}, {limits['software']}; {SHAPE} with dummy weights, "
+        f"bfloat16, {ADAPTERS} adapters of ranks 8 to 128 on q, k, v, o; copies "
+        f"{limits['copy_bytes_per_s'] / 1e9:,.0f} GB/s read and written, products "
+        f"{limits['gemm_flops'] / 1e12:,.0f} TFLOP/s, link {limits['link_bytes_per_s'] / 1e9:.1f} GB/s; a decode step "
+        "reads weights, its adapters and its KV; a prefill's attention is free in its limit; what adapters add is a "
+        "step less the same step of the base model right before or after it",
         details={"limits": limits, **found},
     )
 

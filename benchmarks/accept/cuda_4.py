@@ -23,7 +23,7 @@ LINE, MEMORY_BYTES = "cuda.4", 32 * 2**30
 def run(runs: StoredRuns) -> Result:
     """Compare the twins there."""
     if (reason := why_no_gpu()) is not None:
-        return Result(figure="not run", passed=False, cause=reason)
+        return Result(figure="not run", passed=False, cause=reason, is_run=False)
     with gpu_rig() as rig, tempfile.TemporaryDirectory(prefix="lorikeet-gpu-") as scratch:
         settings = rig.settings(memory_bytes=MEMORY_BYTES)
         return twin_result(runs, Bed(settings, partial(gpu_profile, rig), Path(scratch)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lorikeet.bench.model_shapes import write_model_shape
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.engine.build import Replica, build_replica
+from lorikeet.kernels.backends import choose_kernels
 from lorikeet.models.config import ModelConfig, read_model_config
 
 SHAPE = "llama-2-7b"
@@ -31,6 +33,7 @@ class GpuLimits(NamedTuple):
 
     Attributes:
         device, driver: names.
+        software: what computes, with versions.
         copy_bytes_per_s: read and written, of a copy within its memory.
         gemm_flops: of a large product in bfloat16.
         link_bytes_per_s: of a copy from registered host memory.
@@ -38,6 +41,7 @@ class GpuLimits(NamedTuple):
 
     device: str
     driver: str
+    software: str
     copy_bytes_per_s: float
     gemm_flops: float
     link_bytes_per_s: float
@@ -65,6 +69,8 @@ def gpu_limits() -> dict[str, Any]:
     return GpuLimits(
         device=torch.cuda.get_device_name(),
         driver=_driver(),
+        software=f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {version('triton')}, "
+        f"kernels {choose_kernels('auto', torch.bfloat16, place).name!r}",
         copy_bytes_per_s=2 * _COPY_BYTES / seconds(lambda: target.copy_(source)),
         gemm_flops=2 * rows * inputs * outputs / seconds(lambda: x @ weight),
         link_bytes_per_s=_LINK_BYTES / seconds(lambda: target[:_LINK_BYTES].copy_(host, non_blocking=True)),

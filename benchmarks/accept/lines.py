@@ -27,6 +27,7 @@ class Result:
         cause: why the bound is not met; empty if it is.
         notes: anything a reader must know to believe the figure.
         details: plain data for tables made from the line's file.
+        is_run: whether anything was measured; if not, what an earlier revision measured stays, and is told to be that.
     """
 
     figure: Figure
@@ -35,6 +36,7 @@ class Result:
     cause: str = ""
     notes: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    is_run: bool = True
 
 
 @dataclass(frozen=True)

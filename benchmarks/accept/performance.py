@@ -128,10 +128,12 @@ def _gpu(path: Path) -> list[str]:
     record = json.loads(path.read_text()) if path.is_file() else {}
     if not isinstance(figures := record.get("figure"), dict):
         return []
+    is_known = "software" in record["details"].get("limits", {})
+    versions = "" if is_known else "Versions of torch and Triton were not kept. "
     return [
         "## On a GPU",
-        f"{record['notes']}. `{record['command']}`, {record['date']}, revision `{record['revision']}`; what is not met "
-        "stands in [status.md](status.md).",
+        f"{record['notes']}. {versions}`{record['command']}`, {record['date']}, revision `{record['revision']}`; what "
+        "is not met stands in [status.md](status.md).",
         _table(["what", "figure"], ([name, str(words)] for name, words in figures.items())),
     ]
 

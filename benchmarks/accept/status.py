@@ -25,23 +25,29 @@ Run a line again with `make accept LINE=<line>`.
 
 def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
     """Write ``<line>.json`` and return its path."""
-    record = {
-        "line": line.name,
-        "title": line.title,
-        "command": f"make accept LINE={line.name}",
-        "figure": result.figure,
-        "bound": line.bound,
-        "interval": result.interval,
-        "pass": result.passed,
-        "cause": _without_places(result.cause),
-        "notes": result.notes,
-        "details": result.details,
-        "revision": revision(),
-        "machine": describe_machine(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{line.name}.json"
+    here = {"revision": revision(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    cause = _without_places(result.cause)
+    earlier = json.loads(path.read_text()) if path.is_file() else {}
+    if result.is_run or not earlier.get("is_run", isinstance(earlier.get("figure"), dict)):
+        record = {
+            "line": line.name,
+            "title": line.title,
+            "command": f"make accept LINE={line.name}",
+            "figure": result.figure,
+            "bound": line.bound,
+            "interval": result.interval,
+            "pass": result.passed,
+            "cause": cause,
+            "notes": result.notes,
+            "details": result.details,
+            "is_run": result.is_run,
+            "machine": describe_machine(),
+            **here,
+        }
+    else:
+        record = earlier | {"not_run": {"cause": cause, **here}}
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
 
@@ -106,13 +112,22 @@ def format_figure(figure: Figure) -> str:
 
 
 def _causes(records: list[dict[str, Any]]) -> str:
-    texts = [f"- **{r['line']}**: {r['cause'] or r['notes']}\n" for r in records if r["cause"] or r["notes"]]
+    texts = [f"- **{r['line']}**: {words}\n" for r in records if (words := _note(r))]
     return "\n## Notes\n\n" + "".join(texts) if texts else ""
+
+
+def _note(record: dict[str, Any]) -> str:
+    words = str(record["cause"] or record["notes"])
+    if later := record.get("not_run"):
+        words = f"not run at `{later['revision']}` ({later['cause']}); at `{record['revision']}`: {words}"
+    return words
 
 
 def _machines(records: list[dict[str, Any]]) -> str:
     lines_by_machine: dict[str, list[str]] = {}
     for record in records:
-        lines_by_machine.setdefault(machine_words(record["machine"]), []).append(record["line"])
+        device = record["details"].get("limits", {}).get("device")
+        name = f"{record['line']} (judged there, measured on {device})" if device else record["line"]
+        lines_by_machine.setdefault(machine_words(record["machine"]), []).append(name)
     texts = [f"- {words}: {', '.join(names)}\n" for words, names in lines_by_machine.items()]
     return "\n## Machines\n\n" + "".join(texts) if texts else ""

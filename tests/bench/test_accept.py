@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,10 +154,31 @@ def test_the_performance_page_has_what_a_gpu_did_once_there_was_one(tmp_path: Pa
     folder, cuda = tmp_path / "status", Line("cuda.3", "t", "≥ 1", lambda runs: Result(0, passed=True))
     write_result(cuda, Result("not run", passed=False, cause="no GPU"), folder)
     assert "GPU\n" not in write_performance(folder).read_text()
-    write_result(cuda, Result({"a load": "81% of the link"}, passed=True, notes="H100, driver 1.2"), folder)
+    measured = Result({"a load": "81% of the link"}, passed=True, notes="H100, driver 1.2")
+    write_result(cuda, measured, folder)
     page = write_performance(folder).read_text()
-    assert "## On a GPU\n\nH100, driver 1.2. `make accept LINE=cuda.3`, " in page
+    assert "## On a GPU\n\nH100, driver 1.2. Versions of torch and Triton were not kept. `make accept LINE=" in page
     assert "| a load | 81% of the link |" in page
+    write_result(cuda, replace(measured, details={"limits": {"software": "torch 3"}}), folder)
+    assert "not kept" not in write_performance(folder).read_text()
+
+
+def test_what_a_gpu_did_stays_where_there_is_none_and_is_told_to_be_earlier(tmp_path: Path) -> None:
+    folder, cuda = tmp_path / "status", Line("cuda.3", "t", "≥ 1", lambda runs: Result(0, passed=True))
+    not_run = Result("not run", passed=False, cause="no GPU here", is_run=False)
+    write_result(cuda, not_run, folder)
+    assert "| not run |" in write_status(folder).read_text()
+    details = {"limits": {"device": "H100"}}
+    path = write_result(cuda, Result({"a load": "60%"}, False, cause="too slow", details=details), folder)
+    measured = json.loads(path.read_text())
+    for _ in range(2):
+        write_result(cuda, not_run, folder)
+    text = write_status(folder).read_text()
+    assert "| a load 60% |" in text
+    assert f"- **cuda.3**: not run at `{revision()}` (no GPU here); at `{measured['revision']}`: too slow\n" in text
+    assert "cuda.3 (judged there, measured on H100)" in text
+    write_result(cuda, Result({"a load": "90%"}, passed=True), folder)
+    assert "not run" not in write_status(folder).read_text()
 
 
 def test_figures_are_shown_to_four_digits_or_whole() -> None:
