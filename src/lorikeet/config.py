@@ -95,12 +95,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_running: most sequences that hold blocks at once.
         max_step_tokens: most tokens in one step; longer prompts are prefilled in chunks.
         max_repeat: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a request
-            that arrives ends the repeat.
-        repeat_limit_s: a repeat ends after this time.
+            that arrives ends the repeat; unless this is 1, plans for whom nobody waits hold up to 32 there.
+        repeat_limit_s: a repeat ends after this time, on a GPU if somebody waits.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
-            installed and fit dtype and device, there with FlashInfer's attention where that is installed.
+            installed and fit dtype and device, there with FlashInfer's attention for bfloat16 and float16 where that is
+            installed, in steps that are no graphs.
         enforce_eager: call every kernel of every step; else steps in which all decode are captured as graphs and
             replayed, on a GPU without tensor parallelism.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.

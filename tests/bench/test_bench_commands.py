@@ -14,6 +14,7 @@ from lorikeet.bench.limits import LimitMeter, MachineLimits
 from lorikeet.bench.offline import OfflineOptions
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.cli import app
+from lorikeet.models.config import read_model_config
 
 runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})
 
@@ -97,3 +98,13 @@ def test_the_limits_of_a_model_are_printed_for_people_and_programs(
     assert report["decode_tok_s"]["1"] == pytest.approx(10e9 / (4 * (layers + head)))
     assert report["prefill_tok_s"] == pytest.approx(100e9 / (2 * layers))
     assert "memory read: 10.0 GB/s" in runner.invoke(app, arguments).stdout
+
+
+def test_a_published_shape_is_a_model_with_dummy_weights_and_no_other_model_is_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "shape"
+    assert runner.invoke(app, ["bench", "shape", "qwen3-8b", str(folder)]).output.strip() == str(folder)
+    assert read_model_config(folder).architecture == "Qwen3ForCausalLM"
+    again = runner.invoke(app, ["bench", "shape", "llama-2-7b", str(folder)])
+    assert (again.exit_code, "there is a model already" in again.output) == (2, True)
+    unknown = runner.invoke(app, ["bench", "shape", "gpt", str(tmp_path)])
+    assert (unknown.exit_code, "llama-3-8b" in unknown.output) == (2, True)
