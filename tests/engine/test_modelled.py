@@ -26,7 +26,7 @@ from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import InOrder, drive
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.modelled_build import build_modelled_executor
+from lorikeet.engine.modelled_build import build_modelled_executor, sizes_of
 from lorikeet.rows import Row
 from lorikeet.scheduling.scheduler import UNDISTURBED_STEPS
 from tests.support.profiles import round_profile
@@ -126,6 +126,15 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
     # 10 ms of prefill and 4 of the loop; three decodes of 10.2 ms and longer, and the loop; b beside a, and the loop.
     assert first_s[True] == pytest.approx(0.014 + 0.0102 + 0.0103 + 0.0104 + 0.004 + 0.0115 + 0.004)
     assert first_s[False] == pytest.approx(first_s[True] + 0.0105 + 0.0106 + 0.0107 + 0.0003)
+
+
+def test_steps_that_are_no_graphs_do_not_overlap() -> None:
+    profile = msgspec.structs.replace(round_profile(), overlapped=True)
+    plans = run([request("a", 1, 9)], profile, coalesced=False, max_repeat=6, row="lorikeet:plain-einsum").plans
+    assert [plan.goes_on for plan in plans] == [False] * 9
+    for engine in (EngineSettings(enforce_eager=True), EngineSettings(tensor_parallel=2)):
+        assert not sizes_of(Settings(engine=engine), profile, "modelled").overlaps
+    assert sizes_of(Settings(), profile, "modelled").overlaps
 
 
 def test_coalesced_steps_bring_what_single_steps_bring() -> None:

@@ -175,6 +175,13 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         """True if the executor has nothing at all to do."""
         return not (self.sequences or self.drops or self.transfers or self.urgent or self.evictions)
 
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether all sequences decode, and adapters are computed by kernels that fit graphs, or are merged."""
+        decodes = all(step.tokens == 1 and step.samples for step in self.sequences)
+        fits = self.kernel_form is not KernelForm.EINSUM or self.merged is not None
+        return decodes and fits and not self.assisted
+
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sampled token.

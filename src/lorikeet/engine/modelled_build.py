@@ -121,7 +121,7 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         max_model_tokens=longest_tokens,
         max_adapter_blocks=total_blocks - sequence_blocks,
         kernels=f"none: {executor} by profile {profile.name}",
-        overlaps=profile.overlapped,
+        overlaps=profile.overlapped and not engine.enforce_eager and engine.tensor_parallel == 1,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lorikeet.core.plan import KernelForm, StepPlan, Token
+from lorikeet.core.plan import StepPlan, Token
 from lorikeet.engine.decode_graphs import DecodeGraphs
 from lorikeet.engine.rank import Rank
 from lorikeet.engine.sampler import Sampler
@@ -113,10 +113,3 @@ class Replayed:
         if self._is_alone:
             return [None if chosen[row] < 0 else Token(chosen[row]) for row in self._kept]
         return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
-
-
-def can_be_replayed(plan: StepPlan) -> bool:
-    """Whether all sequences decode, and adapters are computed by kernels that fit graphs, or are merged."""
-    decodes = all(step.tokens == 1 and step.samples for step in plan.sequences)
-    fits = plan.kernel_form is not KernelForm.EINSUM or plan.merged is not None
-    return decodes and fits and not plan.assisted

@@ -25,7 +25,7 @@ from lorikeet.engine.rank import Rank, sampling_steps
 from lorikeet.engine.rank_setup import RankModel, allocate_arena, load_rank, max_model_tokens
 from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.sequences import Sequence as RankSequence
-from lorikeet.engine.stepping import Called, Replayed, Stepping, can_be_replayed
+from lorikeet.engine.stepping import Called, Replayed, Stepping
 from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.config import ModelConfig, read_model_config
@@ -233,7 +233,7 @@ class TorchExecutor:
             self._under_way.keep(sequences)
             return self._under_way, 1
         self._forget()
-        if self._graphs is not None and can_be_replayed(plan):
+        if self._graphs is not None and plan.fits_graphs:
             return Replayed(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return Called(self._rank, self._sampler, plan, sequences), 0
 
