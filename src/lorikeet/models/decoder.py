@@ -64,7 +64,7 @@ class Decoder:
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = kernels.add_norm(x, delta, layer.input_norm, eps)
             mixed = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
-            if layer is weights.layers[-1]:
+            if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # A is split by input as the weight is, so each rank adds its part before the parts are summed.
             delta = self._group.all_reduce(self._adapted(mixed, layer.o, layer.o_bias, lora, index, self._o))

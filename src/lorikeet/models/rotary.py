@@ -16,14 +16,16 @@ class Rotary:
     """Cos and sin for given positions. Computed for each step, so no table limits the context."""
 
     def __init__(self, rope: RopeScaling, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)
+        self._frequencies = inverse_frequencies(rope, head_dim).repeat(2).to(device)
         self._factor = rope.attention_factor
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin ``[T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
-        angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
+        angles = positions[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1:
+            cos, sin = cos * self._factor, sin * self._factor
+        return cos.to(dtype), sin.to(dtype)
 
 
 def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
