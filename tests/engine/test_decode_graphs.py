@@ -1,5 +1,6 @@
 """Decode steps as graphs, on a device that does them late: the tokens of steps that are called, and nobody waits."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -14,10 +15,11 @@ from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
 from lorikeet.engine import decode_graphs, torch_executor, transfers
 from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.stepping import Called, Replayed, can_be_replayed
+from lorikeet.engine.stepping import Called, Replayed
 from lorikeet.kernels.base import LoraBatch
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.segments import cut_segments
 from tests.support.driver import Driver, Models, driving, make_models, random_tokens
 from tests.support.late_device import LateDevice, LateMark, steps_seen_by
 
@@ -103,8 +105,21 @@ def test_padded_adapters_have_a_graph_of_their_own_and_the_same_tokens(models: M
     assert device.faults == []
 
 
+def test_what_a_step_under_way_reads_is_kept_until_it_is_done(models: Models) -> None:
+    narrow = next(iter(models.adapters.values()))
+    with late(models) as (driver, device):
+        driver.load(narrow)
+        driver.add("a", random_tokens(4, seed=1), narrow)
+        driver.step({"a": 4})
+        assert driver.step({"a": 1}, 3, overlapped=True).next_runs
+        weights = weakref.ref(driver.executor.transfers.adapters.weights(narrow.digest))
+        driver.executor.execute(StepPlan(99, drops=(RequestId("a"),), evictions=(narrow.digest,)))
+        assert device.replays == device.replayed + 1, "it runs"
+        assert weights() is not None, "its table is free"
+
+
 def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
-    assert decode_graphs._cut([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
+    assert cut_segments([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
         (0, 16, 7, 8),
         (20, 36, 9, 10),
         (36, 52, 9, 10),
@@ -299,8 +314,8 @@ def test_only_decodes_whose_kernels_fit_are_replayed(models: Models, monkeypatch
         driver.step({"a": 1, "b": 4})
         driver.step({"a": 1, "b": 1})
     assert kinds == [Called, Replayed, Called, Replayed]
-    assert not can_be_replayed(StepPlan(0, kernel_form=KernelForm.EINSUM))
-    assert can_be_replayed(StepPlan(0, kernel_form=KernelForm.EINSUM, merged=AdapterDigest("a"))), "as the base model"
+    assert not StepPlan(0, kernel_form=KernelForm.EINSUM).fits_graphs
+    assert StepPlan(0, kernel_form=KernelForm.EINSUM, merged=AdapterDigest("a")).fits_graphs, "as the base model"
     with late(models, kernels="native") as (driver, device):
         driver.add("a", random_tokens(4, seed=1))
         driver.step({"a": 4})

@@ -212,6 +212,26 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
     assert all(programs > len(targets) for _, _, programs in shrinks.grids), "for each target there are several parts"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lora_of_a_long_prompt_beside_decodes_has_no_programs_for_rows_that_these_have_not(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expands = Launches(gpu_lora.expand)
+    monkeypatch.setattr(gpu_lora, "expand", expands)
+    targets = (LoraTarget("q", 0, 140),)
+    adapters = [lora.weights(96, targets, {"q": [rank]}, dtype, rank) for rank in (5, 30, 64)]
+    weight, x = random(140, 96, dtype=dtype, seed=1) / 30, random(265, 96, dtype=dtype, seed=2)
+    segments = [(0, 1, adapters[0]), (1, 200, adapters[1]), (200, 201, adapters[2]), (201, 265, adapters[0])]
+    case = lora.Case(targets, segments, x, weight)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        again = lora.redrawn(case, seed)
+        return adapted(again), lora.dense(again, dtype), lora.dense(again, torch.float64)
+
+    check_error("triton linear_lora", draw)
+    assert {(segments, tiles) for segments, tiles, _ in expands.grids} == {(7, 1)}
+
+
 def test_weights_tell_whether_all_lie_at_multiples_of_16_bytes() -> None:
     memory = torch.zeros(64)  # itself at such a multiple
     first, second = (
@@ -227,7 +247,7 @@ def test_inputs_are_split_by_whole_tiles() -> None:
         (1, 4096),
         (1, 4096),
         (2, 2048),
-        (7, 640),
+        (4, 1024),
         (8, 512),
     ]
     assert [_parts(8, inputs, 128) for inputs in (1, 129, 1100)] == [(1, 128), (2, 128), (5, 256)]

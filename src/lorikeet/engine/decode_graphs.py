@@ -20,6 +20,7 @@ from lorikeet.engine.device import Device, Graph, Mark
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.kernels.base import Batch, LoraBatch, kv_view
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.segments import Segment, cut_segments
 
 _SMALL = (1, 2, 4, 8)
 _STEPS = ((64, 16), (128, 32), (512, 64))
@@ -32,10 +33,6 @@ ends at once, but all of it is launched.
 """
 _STEPS_AT_ONCE = 2
 """Whose tokens are on their way to the host."""
-
-
-_Segment = tuple[int, int, int, int]
-"""A row of ``LoraBatch.table``."""
 
 
 class _Inputs(NamedTuple):
@@ -142,6 +139,7 @@ class DecodeGraphs:
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=place)
         self._graphs: dict[_Variant, Graph] = {}
         self._graph: Graph | None = None
+        self._lora: LoraBatch | None = None
         self._rows = 0
         self._launched = 0
         self._begun: deque[Mark] = deque()
@@ -156,7 +154,10 @@ class DecodeGraphs:
         """
         assert not self._begun
         self._rows = len(rows)
-        segments = [] if lora is None else _cut(lora.rows_on(self._model.device), _segment_rows(lora.segment_rows))
+        self._lora = lora  # the table names its weights: they are read until the last step has been taken
+        segments = (
+            [] if lora is None else cut_segments(lora.rows_on(self._model.device), _segment_rows(lora.segment_rows))
+        )
         variant = _Variant.of(len(rows), lora, len(segments))
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
@@ -187,7 +188,7 @@ class DecodeGraphs:
         """Let go of the host memory; nothing is under way."""
         self._unregister()
 
-    def _give(self, rows: Sequence[BatchRow], segments: Sequence[_Segment], parameters: ChoiceParameters) -> None:
+    def _give(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: ChoiceParameters) -> None:
         """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
         given, count = self._given, len(rows)
         inputs = 10 * len(given.token_ids)
@@ -229,13 +230,13 @@ class DecodeGraphs:
         block_tokens = self._kv.shape[3]
 
         def step() -> None:
-            is_real = inputs.contexts > 0
-            positions = (inputs.contexts - 1).clamp_(min=0)
+            is_real = inputs.contexts.clamp(max=1)
+            positions = inputs.contexts - is_real
             blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
             batch = Batch(
                 token_ids=inputs.token_ids,
                 positions=positions,
-                slot_blocks=torch.where(is_real, blocks, -1),
+                slot_blocks=blocks.masked_fill_(is_real == 0, -1),
                 slot_offsets=positions % block_tokens,
                 row_starts=row_starts,
                 contexts=inputs.contexts,
@@ -250,7 +251,7 @@ class DecodeGraphs:
             chosen = self._model.kernels.choose(logits, parameters)
             self.logits[:rows].copy_(logits)
             self._chosen[:rows].copy_(chosen)
-            inputs.token_ids.copy_(chosen.clamp_(min=0))
+            torch.clamp(chosen, min=0, out=inputs.token_ids)
             inputs.contexts.add_(is_real)
 
         return step
@@ -259,15 +260,6 @@ class DecodeGraphs:
 def _segment_rows(longest: int) -> int:
     """Return how many rows segments have at most, of which the longest would have so many."""
     return next((most for most in _SEGMENT_ROWS if longest <= most), _SEGMENT_ROWS[-1])
-
-
-def _cut(segments: Sequence[_Segment], most: int) -> list[_Segment]:
-    """Cut segments of more rows."""
-    return [
-        (start, min(stop, start + most), table, index)
-        for first, stop, table, index in segments
-        for start in range(first, stop, most)
-    ]
 
 
 def build_graphs(

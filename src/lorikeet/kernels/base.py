@@ -16,6 +16,7 @@ from torch import Tensor
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.segments import MOST_ROWS, Segment, cut_segments
 
 LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 """(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
@@ -187,17 +188,16 @@ class LoraBatch:
         return all(segment.weights.is_aligned for segment in self.segments)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`table` where kernels on a device can read it and what it names; copied once."""
+        """Return :attr:`table` where kernels on a device can read it and what it names; cut and copied once."""
         if self._on_device is None:
-            rows = self.rows_on(device)
+            rows = cut_segments(self.rows_on(device), MOST_ROWS)
             self._on_device = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
         return self._on_device
 
-    def rows_on(self, device: torch.device) -> list[tuple[int, int, int, int]]:
+    def rows_on(self, device: torch.device) -> list[Segment]:
         """Return the rows of :attr:`table`; what they name can be read on the device."""
-        places = [segment.weights.on(device) for segment in self.segments]
-        pointers = [(table.data_ptr(), index.data_ptr()) for table, index in places]
-        return [(s.start, s.stop, *own) for s, own in zip(self.segments, pointers, strict=True)]
+        found = [(segment, *segment.weights.on(device)) for segment in self.segments]
+        return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
         """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""

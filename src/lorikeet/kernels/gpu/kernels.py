@@ -16,6 +16,7 @@ from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import attention, draw, elementwise, lora
 from lorikeet.kernels.gpu.launch import INTERPRETED, launch
+from lorikeet.kernels.segments import MOST_ROWS
 
 _PROGRAMS = 264
 """So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
@@ -190,7 +191,7 @@ def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     batch = delta.lora
     segments, ranks = len(batch.on(x.device)), batch.largest_rank
     if segments and ranks:
-        tiles = _tiles(batch.segment_rows, segments, ranks)
+        tiles = _tiles(_segment_rows(batch), segments, ranks)
         _expand(out, _shrink(x, delta, tiles), delta, tiles.expand)
 
 
@@ -201,9 +202,10 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
     tile, _, programs = lora_tiles
     tile = tile._replace(width=tile.width * 2 // x.element_size())  # as many bytes in fp32: there is no room for more
-    tiles, rank_tiles = triton.cdiv(batch.segment_rows, tile.rows), triton.cdiv(ranks, tile.ranks)
+    tiles, rank_tiles = triton.cdiv(_segment_rows(batch), tile.rows), triton.cdiv(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
-    inner = torch.empty(parts, count, len(x), ranks, dtype=torch.float32, device=x.device)
+    even = triton.cdiv(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
+    inner = torch.empty(parts, count, len(x), even, dtype=torch.float32, device=x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
     tensors = x, inner, tables, targets.on(x.device), layer * len(LORA_MODULES), inputs, _padded_rank(batch)
     strides = x.stride(0), inner_stride, target_stride, part_stride
@@ -233,7 +235,7 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> No
     if tile.rows == 1:
         lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, **options)
     else:
-        grid = (len(tables), triton.cdiv(batch.segment_rows, tile.rows), count * column_tiles)
+        grid = (len(tables), triton.cdiv(_segment_rows(batch), tile.rows), count * column_tiles)
         lora.expand[grid](*arguments, tile.rows, *shape, INTERPRETED, **options)
 
 
@@ -245,12 +247,20 @@ def _tiles(segment_rows: int, segments: int, ranks: int) -> _LoraTiles:
     return tiles._replace(shrink=shrink, expand=expand)
 
 
+def _segment_rows(batch: LoraBatch) -> int:
+    """Return how many rows a segment of its table on the device has at most."""
+    return min(batch.segment_rows, MOST_ROWS)
+
+
 def _padded_rank(batch: LoraBatch) -> int:
     return batch.largest_rank if batch.form is KernelForm.PADDED else 0
 
 
 def _parts(wanted: int, inputs: int, width: int) -> tuple[int, int]:
-    """Return into how many parts inputs are split, by whole tiles, and how many inputs each has."""
-    tiles = triton.cdiv(inputs, width)
-    part_inputs = triton.cdiv(tiles, max(1, min(wanted, _MOST_PARTS))) * width
+    """Return into how many parts inputs are split, by whole tiles, and how many inputs each has.
+
+    There are few numbers of parts, as there is a kernel for each.
+    """
+    parts = 1 << max(1, min(wanted, _MOST_PARTS)).bit_length() - 1
+    part_inputs = triton.cdiv(triton.cdiv(inputs, width), parts) * width
     return triton.cdiv(inputs, part_inputs), part_inputs

@@ -9,6 +9,9 @@ Each kernel has a form for segments of one row, where a product is no more than 
 be given tiles that are nearly empty.
 
 A kernel that begins early looks up where its weights lie, may read some, and then waits.
+
+Numbers that change from layer to layer or with the batch are not specialized: nobody is to wait for a kernel to be
+compiled anew because one of them has become a multiple of 16.
 """
 
 import triton
@@ -51,7 +54,7 @@ def _columns(targets, target, EVEN: tl.constexpr):
     return outputs, start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_modules", "padded_rank", "rank_tiles", "parts"])
 def shrink(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, rank_tiles, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
@@ -105,7 +108,7 @@ def shrink(
         tl.store(place, sums, mask=is_row[:, None] & (rank < done)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_modules", "padded_rank", "column_tiles"])
 def expand(
     inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
@@ -172,7 +175,7 @@ def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.const
     return tl.multiple_of(rows, 16) if ALIGNED else rows, is_rank, done
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_modules", "padded_rank", "parts"])
 def shrink_row(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
@@ -205,7 +208,7 @@ def shrink_row(
         tl.store(place, sums, mask=rank < ranks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_modules", "padded_rank", "column_tiles"])
 def expand_row(
     inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
