@@ -1,20 +1,31 @@
 """The Triton kernels, interpreted or on a GPU, against fp64, by the error that torch makes in the same dtype."""
 
 import sysconfig
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Batch, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.base import (
+    Batch,
+    HostFacts,
+    LoraBatch,
+    LoraDelta,
+    LoraSegment,
+    LoraTarget,
+    LoraTargets,
+    LoraWeights,
+)
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu import attention as gpu_attention
 from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
@@ -88,15 +99,35 @@ def test_rotary_store(rows: int, group: int, kv_heads: int, half: int, normed: b
 class Paged(attention.Case):
     """A call of the attention kernel; its KV is a layer of an arena, so that it is strided."""
 
-    def by_triton(self) -> Tensor:
-        shape = self.shape
-        none = torch.zeros(0, dtype=torch.int64)
+    def batch(self, *, of_a_graph: bool) -> Batch:
+        none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
-        rows = torch.zeros(len(self.q), dtype=torch.int64)
-        batch = Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none)
+        host = None if of_a_graph else HostFacts(self.row_starts, self.contexts, tables, none)
+        return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
+
+    def by_triton(self, *, of_a_graph: bool = False) -> Tensor:
+        shape = self.shape
         arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
         qkv = torch.cat((self.q, self.q[:, : (2 * shape.kv_heads - 2) * shape.head_dim]), dim=1)
+        batch = self.batch(of_a_graph=of_a_graph)
         return TRITON.attention(qkv, arena[:, 1], batch, shape.head_dim**-0.5, shape.window or None)
+
+
+def check_attention(name: str, shape: attention.Shape, dtype: torch.dtype, *, of_a_graph: bool = False) -> None:
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        case = Paged(shape, dtype, seed)
+        return case.by_triton(of_a_graph=of_a_graph), case.by_torch(dtype), case.by_torch(torch.float64)
+
+    check_error(f"triton {name}", draw)
+
+
+@pytest.fixture
+def nan_where_nothing_is_written() -> Iterator[None]:
+    """New memory is NaN, so that it shows where a kernel leaves its results out, or reads what none has written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 lengths = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65]))
@@ -120,43 +151,156 @@ def shapes(draw: st.DrawFn) -> attention.Shape:
 
 
 @FEW
-@given(shapes(), dtypes)
-def test_attention(shape: attention.Shape, dtype: torch.dtype) -> None:
-    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        case = Paged(shape, dtype, seed)
-        return case.by_triton(), case.by_torch(dtype), case.by_torch(torch.float64)
+@given(shapes(), dtypes, st.booleans())
+def test_attention(shape: attention.Shape, dtype: torch.dtype, of_a_graph: bool) -> None:
+    check_attention("attention", shape, dtype, of_a_graph=of_a_graph)
 
-    check_error("triton attention", draw)
+
+@st.composite
+def mixed(draw: st.DrawFn) -> attention.Shape:
+    """Decodes and prefills in any order."""
+    decodes = [(1, draw(st.sampled_from([1, 17, 64, 65, 200, 300]))) for _ in range(draw(st.integers(1, 3)))]
+    prefills = [
+        (rows, rows + draw(st.sampled_from([0, 1, 70])))
+        for rows in draw(st.lists(lengths.filter(lambda rows: rows > 1), min_size=1, max_size=2))
+    ]
+    return attention.Shape(
+        draw(st.permutations([*decodes, *prefills])),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 3, 4])),
+        head_dim=draw(st.sampled_from([16, 80])),
+        block_tokens=draw(st.sampled_from([5, 16])),
+        window=draw(st.sampled_from([0, 0, 1, 100])),
+    )
+
+
+@pytest.mark.usefixtures("nan_where_nothing_is_written")
+@settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mixed(), dtypes, st.sampled_from([1, 264]))
+def test_attention_of_decodes_beside_prefills(shape: attention.Shape, dtype: torch.dtype, programs: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "PROGRAMS", programs)
+        check_attention("mixed attention", shape, dtype)
 
 
 class Launches:
-    """A kernel that remembers its grids."""
+    """A kernel that remembers its grids, and with what it was last launched."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.grids: list[tuple[int, ...]] = []
+        self.arguments: tuple[Any, ...] = ()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.arguments = arguments
+            self.kernel[grid](*arguments, **options)
+
         self.grids.append(grid)
-        return self.kernel[grid]
+        return launch
 
 
+class AttentionLaunches(NamedTuple):
+    """Those of the kernel, and of that which joins splits."""
+
+    attention: Launches
+    joins: Launches
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> AttentionLaunches:
+    made = AttentionLaunches(Launches(gpu_attention.attention), Launches(gpu_attention.join_splits))
+    monkeypatch.setattr(gpu_attention, "attention", made.attention)
+    monkeypatch.setattr(gpu_attention, "join_splits", made.joins)
+    return made
+
+
+@pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("contexts", [(1,), (700,), (64, 65, 1), (300, 1024)])
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_of_few_decodes_is_split(
-    contexts: tuple[int, ...], window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    contexts: tuple[int, ...], window: int, dtype: torch.dtype, launches: AttentionLaunches
 ) -> None:
-    joins = Launches(gpu_attention.join_splits)
-    monkeypatch.setattr(gpu_attention, "join_splits", joins)
     shape = attention.Shape([(1, context) for context in contexts], kv_heads=2, group=3, head_dim=80, window=window)
+    check_attention("split attention", shape, dtype, of_a_graph=True)
+    assert launches.joins.grids
 
-    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        case = Paged(shape, dtype, seed)
-        return case.by_triton(), case.by_torch(dtype), case.by_torch(torch.float64)
 
-    check_error("triton split attention", draw)
-    assert joins.grids
+@pytest.mark.usefixtures("nan_where_nothing_is_written")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decode_beside_prefills_is_split_and_nobody_has_programs_for_others_rows(
+    dtype: torch.dtype, launches: AttentionLaunches
+) -> None:
+    shape = attention.Shape([(200, 200), (1, 1200), (30, 50), (1, 3)], kv_heads=2, group=4, head_dim=64)
+    check_attention("mixed attention", shape, dtype)
+    tiles = -(-200 * 4 // (32 if dtype == torch.float32 else 128))
+    assert set(launches.attention.grids) == {(2, 2, 16), (2, 2, tiles)}
+    assert set(launches.joins.grids) == {(2, 8)}
+
+
+@pytest.mark.usefixtures("nan_where_nothing_is_written")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("usual", [1, 2])
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_long_context_among_short_ones_is_split_in_a_graph(
+    usual: int, window: int, dtype: torch.dtype, launches: AttentionLaunches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "PROGRAMS", usual * 4 * 2)
+    for name, less in (("_LONG", 256), ("_LONG_SPLIT", 128), ("_LEAST_SPLIT", 64)):
+        monkeypatch.setattr(attend, name, less)
+    shape = attention.Shape([(1, 1000), (1, 1), (1, 64), (1, 200)], kv_heads=2, group=3, head_dim=80, window=window)
+    check_attention("attention of a graph", shape, dtype, of_a_graph=True)
+    assert set(launches.attention.grids) == {(4, 2, 3 if window else 8)}
+    if (usual, window) == (1, 0):
+        shares = launches.joins.arguments[1][:, :, 0, 0]  # by splits and sequences
+        assert (~shares.isnan()).sum(dim=0).tolist() == [8, 1, 1, 4], "as many as are needed, and others write nothing"
+
+
+@pytest.mark.usefixtures("nan_where_nothing_is_written")
+@pytest.mark.parametrize("programs", [1, 264])
+def test_rows_that_only_fill_a_graph_are_0(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    case = Paged(attention.Shape([(1, 40), (1, 7)]), torch.float32)
+    right = case.by_torch(torch.float32)
+    case.contexts[1] = 0
+    found = case.by_triton(of_a_graph=True)
+    torch.testing.assert_close(found[0], right[0])
+    assert not found[1].any()
+
+
+def test_decodes_are_split_as_their_number_and_their_contexts_ask_for() -> None:
+    assert [attend.splits_of(programs, 4096) for programs in (1, 8, 32, 160, 1024, 4096)] == [
+        (16, 16),
+        (16, 16),
+        (8, 8),
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    ], "of a short context as many as keep the device busy"
+    assert [attend.splits_of(256, longest) for longest in (8192, 8193, 32768, 1 << 17, 1 << 20)] == [
+        (1, 1),
+        (1, 3),
+        (1, 8),
+        (1, 16),
+        (1, 16),
+    ], "of a long one more, however many sequences there are"
+    assert [attend.splits_of(programs, 1 << 17) for programs in (64, 512, 1024, 1 << 15)] == [
+        (4, 16),
+        (1, 8),
+        (1, 4),
+        (1, 4),
+    ], "but few where most of very many would end at once"
+
+
+def test_a_batch_has_parts_of_one_row_and_of_more() -> None:
+    def parts(*sequences: tuple[int, int]) -> list[tuple[list[int] | None, int, int, int | None]]:
+        found = Paged(attention.Shape(list(sequences)), torch.float32).batch(of_a_graph=False).parts
+        return [(None if numbers is None else numbers.tolist(), *rest) for numbers, *rest in found]
+
+    assert parts((1, 5), (1, 9)) == [(None, 2, 1, 9)]
+    assert parts((3, 5), (2, 9)) == [(None, 2, 3, 9)]
+    assert parts((3, 50), (1, 9), (2, 8), (1, 10)) == [([1, 3], 2, 1, 10), ([0, 2], 2, 3, 50)]
 
 
 def test_a_nan_that_is_seen_is_not_hidden() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.parts import Part, parts_of
 from lorikeet.kernels.segments import MOST_ROWS, Segment, cut_segments
 
 LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
@@ -257,8 +258,7 @@ class Batch:
         slot_blocks: int64 ``[T]``, block that receives the row's KV. Kernels that fit graphs store nothing for -1.
         slot_offsets: int64 ``[T]``, token index inside that block.
         row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
-        contexts: int64 ``[n]``, tokens in a sequence's KV once the step has stored its own; its last row has
-            position ``contexts[i] - 1``.
+        contexts: int64 ``[n]``, tokens in a sequence's KV with the step's own; its last row is at ``contexts[i] - 1``.
         block_tables: int64 ``[n, N]``, padded with block 0.
         sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
         lora: the adapters, None if no row has one.
@@ -279,11 +279,11 @@ class Batch:
     host: HostFacts | None = None
 
     @cached_property
-    def most_rows(self) -> int:
-        """Rows of any sequence, at most."""
+    def parts(self) -> tuple[Part, ...]:
+        """Its sequences of one row, and those of more; of a graph's step all of them, as the host knows nothing."""
         if self.host is None:
-            return len(self.token_ids) - len(self.contexts) + 1
-        return int(self.host.row_starts.diff().amax()) if len(self.contexts) else 0
+            return (Part(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
+        return parts_of(self.host.row_starts, self.host.contexts, self.contexts.device)
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:

@@ -1,10 +1,14 @@
-"""Attention of prefills and decodes over paged KV, in one launch, or in two where a step of few decodes is split.
+"""Attention of prefills and decodes over paged KV.
 
 A program has a tile of rows of one sequence, for the query heads that share a KV head, and goes over the tokens that
 they see with a running maximum (Dao et al., "FlashAttention", 2022). Blocks of tokens are found through the sequence's
 table (Kwon et al., "PagedAttention", SOSP 2023); all layers of a block lie together, so that a layer's view is strided.
-A few sequences would keep few programs busy, each for as long as its context is; then several share one's tokens, and
-what they found is put together (Dao et al., "Flash-Decoding", 2023).
+A few sequences would keep few programs busy, each for as long as its context is, and so would a long one among short
+ones; then several share one's tokens, and what they found is put together (Dao et al., "Flash-Decoding", 2023). A graph
+is launched before anybody knows contexts: each sequence's own says on the device how many programs share it. The others
+end at once.
+
+What follows from the shape of a step is no reason to compile anew, nor is where numbers lie that are read one by one.
 """
 
 import triton
@@ -14,28 +18,56 @@ from lorikeet.kernels.gpu.early import await_last
 
 
 @triton.jit
+def _first_seen(position, window, TOKENS: tl.constexpr):
+    """Return the first token that a row sees, or one before it with which a tile begins."""
+    earliest = tl.where(window > 0, position - window + 1, 0)
+    return tl.maximum(earliest, 0) // TOKENS * TOKENS
+
+
+@triton.jit
+def _share(tokens, usual, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
+    """Return how many of a sequence's tokens each split has: as many as if there were ``usual`` of them.
+
+    If that is more than ``LEAST``, it is so many, or more where ``splits`` would else be too few. What the first ones
+    leave nothing for has nothing to do.
+    """
+    tokens = tokens.to(tl.int32)  # whose division is a few instructions
+    share = tl.maximum(tl.cdiv(tokens, splits), tl.minimum(tl.cdiv(tokens, usual), LEAST))
+    return tl.cdiv(share, TOKENS) * TOKENS
+
+
+@triton.jit(do_not_specialize=["numbers", "row_starts", "contexts", "usual", "splits", "table_stride"])
 def attention(
-    q, kv, out, shares, row_starts, contexts, tables, scale, window, splits, heads,
-    q_stride, out_stride, block_stride, part_stride, token_stride, table_stride, split_stride,
+    q, kv, out, shares, numbers, row_starts, contexts, tables, scale, window, usual, splits, heads,
+    q_stride, out_stride, block_stride, part_stride, token_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
 
-    If ``IS_SPLIT``, one of so many ``splits`` of their tokens: ``out[split, row]`` is the mean of the values that it
-    saw, and ``shares[split, row, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in fp32: the
+    Sequences are those with ``numbers``, None for all. If ``IS_SPLIT``, they have one row each, and a program one of
+    the ``splits`` of its tokens (see ``_share``): ``out[split, index]`` is the mean of the values that it saw, and
+    ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in fp32: the
     interpreter knows no products of bfloat16.
     """
-    sequence, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tile, split = tl.program_id(2) // splits, (tl.program_id(2) % splits).to(tl.int64)
+    index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = index if numbers is None else tl.load(numbers + index)
     begin = tl.load(row_starts + sequence)
     count = tl.load(row_starts + sequence + 1) - begin
     context = tl.load(contexts + sequence)
     queries: tl.constexpr = ROWS // GROUP
-    first = tile * queries
+    first = 0 if IS_SPLIT else tl.program_id(2) * queries
+    start = _first_seen(context - count + first, window, TOKENS)
+    last = tl.minimum(context, context - count + first + queries)
+    is_needed = first < count
+    if IS_SPLIT:
+        share = _share(last - start, usual, splits, TOKENS, LEAST)
+        start += tl.program_id(2) * share
+        is_needed = start < last
+        last = tl.minimum(last, start + share)
     await_last(EARLY)
-    if first < count:
+    if is_needed:
         member = tl.arange(0, ROWS)
         row = first + member // GROUP
         is_row = (row < count) & (member < queries * GROUP)
@@ -50,13 +82,6 @@ def attention(
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         sums = tl.zeros([ROWS, WIDTH], tl.float32)
-        last = tl.minimum(context, context - count + first + queries)
-        earliest = tl.where(window > 0, context - count + first - window + 1, 0)
-        start = tl.maximum(earliest, 0) // TOKENS * TOKENS
-        if IS_SPLIT:
-            share = tl.cdiv(tl.cdiv(last - start, splits), TOKENS) * TOKENS
-            start += split * share
-            last = tl.minimum(last, start + share)
         for at in range(start, last, TOKENS):
             token = at + tl.arange(0, TOKENS)
             there = token < last
@@ -80,30 +105,38 @@ def attention(
             sums = sums * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
             largest = raised
         found = sums / tl.where(total == 0, 1.0, total)[:, None]
-        place = split * split_stride + (begin + row)[:, None] * out_stride + head[:, None] * DIM + lane[None, :]
-        tl.store(out + place, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_lane[None, :])
+        written = begin + row
         if IS_SPLIT:
-            share_of = shares + (split * (split_stride // out_stride) + begin + row) * 2 * heads + 2 * head
+            written = tl.program_id(2) * tl.num_programs(0) + index + row
+            share_of = shares + (written * heads + head) * 2
             tl.store(share_of, largest, mask=is_row)
             tl.store(share_of + 1, total, mask=is_row)
+        place = written[:, None] * out_stride + head[:, None] * DIM + lane[None, :]
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_lane[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numbers", "row_starts", "contexts", "usual", "splits"])
 def join_splits(
-    found, shares, out, splits, out_stride, split_rows,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    found, shares, out, numbers, row_starts, contexts, window, usual, splits, out_stride,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``out[row, head]`` of all that the splits found, by their weights."""
-    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """``out[row, head]`` of all that the splits of a sequence found, by their weights."""
+    index, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    sequence = index if numbers is None else tl.load(numbers + index)
+    row, context = tl.load(row_starts + sequence), tl.load(contexts + sequence)
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    is_split, is_lane = split < splits, lane < DIM
-    share_of = shares + (split * split_rows + row) * 2 * heads + 2 * head
+    tokens = context - _first_seen(context - 1, window, TOKENS)
+    is_split = (split < splits) & (split * _share(tokens, usual, splits, TOKENS, LEAST) < tokens)
+    is_lane = lane < DIM
+    place = split * tl.num_programs(0) + index
+    share_of = shares + (place * heads + head) * 2
     await_last(EARLY)
     largest = tl.load(share_of, mask=is_split, other=float("-inf"))
     total = tl.load(share_of + 1, mask=is_split, other=0.0)
     raised = tl.max(largest, axis=0)
     weight = total * tl.exp(largest - tl.where(raised == float("-inf"), 0.0, raised))
-    place = (split * split_rows + row)[:, None] * out_stride + head * DIM + lane[None, :]
+    place = place[:, None] * out_stride + head * DIM + lane[None, :]
     value = tl.load(found + place, mask=is_split[:, None] & is_lane[None, :], other=0.0)
     whole = tl.sum(weight, axis=0)
     mean = tl.sum(value * weight[:, None], axis=0) / tl.where(whole == 0, 1.0, whole)

@@ -14,12 +14,11 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
-from lorikeet.kernels.gpu import attention, draw, elementwise, lora
-from lorikeet.kernels.gpu.launch import INTERPRETED, launch
+from lorikeet.kernels.gpu import draw, elementwise, lora
+from lorikeet.kernels.gpu.attend import attend
+from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch
 from lorikeet.kernels.segments import MOST_ROWS
 
-_PROGRAMS = 264
-"""So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
 _MOST_PARTS = 8
 
 
@@ -41,13 +40,13 @@ class _LoraTiles(NamedTuple):
 
     shrink: _LoraTile
     expand: _LoraTile
-    programs: int = _PROGRAMS
+    programs: int = PROGRAMS
 
 
 _LEAST_RANKS = 16
 """A product of Triton's needs so much each way."""
-_ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 4 * _PROGRAMS)
-_ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * _PROGRAMS)
+_ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 4 * PROGRAMS)
+_ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * PROGRAMS)
 _FEW_ROWS = _LoraTiles(_LoraTile(16, 32, 256, 4, 3), _LoraTile(16, 16, 256, 4, 4))
 _MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 8, 3))
 """For long segments, whose inputs would else be read once for every few ranks. With four warps the second one's sums of
@@ -56,19 +55,6 @@ parts do not fit into registers, as the compiler tells.
 _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS))
 """By the rows of a segment and segments at most."""
 
-
-class _Tile(NamedTuple):
-    """Of attention: query rows (times heads that share a KV head) at most, tokens at a time, and who computes them."""
-
-    rows: int
-    tokens: int
-    warps: int
-
-
-_FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
-_FP32_TILE = _Tile(32, 32, 4)
-"""In fp32, whose products are no matter of tensor cores: larger ones take a quarter of a minute to compile."""
-_LEAST_ROWS, _MOST_SPLITS = 16, 16
 _NORM_WARPS = 4
 _ROTARY_HEADS, _ROTARY_WARPS = 16, 4
 _COLUMNS, _SILU_WARPS = 1024, 4
@@ -137,33 +123,8 @@ class TritonKernels:
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """One launch for all sequences, with tiles for the longest; of few decodes, the tokens are split."""
-        block_tokens, kv_heads, head_dim = kv.shape[2:]
-        heads, sequences = qkv.shape[1] // head_dim - 2 * kv_heads, len(batch.contexts)
-        group = heads // kv_heads
-        most = batch.most_rows
-        tile = _MANY if most * group > _FEW.rows else _FEW
-        if qkv.dtype == torch.float32:
-            tile = _FP32_TILE
-        rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most * group)), max(tile.rows, group))
-        rows = triton.next_power_of_2(rows)
-        splits = max(1, min(_PROGRAMS // (sequences * kv_heads), _MOST_SPLITS)) if most == 1 else 1
-        out = found = qkv.new_empty(len(qkv), heads * head_dim)
-        shares, width = found, max(16, triton.next_power_of_2(head_dim))
-        if splits > 1:
-            found = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-            shares = torch.empty(splits, len(qkv), heads, 2, dtype=torch.float32, device=out.device)
-        attention.attention[(sequences, kv_heads, triton.cdiv(most, rows // group) * splits)](
-            qkv, kv, found, shares, batch.row_starts, batch.contexts, batch.block_tables, scale, window or 0,
-            splits, heads, qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0), out.numel(),
-            group, head_dim, width, block_tokens, rows, tile.tokens, splits > 1, INTERPRETED, **launch(tile.warps),
-        )  # fmt: skip
-        if splits > 1:
-            attention.join_splits[(len(qkv), heads)](
-                found, shares, out, splits, out.stride(0), len(qkv),
-                head_dim, width, triton.next_power_of_2(splits), **launch(1),
-            )  # fmt: skip
-        return out
+        """Decodes and prefills apart, where the host knows which are which."""
+        return attend(qkv, kv, batch, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up``."""

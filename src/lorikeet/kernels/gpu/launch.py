@@ -6,6 +6,8 @@ import torch
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+PROGRAMS = 264
+"""So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
 
 
 @cache

@@ -1,0 +1,102 @@
+"""Launching attention: which tiles its programs have, and among how many of them a sequence's tokens are split."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lorikeet.kernels.base import Batch
+from lorikeet.kernels.gpu import attention
+from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch
+from lorikeet.kernels.parts import Part
+
+
+class _Tile(NamedTuple):
+    """Query rows (times heads that share a KV head) at most, tokens at a time, and who computes them."""
+
+    rows: int
+    tokens: int
+    warps: int
+
+
+_FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
+_FP32_TILE = _Tile(32, 32, 4)
+"""In fp32, whose products are no matter of tensor cores: larger ones take a quarter of a minute to compile."""
+_LEAST_ROWS, _MOST_SPLITS = 16, 16
+_LONG, _LONG_SPLIT = 8192, 4096
+"""Where a context may have more tokens than the first, it is split so that each split has the second, if it can be."""
+_LONG_PROGRAMS, _LEAST_LONG_SPLITS = 4096, 4
+"""Those for long contexts are launched whether there are any or not: so many in all, but so many splits at least."""
+_LEAST_SPLIT = 1024
+"""Tokens for which alone a device that is busy anyway takes another program."""
+
+
+class Splits(NamedTuple):
+    """Among how many programs the tokens of a decode are split.
+
+    Attributes:
+        usual: as many as a device needs to be busy.
+        most: those of a sequence so long that each would have too many; programs for so many are launched.
+    """
+
+    usual: int
+    most: int
+
+
+def splits_of(programs: int, longest: int) -> Splits:
+    """Return how decodes are split that would else have so many programs, and so many tokens at most."""
+    usual = max(1, min(PROGRAMS // programs, _MOST_SPLITS))
+    if longest <= _LONG:
+        return Splits(usual, usual)
+    room = max(_LONG_PROGRAMS // programs, _LEAST_LONG_SPLITS)
+    return Splits(usual, max(usual, min(triton.cdiv(longest, _LONG_SPLIT), room, _MOST_SPLITS)))
+
+
+def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    """One launch for each part of the batch, and one more where tokens are split."""
+    _, kv_heads, head_dim = kv.shape[2:]
+    out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
+    for part in batch.parts:
+        _attend(out, qkv, kv, batch, part, scale, window or 0)
+    return out
+
+
+def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scale: float, window: int) -> None:
+    block_tokens, kv_heads, head_dim = kv.shape[2:]
+    heads = out.shape[1] // head_dim
+    group = heads // kv_heads
+    tile = _tile(part.most_rows, group, qkv.dtype)
+    splits = _splits(part, kv_heads, batch.block_tables.shape[1] * block_tokens, window)
+    found = shares = out
+    if splits.most > 1:
+        found = torch.empty(splits.most, part.sequences, out.shape[1], dtype=torch.float32, device=out.device)
+        shares = torch.empty(splits.most, part.sequences, heads, 2, dtype=torch.float32, device=out.device)
+    sequences, width = (part.numbers, batch.row_starts, batch.contexts), max(16, triton.next_power_of_2(head_dim))
+    tiles = triton.cdiv(part.most_rows, tile.rows // group)
+    attention.attention[(part.sequences, kv_heads, tiles * splits.most)](
+        qkv, kv, found, shares, *sequences, batch.block_tables, scale, window, *splits, heads,
+        qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0),
+        group, head_dim, width, block_tokens, tile.rows, tile.tokens, splits.most > 1, _LEAST_SPLIT, INTERPRETED,
+        **launch(tile.warps),
+    )  # fmt: skip
+    if splits.most > 1:
+        attention.join_splits[(part.sequences, heads)](
+            found, shares, out, *sequences, window, *splits, out.stride(0),
+            head_dim, width, tile.tokens, triton.next_power_of_2(splits.most), _LEAST_SPLIT, **launch(1),
+        )  # fmt: skip
+
+
+def _tile(most_rows: int, group: int, dtype: torch.dtype) -> _Tile:
+    tile = _MANY if most_rows * group > _FEW.rows else _FEW
+    if dtype == torch.float32:
+        tile = _FP32_TILE
+    rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most_rows * group)), max(tile.rows, group))
+    return tile._replace(rows=triton.next_power_of_2(rows))
+
+
+def _splits(part: Part, kv_heads: int, table_tokens: int, window: int) -> Splits:
+    if part.most_rows > 1:
+        return Splits(1, 1)
+    longest = table_tokens if part.longest is None else part.longest
+    return splits_of(part.sequences * kv_heads, min(longest, window or longest))

@@ -1,0 +1,39 @@
+"""Parts of a batch that kernels may compute apart: sequences of one row, and those of more."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Some sequences of a batch.
+
+    Attributes:
+        numbers: int64 on the device, which of the batch's they are; None: all of them.
+        sequences: how many they are.
+        most_rows: of any of them, at most.
+        longest: context of any of them, at most; None if nobody knows before the device does.
+    """
+
+    numbers: Tensor | None
+    sequences: int
+    most_rows: int
+    longest: int | None
+
+
+def parts_of(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tuple[Part, ...]:
+    """Part a batch of which the host knows this; the numbers are sent to the device, which is not waited for."""
+    rows = row_starts.diff()
+    ones = int((rows == 1).sum())
+    if not len(rows):
+        return ()
+    if ones in (0, len(rows)):
+        return (Part(None, len(rows), int(rows.amax()), int(contexts.amax())),)
+    order = (rows != 1).argsort(stable=True)
+    longest = (int(contexts[numbers].amax()) for numbers in (order[:ones], order[ones:]))
+    numbers = order.to(device, non_blocking=True)
+    return (
+        Part(numbers[:ones], ones, 1, next(longest)),
+        Part(numbers[ones:], len(rows) - ones, int(rows.amax()), next(longest)),
+    )
