@@ -17,6 +17,7 @@ from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.stepping import Called, Replayed
 from lorikeet.kernels.base import LoraBatch
+from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.kernels.segments import cut_segments
@@ -103,6 +104,27 @@ def test_padded_adapters_have_a_graph_of_their_own_and_the_same_tokens(models: M
     assert padded == plain
     assert device.graphs == 2
     assert device.faults == []
+
+
+def test_long_contexts_have_a_graph_of_their_own_and_the_same_tokens(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "LONG_TOKENS", 16)
+    monkeypatch.setattr(attend, "LONG_TOKENS", 16)
+    monkeypatch.setattr(attend, "_LONG_SPLIT", 8)
+
+    def told(driver: Driver) -> list[int]:
+        driver.add("a", random_tokens(12, seed=1))
+        driver.step({"a": 12})
+        for _ in range(4):
+            driver.step({"a": 1}, repeat=2)
+        return driver.token_ids("a")
+
+    with late(models) as (driver, device):
+        replayed = told(driver)
+    assert (device.graphs, device.faults) == (2, [])
+    with driving(models.folder, kernels="native") as driver:
+        assert told(driver) == replayed
 
 
 def test_what_a_step_under_way_reads_is_kept_until_it_is_done(models: Models) -> None:

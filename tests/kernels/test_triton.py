@@ -247,7 +247,7 @@ def test_a_long_context_among_short_ones_is_split_in_a_graph(
     usual: int, window: int, dtype: torch.dtype, launches: AttentionLaunches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attend, "PROGRAMS", usual * 4 * 2)
-    for name, less in (("_LONG", 256), ("_LONG_SPLIT", 128), ("_LEAST_SPLIT", 64)):
+    for name, less in (("LONG_TOKENS", 256), ("_LONG_SPLIT", 128), ("_LEAST_SPLIT", 64)):
         monkeypatch.setattr(attend, name, less)
     shape = attention.Shape([(1, 1000), (1, 1), (1, 64), (1, 200)], kv_heads=2, group=3, head_dim=80, window=window)
     check_attention("attention of a graph", shape, dtype, of_a_graph=True)

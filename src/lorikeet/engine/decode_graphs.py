@@ -20,6 +20,7 @@ from lorikeet.engine.device import Device, Graph, Mark
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.kernels.base import Batch, LoraBatch, kv_view
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.parts import LONG_TOKENS
 from lorikeet.kernels.segments import Segment, cut_segments
 
 _SMALL = (1, 2, 4, 8)
@@ -74,6 +75,7 @@ class _Variant(NamedTuple):
         segments: at most.
         segment_rows: of any segment, at most.
         is_aligned: whether their weights all lie at multiples of 16 bytes.
+        is_long: whether any context may be.
     """
 
     rows: int
@@ -83,6 +85,7 @@ class _Variant(NamedTuple):
     segments: int = 0
     segment_rows: int = 0
     is_aligned: bool = True
+    is_long: bool = False
 
     @classmethod
     def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
@@ -134,6 +137,7 @@ class DecodeGraphs:
         self._sent = zeros(sent)
         self._inputs = _Inputs.within(self._sent, rows)
         self._tables = zeros(rows, sequence_blocks)
+        self._short_blocks = -(-LONG_TOKENS // kv.shape[3])
         self._row_starts = torch.arange(rows + 1, device=place)
         self._chosen = zeros(rows)
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=place)
@@ -155,10 +159,10 @@ class DecodeGraphs:
         assert not self._begun
         self._rows = len(rows)
         self._lora = lora  # the table names its weights: they are read until the last step has been taken
-        segments = (
-            [] if lora is None else cut_segments(lora.rows_on(self._model.device), _segment_rows(lora.segment_rows))
-        )
-        variant = _Variant.of(len(rows), lora, len(segments))
+        most = 0 if lora is None else _segment_rows(lora.segment_rows)
+        segments = [] if lora is None else cut_segments(lora.rows_on(self._model.device), most)
+        is_long = max(len(row.sequence.blocks) for row in rows) > self._short_blocks
+        variant = _Variant.of(len(rows), lora, len(segments))._replace(is_long=is_long)
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
         self._graph = self._graphs[variant]
@@ -222,11 +226,12 @@ class DecodeGraphs:
                 variant.segment_rows,
                 is_aligned=variant.is_aligned,
             )
-        return self._device.capture(self._step(variant.rows, lora))
+        return self._device.capture(self._step(variant, lora))
 
-    def _step(self, rows: int, lora: LoraBatch | None) -> Callable[[], None]:
+    def _step(self, variant: _Variant, lora: LoraBatch | None) -> Callable[[], None]:
+        rows, blocks = variant.rows, self._tables.shape[1] if variant.is_long else self._short_blocks
         inputs = _Inputs(*(each[:rows] for each in self._inputs))
-        tables, row_starts = self._tables[:rows], self._row_starts[: rows + 1]
+        tables, row_starts = self._tables[:rows, :blocks], self._row_starts[: rows + 1]
         block_tokens = self._kv.shape[3]
 
         def step() -> None:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LONG_TOKENS = 8192
+"""A context that may be longer is worth more programs, whoever shares its step; graphs for such are others."""
+
 
 class Part(NamedTuple):
     """Some sequences of a batch.

@@ -9,7 +9,7 @@ from torch import Tensor
 from lorikeet.kernels.base import Batch
 from lorikeet.kernels.gpu import attention
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch
-from lorikeet.kernels.parts import Part
+from lorikeet.kernels.parts import LONG_TOKENS, Part
 
 
 class _Tile(NamedTuple):
@@ -24,8 +24,8 @@ _FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
 _FP32_TILE = _Tile(32, 32, 4)
 """In fp32, whose products are no matter of tensor cores: larger ones take a quarter of a minute to compile."""
 _LEAST_ROWS, _MOST_SPLITS = 16, 16
-_LONG, _LONG_SPLIT = 8192, 4096
-"""Where a context may have more tokens than the first, it is split so that each split has the second, if it can be."""
+_LONG_SPLIT = 4096
+"""Where a context may be long, it is split so that each split has so many tokens, if it can be."""
 _LONG_PROGRAMS, _LEAST_LONG_SPLITS = 4096, 4
 """Those for long contexts are launched whether there are any or not: so many in all, but so many splits at least."""
 _LEAST_SPLIT = 1024
@@ -47,7 +47,7 @@ class Splits(NamedTuple):
 def splits_of(programs: int, longest: int) -> Splits:
     """Return how decodes are split that would else have so many programs, and so many tokens at most."""
     usual = max(1, min(PROGRAMS // programs, _MOST_SPLITS))
-    if longest <= _LONG:
+    if longest <= LONG_TOKENS:
         return Splits(usual, usual)
     room = max(_LONG_PROGRAMS // programs, _LEAST_LONG_SPLITS)
     return Splits(usual, max(usual, min(triton.cdiv(longest, _LONG_SPLIT), room, _MOST_SPLITS)))
