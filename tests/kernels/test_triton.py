@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,9 +25,11 @@ from lorikeet.kernels.base import (
     LoraTargets,
     LoraWeights,
 )
-from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.choose import ChoiceParameters, choose, gumbel_noise
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu import attention as gpu_attention
+from lorikeet.kernels.gpu import draw as gpu_draw
+from lorikeet.kernels.gpu import kernels as gpu_kernels
 from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
 from lorikeet.kernels.gpu.launch import INTERPRETED
@@ -395,6 +398,128 @@ def test_inputs_are_split_by_whole_tiles() -> None:
         (8, 512),
     ]
     assert [_parts(8, inputs, 128) for inputs in (1, 129, 1100)] == [(1, 128), (2, 128), (5, 256)]
+    assert _parts(100, 4096, 128, most=20) == (16, 256)
+
+
+LOGITS = (*DTYPES, torch.float16)
+TILE = gpu_kernels._DRAWN
+BORDERS = [0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 3 * TILE + 6]
+VOCAB = BORDERS[-1] + 1
+"""Four tiles, the last of which is nearly empty."""
+
+
+@pytest.fixture(params=[1, 2, 264])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many programs a row at most: vocabularies are whole, halved, or have one for each tile."""
+    monkeypatch.setattr(gpu_kernels, "_parts", lambda wanted, *sizes: _parts(request.param, *sizes))
+    return int(request.param)
+
+
+def assert_as_reference(logits: Tensor, asked: ChoiceParameters) -> None:
+    assert TRITON.choose(logits, asked).tolist() == choose(logits, asked).tolist()
+
+
+def test_vocabularies_of_few_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {name: Launches(getattr(gpu_draw, name)) for name in ("largest", "draw")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(gpu_draw, name, kernel)
+    monkeypatch.setattr(gpu_kernels, "PROGRAMS", 8)
+    for rows in (0, 1, 3, 4, 9):
+        assert TRITON.choose(torch.zeros(rows, VOCAB), parameters(rows, 0.0)).tolist() == [0] * rows
+    for kernel in kernels.values():
+        assert kernel.grids == [(0, 4), (1, 4), (3, 2), (4, 2), (9, 1)]
+
+
+def test_the_best_token_is_found_wherever_parts_meet(programs: int) -> None:
+    logits = torch.zeros(len(BORDERS), VOCAB, dtype=torch.bfloat16)
+    logits[range(len(BORDERS)), BORDERS] = 90  # noise is never as much
+    assert TRITON.choose(logits, parameters(len(BORDERS), 0.0)).tolist() == BORDERS
+    few = [1, 3, 6]
+    assert TRITON.choose(logits[few], parameters(len(few))).tolist() == [BORDERS[row] for row in few]
+
+
+def test_of_equal_logits_the_first_is_the_most_likely(programs: int) -> None:
+    ties = [[5, *BORDERS[2:]], [TILE - 1, TILE], [TILE, TILE + 1, 2 * TILE], [2 * TILE + 900, VOCAB - 1]]
+    logits = torch.full((len(ties), VOCAB), -1.0)
+    for row, tokens in enumerate(ties):
+        logits[row, tokens] = 0.0
+        logits[row, tokens[0]] = -0.0
+    assert TRITON.choose(logits, parameters(len(ties), 0.0)).tolist() == [tokens[0] for tokens in ties]
+
+
+def test_noise_alone_decides_between_equal_logits(programs: int) -> None:
+    asked = parameters(3, temperature=[1.0, 0.3, torch.inf], seed=3)
+    drawn = [
+        int(gumbel_noise(seed, position, np.arange(VOCAB)).argmax())
+        for seed, position in zip(asked.seed.tolist(), asked.position.tolist(), strict=True)
+    ]
+    assert TRITON.choose(torch.full((3, VOCAB), -2.5), asked).tolist() == drawn
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_has_no_token(programs: int, dtype: torch.dtype) -> None:
+    logits = torch.zeros(14, VOCAB, dtype=dtype)
+    for row, bad in enumerate((torch.nan, -torch.nan, torch.inf)):
+        for at, place in enumerate((3, TILE, VOCAB - 1, slice(None))):
+            logits[4 * row + at, place] = bad
+    logits[12] = -torch.inf
+    for asked in (parameters(14, 0.0), parameters(14), parameters(14, top_k=3, top_p=0.5, min_p=0.1)):
+        assert [token < 0 for token in TRITON.choose(logits, asked).tolist()] == [True] * 13 + [False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, torch.inf])
+def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) -> None:
+    logits = torch.full((len(BORDERS), VOCAB), -torch.inf)
+    logits[range(len(BORDERS)), BORDERS] = -3.0
+    top_k, top_p = [0, 2, 0, 2, 2, 0, 0], [1.0, 1.0, 0.5, 0.5, 1.0, 0.5, 0.0]
+    assert TRITON.choose(logits, parameters(len(BORDERS), temperature, top_k, top_p)).tolist() == BORDERS
+
+
+@pytest.mark.parametrize("dtype", LOGITS)
+def test_equal_logits_at_a_boundary_stay_together(dtype: torch.dtype) -> None:
+    """All that are kept are drawn sooner or later, and no other: of six tokens, three are equal."""
+    filters = [(1, 1.0, 1), (2, 1.0, 4), (4, 1.0, 4), (5, 1.0, 5), (0, 0.35, 4), (4, 0.2, 1), (0, 0.0, 1)]
+    order, draws = [3, 2, 4, 0, 5, 1], 12
+    logits = torch.tensor([1.0, -0.5, 1.0, 1.25, 1.0, 0.75], dtype=dtype).repeat(draws * len(filters), 1)
+    top_k, top_p, kept = zip(*filters, strict=True)
+    asked = parameters(len(logits), 3.0, top_k * draws, top_p * draws, seed=3)
+    found = TRITON.choose(logits, asked)
+    assert torch.equal(found, choose(logits, asked))
+    assert [set(found[row :: len(filters)].tolist()) for row in range(len(filters))] == [set(order[:n]) for n in kept]
+
+
+@pytest.mark.parametrize("dtype", LOGITS)
+@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
+def test_filters_find_their_boundary_among_numbers_of_any_size(shift: float, dtype: torch.dtype) -> None:
+    """Of either sign, subnormal, zeros of both signs, and such that are equal when the largest is subtracted."""
+    sizes = torch.tensor([0.0, 1e-45, 1e-40, 6e-8, 1e-6, 1e-3, 0.1, 1.0, 1.5, 30.0])
+    numbers = (torch.cat((-sizes, sizes)) + shift).to(dtype)
+    logits = numbers.repeat(19, 1)[:, torch.randperm(20, generator=torch.Generator().manual_seed(1))].contiguous()
+    top_k = list(range(1, 20))
+    assert_as_reference(logits, parameters(19, 50.0, top_k))
+    assert_as_reference(logits, parameters(19, 50.0, top_k, top_p=0.7, min_p=0.01))
+
+
+@pytest.mark.parametrize("dtype", LOGITS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_filters_tell_numbers_apart_between_which_there_is_none(sign: int, dtype: torch.dtype) -> None:
+    """A boundary that is one off shows in a token more or less that can be drawn."""
+    bits, count, draws = torch.int32 if dtype == torch.float32 else torch.int16, 9, 6
+    following = torch.ones((), dtype=dtype).view(bits) + torch.arange(count, dtype=bits)
+    logits = (following.view(dtype) * sign).repeat(draws * (count - 1), 1)
+    asked = parameters(len(logits), 1.0, list(range(1, count)) * draws, seed=5)
+    assert_as_reference(logits, asked)
+
+
+def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
+    logits = random(5, VOCAB, dtype=torch.bfloat16, seed=4) * 3
+    asked = parameters(
+        5, temperature=[1.0, 0.7, 1.0, 0.0, 2.0], top_p=[1.0, 0.9, 0.5, 1.0, 0.99], top_k=[0, 0, 40, 9, 0]
+    )
+    alone = [TRITON.choose(logits[i : i + 1], ChoiceParameters(*(each[i : i + 1] for each in asked))) for i in range(5)]
+    assert TRITON.choose(logits, asked).tolist() == torch.cat(alone).tolist()
+    wide = torch.cat((logits, torch.full((5, 9), torch.nan, dtype=logits.dtype)), dim=1)[:, :VOCAB]
+    assert TRITON.choose(wide, asked).tolist() == torch.cat(alone).tolist()
 
 
 def assert_equal(found: Tensor, right: Tensor) -> None:
@@ -419,7 +544,7 @@ def test_einsum_is_the_references() -> None:
     vocab=st.sampled_from([1, 2, 7, 63, 64, 65, 1023, 1024, 1025, 4099]),
     scale=st.sampled_from([0.01, 0.5, 3.0, 100.0]),
     masked=st.sampled_from([0.0, 0.3, 0.99]),
-    dtype=dtypes,
+    dtype=st.sampled_from(LOGITS),
     asked=st.lists(
         st.tuples(
             st.sampled_from([0.0, 0.3, 1.0, 50.0]),
@@ -442,14 +567,6 @@ def test_chosen_tokens_are_the_references(
     temperature, top_k, top_p, min_p = zip(*asked, strict=True)
     made: ChoiceParameters = parameters(len(asked), temperature, top_k, top_p, min_p, seed)
     check_chosen(TRITON.choose(logits, made), logits, made)
-
-
-def test_a_row_that_is_not_finite_has_no_token() -> None:
-    logits = torch.zeros(4, 100)
-    logits[1, 7], logits[2, 99] = torch.nan, torch.inf
-    logits[3] = -torch.inf
-    for temperature in (0.0, 1.0):
-        assert TRITON.choose(logits, parameters(4, temperature)).tolist()[1:] == [-1, -1, -1]
 
 
 def test_plain_products_are_the_librarys() -> None:

@@ -1,5 +1,10 @@
 """One token per row: the most likely one, or that with the largest sum of logit and noise among those that are kept.
 
+Four launches: the largest logit, what the filters leave, the draw, and the join. Parts of a vocabulary have programs of
+their own in the first and third, as one program a row would leave most of a device idle. What a part finds lies in
+``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: that with the largest logit, which is NaN if any is, and
+the one drawn. Whoever needs the row's largest logit looks through its parts.
+
 The noise is that of ``kernels.choose``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token alone.
 """
@@ -8,8 +13,12 @@ import triton
 import triton.language as tl
 
 from lorikeet.kernels.choose import GREEDY_BELOW
+from lorikeet.kernels.gpu.early import await_last
+
+MOST_PARTS = 256
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_MOST_PARTS = tl.constexpr(MOST_PARTS)
 _MULTIPLY_0, _MULTIPLY_1 = tl.constexpr(0xD2E7470EE14C6C93), tl.constexpr(0xCA5A826395121157)
 _WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBB67AE8584CAA73B)
 
@@ -30,121 +39,184 @@ def _philox(word_0, word_1, key):
 
 
 @triton.jit
-def _gumbel(token, seed, position):
-    """Return fp32 noise of tokens: each has half a word."""
-    word = (token // 2).to(tl.uint64)
-    one, two, three, four = _philox(word // 4 + 1, word * 0 + position, seed)
-    lane = word % 4
-    raw = tl.where(lane == 0, one, tl.where(lane == 1, two, tl.where(lane == 2, three, four)))
-    half = tl.where(token % 2 == 0, raw & 0xFFFFFFFF, raw >> 32)
-    uniform = (half.to(tl.float64) + 0.5) * 2.0**-32
+def _gumbel(first, seed, position, WIDTH: tl.constexpr):
+    """Return fp32 noise of ``WIDTH`` tokens; eight share a block, half a word each, and the first begins one."""
+    block = (first // 8 + tl.arange(0, WIDTH // 8)).to(tl.uint64)
+    one, two, three, four = _philox(block + 1, block * 0 + position, seed)
+    words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
+    halves = tl.interleave(words & 0xFFFFFFFF, words >> 32)
+    uniform = (halves.to(tl.float64) + 0.5) * 2.0**-32
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
 
 
 @triton.jit
-def _scaled(logits, place, inside, top, scale):
-    """Return logits as filters and noise see them: fp32, 0 for the largest, divided by the temperature."""
-    value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+def _logits(row_logits, token, vocab):
+    """Return fp32 logits; -inf beyond the vocabulary."""
+    return tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _store_best(values, tokens, place, value, token):
+    """Store the largest value and the lowest of the tokens that have it; NaN if there is one."""
+    most = tl.max(value, axis=0)
+    first = tl.min(tl.where(value == most, token, 2147483647), axis=0)
+    is_sick = tl.max((value != value).to(tl.int32), axis=0) > 0
+    tl.store(values + place, tl.where(is_sick, float("nan"), most))
+    tl.store(tokens + place, first)
+
+
+@triton.jit
+def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """Find the largest logit of one part of a row, and the first token that has it."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    begin, lane = part * part_width, tl.arange(0, WIDTH)
+    best, chosen = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.int32)
+    await_last(EARLY)
+    for at in range(begin, begin + part_width, WIDTH):
+        value = _logits(logits + row * row_stride, at + lane, vocab)
+        better = (value > best) | (value != value)  # nothing is better than NaN but another one
+        best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
+    _store_best(values, tokens, row * parts + part, best, chosen)
+
+
+@triton.jit
+def _top(values, row, parts):
+    """Return a row's largest logit; any number where one is NaN, as such a row gets no token."""
+    part = tl.arange(0, _MOST_PARTS)
+    return tl.max(tl.load(values + row * parts + part, mask=part < parts, other=float("-inf")), axis=0)
+
+
+@triton.jit
+def _scaled(value, top, scale):
+    """Return logits as filters and noise see them: 0 for the largest, divided by the temperature."""
     return (value - top) / scale
 
 
 @triton.jit
-def _in_order(bits):
-    """Turn the bits of fp32 into integers that are ordered as the numbers are, or back."""
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def _swap_order(bits):
+    """Turn the bits of a number into an integer that is ordered as the numbers are, or back."""
+    return tl.where(bits < 0, bits ^ ((1 << (bits.dtype.primitive_bitwidth - 1)) - 1), bits)
 
 
 @triton.jit
-def _lowest_with_less_above(
-    logits, start, vocab, top, scale, least, limit, BY_MASS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Return the lowest number above which lies less than ``limit`` of what is at least ``least``, or 0.
+def _place(number, dtype: tl.constexpr):
+    """Return an fp32 number's place, int64, in the order of all numbers of a logit's type, of which it is one."""
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    return _swap_order(number.to(dtype).to(bits, bitcast=True)).to(tl.int64)
 
-    What lies there counts by its probability's numerator, or else each token as 1. All numbers from -inf to 0 are
-    halved until one is left: a sort without its memory, and its sums do not depend on the other rows.
+
+@triton.jit
+def _at_place(place, dtype: tl.constexpr):
+    """Return the fp32 number of a place; infinity for those beyond."""
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    place = tl.minimum(place, _place(tl.full([], float("inf"), tl.float32), dtype))
+    return _swap_order(place.to(bits)).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the highest number, ``lowest`` or more, with at least ``wanted`` in the logits that are not below it.
+
+    A logit counts by its probability's numerator, or else as 1. Numbers are those of the logits' type. Each pass over
+    the row tries three, which gives two bits of the answer's place in their order: a sort without its memory, and its
+    sums do not depend on the other rows. Three are the least work: with seven, passes are fewer, but longer.
     """
-    lane = tl.arange(0, WIDTH)
-    low, high = tl.full([], -2139095041, tl.int32), tl.full([], 0, tl.int32)  # -inf, 0
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        bound = _in_order(middle).to(tl.float32, bitcast=True)
-        above = tl.zeros([WIDTH], tl.float32)
+    dtype: tl.constexpr = row_logits.dtype.element_ty
+    lane, log_base = tl.arange(0, WIDTH), 1.4426950408889634 / scale  # so that weights take one product each
+    place, step = _place(lowest, dtype), tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
+    reach = tl.maximum(_place(top, dtype) - place, 0)  # the place of a NaN may be below all others
+    while step > reach:
+        step = step // 4
+    while step > 0:
+        low, middle = _at_place(place + step, dtype), _at_place(place + 2 * step, dtype)
+        high = _at_place(place + 3 * step, dtype)
+        from_low = tl.zeros([WIDTH], tl.float32)
+        from_middle, from_high = from_low, from_low
         for at in range(0, vocab, WIDTH):
-            value = _scaled(logits, start + at + lane, at + lane < vocab, top, scale)
-            weight = tl.exp(value) if BY_MASS else 1.0
-            above += tl.where((value > bound) & (value >= least), weight, 0.0)
-        is_less = tl.sum(above, axis=0) < limit
-        high, low = tl.where(is_less, middle, high), tl.where(is_less, low, middle)
-    return _in_order(high).to(tl.float32, bitcast=True)
+            value = _logits(row_logits, at + lane, vocab)
+            weight = tl.exp2((value - top) * log_base) if BY_MASS else 1.0
+            from_low = tl.where(value >= low, from_low + weight, from_low)
+            from_middle = tl.where(value >= middle, from_middle + weight, from_middle)
+            from_high = tl.where(value >= high, from_high + weight, from_high)
+        place += step * (tl.sum(from_low, axis=0) >= wanted).to(tl.int64)
+        place += step * (tl.sum(from_middle, axis=0) >= wanted).to(tl.int64)
+        place += step * (tl.sum(from_high, axis=0) >= wanted).to(tl.int64)
+        step = step // 4
+    return _at_place(place, dtype)
+
+
+@triton.jit
+def _raised(least, bound):
+    """Return the larger one; a bound is NaN where -inf was divided by a temperature that fp32 takes for infinite."""
+    return tl.where(bound > least, bound, least)
 
 
 @triton.jit
 def filter_rows(
-    logits, temperatures, top_ks, top_ps, min_ps, lowest, vocab, row_stride, WIDTH: tl.constexpr
+    logits, temperatures, top_ks, top_ps, min_ps, values, lowest, vocab, parts, row_stride,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Find for one row the lowest scaled logit that min-p, top-k and top-p, in this order, leave; -inf without them."""
     row = tl.program_id(0).to(tl.int64)
+    await_last(EARLY)
     temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
     top_p, min_p = tl.load(top_ps + row), tl.load(min_ps + row)
     least = tl.full([], float("-inf"), tl.float32)
     by_number = (top_k > 0) & (top_k < vocab)
     if (temperature >= _GREEDY_BELOW) & (by_number | (top_p < 1) | (min_p > 0)):
-        lane = tl.arange(0, WIDTH)
-        start = row * row_stride
-        largest = tl.full([WIDTH], float("-inf"), tl.float32)
-        for at in range(0, vocab, WIDTH):
-            value = tl.load(logits + start + at + lane, mask=at + lane < vocab, other=float("-inf"))
-            largest = tl.maximum(largest, value.to(tl.float32))
-        top = tl.max(largest, axis=0)
+        row_logits, lane = logits + row * row_stride, tl.arange(0, WIDTH)
+        top, kept = _top(values, row, parts), least
         if min_p > 0:
             least = tl.log(min_p)
         if by_number:
             number = top_k.to(tl.float32)
-            kept = _lowest_with_less_above(logits, start, vocab, top, temperature, least, number, False, WIDTH)
-            least = tl.maximum(least, kept)
+            kept = _highest_with(number, row_logits, vocab, kept, top, temperature, False, WIDTH)
+            least = _raised(least, _scaled(kept, top, temperature))
         if top_p < 1:
             sums = tl.zeros([WIDTH], tl.float32)
             for at in range(0, vocab, WIDTH):
-                value = _scaled(logits, start + at + lane, at + lane < vocab, top, temperature)
-                sums += tl.where(value >= least, tl.exp(value), 0.0)
-            mass = top_p * tl.sum(sums, axis=0)
-            kept = _lowest_with_less_above(logits, start, vocab, top, temperature, least, mass, True, WIDTH)
-            least = tl.maximum(least, kept)
+                value = _scaled(_logits(row_logits, at + lane, vocab), top, temperature)
+                sums = tl.where(value >= least, sums + tl.exp(value), sums)
+            mass = tl.maximum(top_p * tl.sum(sums, axis=0), 1.0)  # of the most likely token, which stays
+            kept = _highest_with(mass, row_logits, vocab, kept, top, temperature, True, WIDTH)
+            least = _raised(least, _scaled(kept, top, temperature))
     tl.store(lowest + row, least)
 
 
 @triton.jit
-def draw(logits, temperatures, lowest, seeds, positions, out, vocab, row_stride, WIDTH: tl.constexpr):
-    """Choose for one row among the tokens whose scaled logit is at least ``lowest``; -1 if the top is not finite."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, WIDTH)
-    largest = tl.full([WIDTH], float("-inf"), tl.float32)
-    sick = tl.zeros([WIDTH], tl.int32)
-    for at in range(0, vocab, WIDTH):
-        inside = at + lane < vocab
-        value = tl.load(logits + row * row_stride + at + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        sick = tl.maximum(sick, (value != value).to(tl.int32))
-        largest = tl.maximum(largest, value)
-    top = tl.max(largest, axis=0)
+def draw(
+    logits, temperatures, lowest, seeds, positions, values, tokens, vocab, part_width, row_stride,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Draw from one part of a row the best token whose scaled logit is at least ``lowest``; none for greedy rows."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    begin, lane = part * part_width, tl.arange(0, WIDTH)
+    await_last(EARLY)
     temperature = tl.load(temperatures + row)
-    least, seed = tl.load(lowest + row), tl.load(seeds + row).to(tl.uint64)
-    position = tl.load(positions + row).to(tl.uint64)
-    greedy = temperature < _GREEDY_BELOW
-    scale = tl.where(greedy, 1.0, temperature)
-    best = tl.full([WIDTH], float("-inf"), tl.float32)
-    chosen = tl.full([WIDTH], 0, tl.int64)
-    for at in range(0, vocab, WIDTH):
-        token = at + lane.to(tl.int64)
-        inside = token < vocab
-        value = _scaled(logits, row * row_stride + token, inside, top, scale)
-        kept = inside & (value >= tl.where(greedy, float("-inf"), least))
-        if (not greedy) and tl.max(kept.to(tl.int32), axis=0) > 0:  # noise is most of the work
-            value += _gumbel(token, seed, position)
-        value = tl.where(kept, value, float("-inf"))
-        better = value > best
-        chosen = tl.where(better, token, chosen)
-        best = tl.where(better, value, best)
-    most = tl.max(best, axis=0)
-    first = tl.min(tl.where(best == most, chosen, vocab), axis=0)
-    finite = (tl.max(sick, axis=0) == 0) & (tl.abs(top) != float("inf"))
-    tl.store(out + row, tl.where(finite, first, -1))
+    if temperature >= _GREEDY_BELOW:
+        top, least = _top(values, row, parts), tl.load(lowest + row)
+        seed, position = tl.load(seeds + row).to(tl.uint64), tl.load(positions + row).to(tl.uint64)
+        best, chosen = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.int32)
+        for at in range(begin, begin + part_width, WIDTH):
+            value = _scaled(_logits(logits + row * row_stride, at + lane, vocab), top, temperature)
+            kept = value >= least
+            if tl.max(kept.to(tl.int32), axis=0) > 0:  # noise is most of the work
+                value = tl.where(kept, value + _gumbel(at, seed, position, WIDTH), float("-inf"))
+                better = value > best
+                best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
+        _store_best(values, tokens, (tl.num_programs(0) + row) * parts + part, best, chosen)
+
+
+@triton.jit
+def join(temperatures, values, tokens, out, parts, EARLY: tl.constexpr):
+    """Choose for one row among what its parts have found; -1 if its largest logit is not finite."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, _MOST_PARTS)
+    await_last(EARLY)
+    is_drawn = (tl.load(temperatures + row) >= _GREEDY_BELOW).to(tl.int64)
+    logit = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
+    place = (is_drawn * tl.num_programs(0) + row) * parts + part
+    value = tl.load(values + place, mask=part < parts, other=float("-inf"))
+    token = tl.load(tokens + place, mask=part < parts, other=0)
+    first = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
+    is_sick = (tl.max((logit != logit).to(tl.int32), axis=0) > 0) | (tl.abs(tl.max(logit, axis=0)) == float("inf"))
+    tl.store(out + row, tl.where(is_sick, -1, first).to(tl.int64))

@@ -58,9 +58,9 @@ _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS)
 _NORM_WARPS = 4
 _ROTARY_HEADS, _ROTARY_WARPS = 16, 4
 _COLUMNS, _SILU_WARPS = 1024, 4
-_DRAWN, _DRAW_WARPS = 4096, 8
+_DRAWN, _DRAW_WARPS = 1024, 4
 _FILTERED, _FILTER_WARPS = 8192, 16
-"""A row is filtered by one program, which goes over it dozens of times."""
+"""A row is filtered by one program, which goes over it a dozen times or so; for the draw, it is split."""
 
 
 class TritonKernels:
@@ -135,18 +135,25 @@ class TritonKernels:
         return out
 
     def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
-        """Filters, then a draw."""
+        """The largest logits, filters, a draw; of few rows, each vocabulary is split."""
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters
-        lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        stride = logits.stride(0)
+        stride, place = logits.stride(0), logits.device
+        parts, width = _parts(PROGRAMS // max(rows, 1), vocab, _DRAWN, draw.MOST_PARTS)
+        values = torch.empty(2, rows, parts, dtype=torch.float32, device=place)
+        tokens = torch.empty(2, rows, parts, dtype=torch.int32, device=place)
+        lowest = torch.empty(rows, dtype=torch.float32, device=place)
+        out = torch.empty(rows, dtype=torch.int64, device=place)
+        draw.largest[(rows, parts)](logits, values, tokens, vocab, width, stride, _DRAWN, **launch(_DRAW_WARPS))
         draw.filter_rows[(rows,)](
-            logits, temperature, top_k, top_p, min_p, lowest, vocab, stride, _FILTERED, num_warps=_FILTER_WARPS
-        )
-        draw.draw[(rows,)](
-            logits, temperature, lowest, seed, position, out, vocab, stride, _DRAWN, num_warps=_DRAW_WARPS
-        )
+            logits, temperature, top_k, top_p, min_p, values, lowest, vocab, parts, stride, _FILTERED,
+            **launch(_FILTER_WARPS),
+        )  # fmt: skip
+        draw.draw[(rows, parts)](
+            logits, temperature, lowest, seed, position, values, tokens, vocab, width, stride, _DRAWN,
+            **launch(_DRAW_WARPS),
+        )  # fmt: skip
+        draw.join[(rows,)](temperature, values, tokens, out, parts, **launch(1))
         return out
 
 
@@ -219,11 +226,11 @@ def _padded_rank(batch: LoraBatch) -> int:
     return batch.largest_rank if batch.form is KernelForm.PADDED else 0
 
 
-def _parts(wanted: int, inputs: int, width: int) -> tuple[int, int]:
+def _parts(wanted: int, inputs: int, width: int, most: int = _MOST_PARTS) -> tuple[int, int]:
     """Return into how many parts inputs are split, by whole tiles, and how many inputs each has.
 
     There are few numbers of parts, as there is a kernel for each.
     """
-    parts = 1 << max(1, min(wanted, _MOST_PARTS)).bit_length() - 1
+    parts = 1 << max(1, min(wanted, most)).bit_length() - 1
     part_inputs = triton.cdiv(triton.cdiv(inputs, width), parts) * width
     return triton.cdiv(inputs, part_inputs), part_inputs
