@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch
 from lorikeet.kernels.gpu import attention
-from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch
+from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.parts import LONG_TOKENS, Part
 
 
@@ -50,7 +49,7 @@ def splits_of(programs: int, longest: int) -> Splits:
     if longest <= LONG_TOKENS:
         return Splits(usual, usual)
     room = max(_LONG_PROGRAMS // programs, _LEAST_LONG_SPLITS)
-    return Splits(usual, max(usual, min(triton.cdiv(longest, _LONG_SPLIT), room, _MOST_SPLITS)))
+    return Splits(usual, max(usual, min(tiles_of(longest, _LONG_SPLIT), room, _MOST_SPLITS)))
 
 
 def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -72,8 +71,8 @@ def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scal
     if splits.most > 1:
         found = torch.empty(splits.most, part.sequences, out.shape[1], dtype=torch.float32, device=out.device)
         shares = torch.empty(splits.most, part.sequences, heads, 2, dtype=torch.float32, device=out.device)
-    sequences, width = (part.numbers, batch.row_starts, batch.contexts), max(16, triton.next_power_of_2(head_dim))
-    tiles = triton.cdiv(part.most_rows, tile.rows // group)
+    sequences, width = (part.numbers, batch.row_starts, batch.contexts), max(16, power_of_2(head_dim))
+    tiles = tiles_of(part.most_rows, tile.rows // group)
     attention.attention[(part.sequences, kv_heads, tiles * splits.most)](
         qkv, kv, found, shares, *sequences, batch.block_tables, scale, window, *splits, heads,
         qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0),
@@ -83,7 +82,7 @@ def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scal
     if splits.most > 1:
         attention.join_splits[(part.sequences, heads)](
             found, shares, out, *sequences, window, *splits, out.stride(0),
-            head_dim, width, tile.tokens, triton.next_power_of_2(splits.most), _LEAST_SPLIT, **launch(1),
+            head_dim, width, tile.tokens, power_of_2(splits.most), _LEAST_SPLIT, **launch(1),
         )  # fmt: skip
 
 
@@ -91,8 +90,8 @@ def _tile(most_rows: int, group: int, dtype: torch.dtype) -> _Tile:
     tile = _MANY if most_rows * group > _FEW.rows else _FEW
     if dtype == torch.float32:
         tile = _FP32_TILE
-    rows = min(max(_LEAST_ROWS, triton.next_power_of_2(most_rows * group)), max(tile.rows, group))
-    return tile._replace(rows=triton.next_power_of_2(rows))
+    rows = min(max(_LEAST_ROWS, power_of_2(most_rows * group)), max(tile.rows, group))
+    return tile._replace(rows=power_of_2(rows))
 
 
 def _splits(part: Part, kv_heads: int, table_tokens: int, window: int) -> Splits:

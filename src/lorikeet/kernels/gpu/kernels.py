@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
@@ -16,7 +15,7 @@ from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
-from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch
+from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.segments import MOST_ROWS
 
 _MOST_PARTS = 8
@@ -102,7 +101,7 @@ class TritonKernels:
         """Residual and norm."""
         out = torch.empty_like(x)
         rows, hidden = x.shape
-        width = triton.next_power_of_2(hidden)
+        width = power_of_2(hidden)
         elementwise.add_norm[(rows,)](
             x, delta, weight, out, hidden, eps, delta is not None, width, **launch(_NORM_WARPS)
         )
@@ -115,11 +114,11 @@ class TritonKernels:
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
-        elementwise.rotary_store[(len(qkv), triton.cdiv(heads + 2 * kv_heads, _ROTARY_HEADS))](
+        elementwise.rotary_store[(len(qkv), tiles_of(heads + 2 * kv_heads, _ROTARY_HEADS))](
             qkv, cos, sin, kv, batch.slot_blocks, batch.slot_offsets,
             qkv if norms is None else norms.q, qkv if norms is None else norms.k, 0.0 if norms is None else norms.eps,
             heads, kv_heads, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2),
-            half, triton.next_power_of_2(half), _ROTARY_HEADS, norms is not None, **launch(_ROTARY_WARPS),
+            half, power_of_2(half), _ROTARY_HEADS, norms is not None, **launch(_ROTARY_WARPS),
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
@@ -130,7 +129,7 @@ class TritonKernels:
         """``silu(gate) * up``."""
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, columns)
-        grid = (rows, triton.cdiv(columns, _COLUMNS))
+        grid = (rows, tiles_of(columns, _COLUMNS))
         elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, **launch(_SILU_WARPS))
         return out
 
@@ -172,9 +171,9 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
     tile, _, programs = lora_tiles
     tile = tile._replace(width=tile.width * 2 // x.element_size())  # as many bytes in fp32: there is no room for more
-    tiles, rank_tiles = triton.cdiv(_segment_rows(batch), tile.rows), triton.cdiv(ranks, tile.ranks)
+    tiles, rank_tiles = tiles_of(_segment_rows(batch), tile.rows), tiles_of(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
-    even = triton.cdiv(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
+    even = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
     inner = torch.empty(parts, count, len(x), even, dtype=torch.float32, device=x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
     tensors = x, inner, tables, targets.on(x.device), layer * len(LORA_MODULES), inputs, _padded_rank(batch)
@@ -195,7 +194,7 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> No
     tables = batch.on(out.device)
     parts, count = inner.shape[:2]
     part_stride, target_stride, inner_stride, _ = inner.stride()
-    column_tiles = triton.cdiv(max(target.outputs for target in targets.each), tile.width)
+    column_tiles = tiles_of(max(target.outputs for target in targets.each), tile.width)
     arguments = (
         inner, out, tables, targets.on(out.device), layer * len(LORA_MODULES), _padded_rank(batch), column_tiles,
         out.stride(0), inner_stride, target_stride, part_stride, parts,
@@ -205,14 +204,14 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> No
     if tile.rows == 1:
         lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, **options)
     else:
-        grid = (len(tables), triton.cdiv(_segment_rows(batch), tile.rows), count * column_tiles)
+        grid = (len(tables), tiles_of(_segment_rows(batch), tile.rows), count * column_tiles)
         lora.expand[grid](*arguments, tile.rows, *shape, INTERPRETED, **options)
 
 
 def _tiles(segment_rows: int, segments: int, ranks: int) -> _LoraTiles:
     fits = (tiles for rows, most, tiles in _LORA if segment_rows <= rows and segments <= most)
     tiles = next(fits, _MANY_ROWS)
-    least = max(_LEAST_RANKS, triton.next_power_of_2(ranks))
+    least = max(_LEAST_RANKS, power_of_2(ranks))
     shrink, expand = (tile._replace(ranks=min(tile.ranks, least)) for tile in (tiles.shrink, tiles.expand))
     return tiles._replace(shrink=shrink, expand=expand)
 
@@ -232,5 +231,5 @@ def _parts(wanted: int, inputs: int, width: int, most: int = _MOST_PARTS) -> tup
     There are few numbers of parts, as there is a kernel for each.
     """
     parts = 1 << max(1, min(wanted, most)).bit_length() - 1
-    part_inputs = triton.cdiv(triton.cdiv(inputs, width), parts) * width
-    return triton.cdiv(inputs, part_inputs), part_inputs
+    part_inputs = tiles_of(tiles_of(inputs, width), parts) * width
+    return tiles_of(inputs, part_inputs), part_inputs

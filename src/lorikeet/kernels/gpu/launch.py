@@ -29,3 +29,13 @@ def launch(warps: int, stages: int = 0) -> dict[str, int | bool]:
     if _begins_early():
         options["launch_pdl"] = True
     return options
+
+
+def tiles_of(count: int, width: int) -> int:
+    """Return how many tiles it takes. Triton's own function is one for kernels, too, and takes microseconds."""
+    return -(-count // width)
+
+
+def power_of_2(count: int) -> int:
+    """Return the least power of two that is no less; likewise."""
+    return 1 << (count - 1).bit_length()
