@@ -126,7 +126,7 @@ def _note(record: dict[str, Any]) -> str:
 def _machines(records: list[dict[str, Any]]) -> str:
     lines_by_machine: dict[str, list[str]] = {}
     for record in records:
-        device = record["details"].get("limits", {}).get("device")
+        device = record.get("details", {}).get("limits", {}).get("device")
         name = f"{record['line']} (judged there, measured on {device})" if device else record["line"]
         lines_by_machine.setdefault(machine_words(record["machine"]), []).append(name)
     texts = [f"- {words}: {', '.join(names)}\n" for words, names in lines_by_machine.items()]

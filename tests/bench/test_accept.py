@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from benchmarks.accept.fast_9 import ROWS, common_window
 from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import revision
 from benchmarks.accept.performance import write_performance
-from benchmarks.accept.runs import ROOT, StoredRuns, code_digest
+from benchmarks.accept.runs import ROOT, STATUS, StoredRuns, code_digest
 from benchmarks.accept.serve_1 import newcomer_environment
 from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
@@ -161,6 +162,12 @@ def test_the_performance_page_has_what_a_gpu_did_once_there_was_one(tmp_path: Pa
     assert "| a load | 81% of the link |" in page
     write_result(cuda, replace(measured, details={"limits": {"software": "torch 3"}}), folder)
     assert "not kept" not in write_performance(folder).read_text()
+
+
+def test_the_table_is_made_of_the_records_that_there_are(tmp_path: Path) -> None:
+    folder = tmp_path / "status"
+    shutil.copytree(STATUS, folder, ignore=shutil.ignore_patterns("runs"))
+    assert write_status(folder).read_text() == STATUS.with_suffix(".md").read_text()
 
 
 def test_what_a_gpu_did_stays_where_there_is_none_and_is_told_to_be_earlier(tmp_path: Path) -> None:

@@ -130,8 +130,9 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
 
 def test_steps_that_are_no_graphs_do_not_overlap() -> None:
     profile = msgspec.structs.replace(round_profile(), overlapped=True)
-    plans = run([request("a", 1, 9)], profile, coalesced=False, max_repeat=6, row="lorikeet:plain-einsum").plans
-    assert [plan.goes_on for plan in plans] == [False] * 9
+    limits = {"max_repeat": 6, "repeat_limit_s": 1.0}
+    plans = run([request("a", 1, 9)], profile, coalesced=False, row="lorikeet:plain-einsum", **limits).plans
+    assert [(plan.repeat, plan.overlapped) for plan in plans if plan.sequences] == [(1, False), (6, False), (2, False)]
     for engine in (EngineSettings(enforce_eager=True), EngineSettings(tensor_parallel=2)):
         assert not sizes_of(Settings(engine=engine), profile, "modelled").overlaps
     assert sizes_of(Settings(), profile, "modelled").overlaps

@@ -137,7 +137,7 @@ class DecodeGraphs:
         self._sent = zeros(sent)
         self._inputs = _Inputs.within(self._sent, rows)
         self._tables = zeros(rows, sequence_blocks)
-        self._short_blocks = -(-LONG_TOKENS // kv.shape[3])
+        self._short_blocks = max(1, LONG_TOKENS // kv.shape[3])
         self._row_starts = torch.arange(rows + 1, device=place)
         self._chosen = zeros(rows)
         self.logits = torch.zeros(rows, model.config.vocab_size, dtype=model.dtype, device=place)

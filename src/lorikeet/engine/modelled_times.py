@@ -57,7 +57,7 @@ class ModelledTimes:
         work = step_work(self._work(plan), plan.kernel_form)
         step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
         if plan.overlapped:
-            goes_on = plan.repeat > 1 and plan.fits_graphs
+            goes_on = plan.repeat > 1
             step_s = max(step_s, loop_s) if plan.goes_on else step_s
             return Times(1, switch_s + step_s, 0.0 if goes_on else loop_s, switch_s, goes_on)
         between_s = loop_s if self._loop_each_step else 0.0

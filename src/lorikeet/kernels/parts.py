@@ -34,9 +34,8 @@ def parts_of(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tupl
     if ones in (0, len(rows)):
         return (Part(None, len(rows), int(rows.amax()), int(contexts.amax())),)
     order = (rows != 1).argsort(stable=True)
-    longest = (int(contexts[numbers].amax()) for numbers in (order[:ones], order[ones:]))
-    numbers = order.to(device, non_blocking=True)
+    numbers, ordered = order.to(device, non_blocking=True), contexts[order]
     return (
-        Part(numbers[:ones], ones, 1, next(longest)),
-        Part(numbers[ones:], len(rows) - ones, int(rows.amax()), next(longest)),
+        Part(numbers[:ones], ones, 1, int(ordered[:ones].amax())),
+        Part(numbers[ones:], len(rows) - ones, int(rows.amax()), int(ordered[ones:].amax())),
     )

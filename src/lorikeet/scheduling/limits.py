@@ -12,7 +12,8 @@ class Limits(msgspec.Struct, frozen=True):
         max_model_tokens: longest sequence.
         max_repeat: most identical decode steps in one plan.
         repeat_limit_s: a repeat ends after this time.
-        overlaps: whether the executor returns after each step of a repeat, if it can with the next one under way.
+        overlaps: whether the executor returns after each step of a repeat, if it can with the next one under way. Then
+            the two above hold while requests wait; plans for whom nobody waits are longer, unless ``max_repeat`` is 1.
     """
 
     max_running: int

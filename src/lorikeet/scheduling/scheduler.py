@@ -24,7 +24,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+from lorikeet.core.plan import KernelForm, StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.memory.insertion import Computed
 from lorikeet.memory.leases import SequenceLease, Wait
@@ -188,17 +188,17 @@ class Scheduler:
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
+        merged, form = self.selection.merged_for(draft), self._row.kernel_form
+        fits_graphs = form is not KernelForm.EINSUM or merged is not None
+        overlaps = fits_graphs and self._limits.overlaps and self._limits.max_repeat > 1 and until_s is None
         # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
-        overlaps = self._limits.overlaps and self._limits.max_repeat > 1 and until_s is None
         is_undisturbed = until_s is not None or (overlaps and not len(self.queue))
-        repeat = self._repeat(draft, now, is_undisturbed=is_undisturbed)
+        repeat = self._repeat(draft, now, overlaps=overlaps, is_undisturbed=is_undisturbed)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
         limit_s = due_s - now if is_undisturbed else self._limits.repeat_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
-        merged = self.selection.merged_for(draft)
-        form, runs_on = self._row.kernel_form, overlaps and repeat > 1
-        plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, runs_on)
+        plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlaps and repeat > 1)
         self._steps += not plan.is_empty
         return plan
 
@@ -309,7 +309,7 @@ class Scheduler:
             draft.give(sequence)
         return None
 
-    def _repeat(self, draft: Draft, now: float, *, is_undisturbed: bool) -> int:
+    def _repeat(self, draft: Draft, now: float, *, overlaps: bool, is_undisturbed: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased, if there are so many.
 
         Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat.
@@ -317,12 +317,12 @@ class Scheduler:
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
-        if self._memory.awaited_transfers and not (is_undisturbed or self._limits.overlaps):
+        if self._memory.awaited_transfers and not (is_undisturbed or overlaps):
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
         steps = min(self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
         few = min(steps, self._limits.max_repeat)
-        for repeat in (min(steps, UNDISTURBED_STEPS), few) if is_undisturbed else (few,):
+        for repeat in dict.fromkeys((min(steps, UNDISTURBED_STEPS), few) if is_undisturbed else (few,)):
             ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
             if repeat > 1 and self._memory.try_grow(ahead, now):
                 return int(repeat)
