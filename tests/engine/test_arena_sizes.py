@@ -12,7 +12,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.engine import arena_sizes
 from lorikeet.engine.arena_sizes import arena_blocks, measured_step_bytes, share_left_bytes
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.largest_step import run_largest_step
+from lorikeet.engine.first_steps import largest_step, measure_step_bytes, run_step
 from lorikeet.engine.rank_setup import RankModel, load_rank, rank_device
 from lorikeet.kernels.base import Batch
 from lorikeet.models.decoder import Decoder
@@ -77,20 +77,34 @@ def test_the_largest_step_has_all_tokens_and_sequences_and_a_whole_adapter(
     lengths: list[int],
 ) -> None:
     engine = EngineSettings(block_tokens=4, max_step_tokens=step_tokens, max_running=running)
-    assert run_largest_step(model, engine, 24, longest)
+    assert run_step(model, engine, 24, largest_step(engine, longest))
     (batch,) = batches
     assert batch.row_starts.diff().tolist() == lengths
     assert len(batch.sample_rows) == len(lengths)
     assert batch.lora is not None
     assert (batch.lora.largest_rank, batch.lora.modules) == (24, frozenset(LORA_MODULES))
-    run_largest_step(model, engine, 0, longest)
+    run_step(model, engine, 0, largest_step(engine, longest))
     assert batches[-1].lora is None
 
 
 def test_a_step_of_einsums_has_every_adapter_there_may_be(model: RankModel, batches: list[Batch]) -> None:
-    run_largest_step(model, EngineSettings(row="dlora", block_tokens=4, max_step_tokens=8, max_running=5), 24, 64)
+    run_step(model, EngineSettings(row="dlora", block_tokens=4), 24, [4, 1, 1, 1, 1])
     (lora,) = [batch.lora for batch in batches if batch.lora is not None]
     assert (lora.form, len(lora.segments)) == (KernelForm.EINSUM, 5)
+
+
+def test_steps_of_one_row_each_are_run_once_the_largest_has_been_measured(
+    model: RankModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = iter((100, 7_000_000_000))
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: next(held))
+    engine = EngineSettings(block_tokens=4, max_step_tokens=20, max_running=3)
+    taken_bytes = measure_step_bytes(model, engine, 8, 64)
+    assert [batch.row_starts.diff().tolist() for batch in batches] == [[18, 1, 1], [1, 1, 1], [1]]
+    assert 0 < 7_000_000_000 - 100 - taken_bytes < 2**20, "the arena of the step does not count"
 
 
 def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(

@@ -6,7 +6,7 @@ import torch
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.largest_step import measure_step_bytes
+from lorikeet.engine.first_steps import measure_step_bytes
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.memory.packing import pack
 
@@ -66,9 +66,9 @@ def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes
 
 
 def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Run the largest step on this rank's GPU and return what it takes, 0 on a CPU. Every rank must call this.
+    """Run steps on this rank's GPU and return what the largest takes, 0 on a CPU. Every rank must call this.
 
-    With it kernels are compiled and libraries loaded: what cannot be used says so before there are requests.
+    With them kernels are compiled and libraries loaded: what cannot be used says so before there are requests.
 
     Raises:
         ExecutorError: it cannot be run.
