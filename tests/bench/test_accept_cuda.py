@@ -14,6 +14,7 @@ from benchmarks.accept.lines import Line, Result
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.bench.choices import Range
 from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
+from lorikeet.core.garbage import long_lived
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.models.config import read_model_config
@@ -170,7 +171,8 @@ def test_rows_are_run_at_a_share_of_their_peak_and_set_beside_what_is_printed(
         (dlora_cases, "PHASES", phases),
     ):
         monkeypatch.setattr(module, name, value)
-    found = cuda_rows.measure_rows(rig, StoredRuns("cuda.3", tmp_path, "code"))
+    with long_lived():  # each of a hundred runs would search all of this process for garbage
+        found = cuda_rows.measure_rows(rig, StoredRuns("cuda.3", tmp_path, "code"))
     assert {name: tuple(made["rows"]) for name, made in found.items()} == {
         name: each.rows for name, each in cuda_rows.COMPARISONS.items()
     }
