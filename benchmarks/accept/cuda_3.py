@@ -14,7 +14,7 @@ from benchmarks.accept.cuda_elsewhere import LINES, measure_lines, measure_peft
 from benchmarks.accept.cuda_rows import measure_rows, rows_figure
 from benchmarks.accept.gpu_rig import SHAPE, GpuRig, gpu_limits, gpu_rig, why_no_gpu
 from benchmarks.accept.inprocess import make_requests, run_all
-from benchmarks.accept.lines import Result, line
+from benchmarks.accept.lines import NOT_RUN, Result, line
 from benchmarks.accept.memory_8 import RANK, measure_loads
 from benchmarks.accept.runs import StoredRuns
 from benchmarks.accept.twins import Pair, twins
@@ -76,7 +76,7 @@ def run(runs: StoredRuns) -> Result:
     found = {name: part for name, part in kept.items() if part is not None}
     limits = found.pop("limits", None)
     if limits is None:
-        return Result(figure="not run", passed=False, cause=str(reason), is_run=False)
+        return Result(figure=NOT_RUN, passed=False, cause=str(reason))
     judged = [PARTS[name].judge(part, limits) for name, part in found.items()]
     figure = {name: words for each in judged for name, words in each.figure.items()}
     failures = [failure for each in judged for failure in each.failures]

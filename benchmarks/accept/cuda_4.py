@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.accept.costs_2 import WITHIN, Bed, twin_result
 from benchmarks.accept.gpu_rig import SHAPE, GpuRig, gpu_rig, why_no_gpu
-from benchmarks.accept.lines import Result, line
+from benchmarks.accept.lines import NOT_RUN, Result, line
 from benchmarks.accept.machine_profile import machine_profile
 from benchmarks.accept.runs import StoredRuns
 from lorikeet.costs.profile import CostProfile
@@ -23,7 +23,7 @@ LINE, MEMORY_BYTES = "cuda.4", 32 * 2**30
 def run(runs: StoredRuns) -> Result:
     """Compare the twins there."""
     if (reason := why_no_gpu()) is not None:
-        return Result(figure="not run", passed=False, cause=reason, is_run=False)
+        return Result(figure=NOT_RUN, passed=False, cause=reason)
     with gpu_rig() as rig, tempfile.TemporaryDirectory(prefix="lorikeet-gpu-") as scratch:
         settings = rig.settings(memory_bytes=MEMORY_BYTES)
         return twin_result(runs, Bed(settings, partial(gpu_profile, rig), Path(scratch)))

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.accept.runs import StoredRuns
 
 Figure = float | int | str | dict[str, Any]
+NOT_RUN = "not run"
 
 
 class UnknownLineError(LookupError):
@@ -21,13 +22,13 @@ class Result:
     """What one line came to.
 
     Attributes:
-        figure: the measured value, or several by name.
+        figure: the measured value, or several by name; ``NOT_RUN`` if nothing could be measured: then what an earlier
+            revision measured stays, and is told to be that.
         passed: whether the bound is met.
         interval: low and high end of the 95 % interval of the figure, where there is one.
         cause: why the bound is not met; empty if it is.
         notes: anything a reader must know to believe the figure.
         details: plain data for tables made from the line's file.
-        is_run: whether anything was measured; if not, what an earlier revision measured stays, and is told to be that.
     """
 
     figure: Figure
@@ -36,7 +37,6 @@ class Result:
     cause: str = ""
     notes: str = ""
     details: dict[str, Any] = field(default_factory=dict)
-    is_run: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accept.lines import Figure, Line, Result
+from benchmarks.accept.lines import NOT_RUN, Figure, Line, Result
 from benchmarks.accept.machine import describe_machine, machine_words, revision
 from benchmarks.accept.runs import ROOT, STATUS
 
@@ -30,7 +30,7 @@ def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
     here = {"revision": revision(), "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
     cause = _without_places(result.cause)
     earlier = json.loads(path.read_text()) if path.is_file() else {}
-    if result.is_run or not earlier.get("is_run", isinstance(earlier.get("figure"), dict)):
+    if result.figure != NOT_RUN or earlier.get("figure", NOT_RUN) == NOT_RUN:
         record = {
             "line": line.name,
             "title": line.title,
@@ -42,7 +42,6 @@ def write_result(line: Line, result: Result, folder: Path = STATUS) -> Path:
             "cause": cause,
             "notes": result.notes,
             "details": result.details,
-            "is_run": result.is_run,
             "machine": describe_machine(),
             **here,
         }

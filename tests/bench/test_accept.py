@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.accept.fast_9 import ROWS, common_window
-from benchmarks.accept.lines import Line, Result, UnknownLineError, find_line
+from benchmarks.accept.lines import NOT_RUN, Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import revision
 from benchmarks.accept.performance import write_performance
 from benchmarks.accept.runs import ROOT, STATUS, StoredRuns, code_digest
@@ -172,7 +172,7 @@ def test_the_table_is_made_of_the_records_that_there_are(tmp_path: Path) -> None
 
 def test_what_a_gpu_did_stays_where_there_is_none_and_is_told_to_be_earlier(tmp_path: Path) -> None:
     folder, cuda = tmp_path / "status", Line("cuda.3", "t", "≥ 1", lambda runs: Result(0, passed=True))
-    not_run = Result("not run", passed=False, cause="no GPU here", is_run=False)
+    not_run = Result(NOT_RUN, passed=False, cause="no GPU here")
     write_result(cuda, not_run, folder)
     assert "| not run |" in write_status(folder).read_text()
     details = {"limits": {"device": "H100"}}

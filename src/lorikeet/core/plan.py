@@ -20,6 +20,10 @@ class KernelForm(StrEnum):
     EINSUM = "einsum"
     """As padded, and every row meets every adapter of the batch (dLoRA's einsums over one-hot types)."""
 
+    def fits_graphs(self, merged: AdapterDigest | None) -> bool:
+        """Whether steps that decode can be graphs: einsums wait for the device, but a merged adapter needs none."""
+        return self is not KernelForm.EINSUM or merged is not None
+
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     """What the executor must know of a sequence that it has not seen yet (or has dropped).
@@ -179,8 +183,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     def fits_graphs(self) -> bool:
         """Whether all sequences decode, and adapters are computed by kernels that fit graphs, or are merged."""
         decodes = all(step.tokens == 1 and step.samples for step in self.sequences)
-        fits = self.kernel_form is not KernelForm.EINSUM or self.merged is not None
-        return decodes and fits and not self.assisted
+        return decodes and self.kernel_form.fits_graphs(self.merged) and not self.assisted
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):

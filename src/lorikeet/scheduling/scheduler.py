@@ -24,7 +24,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import KernelForm, StepPlan, StepResult, TransferDone
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.memory.insertion import Computed
 from lorikeet.memory.leases import SequenceLease, Wait
@@ -188,14 +188,13 @@ class Scheduler:
         if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
-        merged, form = self.selection.merged_for(draft), self._row.kernel_form
-        fits_graphs = form is not KernelForm.EINSUM or merged is not None
-        overlaps = fits_graphs and self._limits.overlaps and self._limits.max_repeat > 1 and until_s is None
+        limits, merged, form = self._limits, self.selection.merged_for(draft), self._row.kernel_form
+        overlaps = limits.overlaps and limits.max_repeat > 1 and form.fits_graphs(merged) and until_s is None
         # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
         is_undisturbed = until_s is not None or (overlaps and not len(self.queue))
         repeat = self._repeat(draft, now, overlaps=overlaps, is_undisturbed=is_undisturbed)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
-        limit_s = due_s - now if is_undisturbed else self._limits.repeat_limit_s
+        limit_s = due_s - now if is_undisturbed else limits.repeat_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlaps and repeat > 1)
