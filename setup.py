@@ -11,7 +11,13 @@ from setuptools import Extension, setup
 
 _AVX2 = ["-mavx2", "-mfma"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": [*_AVX512, "-mavx512bf16"]}
+_AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
+INSTRUCTION_SETS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": _AVX512_BF16,
+    "amx": [*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+}
 
 # OpenMP is compiled in but not linked: the symbols come from the runtime that torch brings.
 _COMMON = [

@@ -1,10 +1,35 @@
 // Whether this machine can run this library.
+#if defined(__AMX_BF16__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdint>
 
 #include "parallel.h"
 
+#if defined(__AMX_BF16__)
+namespace {
+
+// Whether there is a tile unit for bfloat16 that the system lets this process use: Linux wants to be asked, as every
+// thread's state grows by the tiles (https://docs.kernel.org/arch/x86/xstate.html).
+bool may_use_tiles() {
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  const bool tiles = edx >> 24 & 1, pairs = edx >> 22 & 1;
+  return tiles && pairs && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+}  // namespace
+#endif
+
 LORIKEET_EXPORT int64_t lorikeet_supported() {
   __builtin_cpu_init();
+#if defined(__AMX_BF16__)
+  if (!may_use_tiles()) return false;
+#endif
 #if defined(__AVX512BF16__)
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

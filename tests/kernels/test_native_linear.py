@@ -13,8 +13,9 @@ from tests.kernels.exactness import check_error
 
 DTYPES = (torch.bfloat16, torch.float32)
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-# On both sides of every size that the kernel cuts at: tiles of 4 and 8 rows, panels of 48 columns, blocks of 64 rows.
-sizes = st.one_of(st.integers(1, 20), st.sampled_from([47, 48, 49, 63, 64, 65, 96, 130, 257]))
+# On both sides of every size that the kernel cuts at: tiles of 4, 8 and 16 rows, blocks of 32 and 64, panels of 48
+# columns, steps of 32 inputs.
+sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 130, 257]))
 
 
 def kernels(instruction_set: str, threads: int = 2) -> NativeKernels:
@@ -64,11 +65,11 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     instruction_set: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(70, 300).to(dtype), torch.randn(100, 300).to(dtype)
+    x, weight = torch.randn(1043, 300).to(dtype), torch.randn(100, 300).to(dtype)
     native, alone = kernels(instruction_set), kernels(instruction_set, threads=1)
     together = native.linear(x, native.pack(weight), None)
     packed = alone.pack(weight)
-    for row in (0, 7, 8, 37, 69):
+    for row in (0, 7, 8, 37, 69, 511, 512, 1042):
         assert torch.equal(alone.linear(x[row : row + 1], packed, None)[0], together[row])
 
 

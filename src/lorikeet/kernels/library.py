@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2")
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""
 
 _ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double

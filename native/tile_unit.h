@@ -1,0 +1,55 @@
+// The tile unit of x86-64 (AMX): registers of 16 rows of 64 bytes, and one instruction that multiplies two of bfloat16
+// into one of floats. The left side holds rows of 32 elements, the right side 16 groups of two rows, 16 columns each.
+// Intel's manual, volume 1, chapter 18: https://www.intel.com/sdm
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace lorikeet {
+
+// Whether it multiplies elements T.
+#if defined(__AMX_BF16__)
+template <class T>
+constexpr bool kTileUnit = sizeof(T) == 2;
+#else
+template <class T>
+constexpr bool kTileUnit = false;
+#endif
+
+#if defined(__AMX_BF16__)
+
+constexpr int64_t kTileHeight = 16;  // rows at most
+constexpr int64_t kTileWidth = 16;   // floats of a row, and columns of a product
+constexpr int64_t kTileDepth = 32;   // elements that a multiplication adds up
+
+// As long as this lives the thread's tiles have a shape: 0 to 6 have `height` rows, for sums and a left side, 7 has 16,
+// for a right side.
+class Tiles {
+ public:
+  explicit Tiles(int64_t height) {
+    struct alignas(64) Shapes {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    for (int tile = 0; tile < 8; ++tile) {
+      shapes.bytes[tile] = 64;
+      shapes.rows[tile] = uint8_t(tile < 7 ? height : kTileHeight);
+    }
+    asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic does not say that it reads all of them
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+};
+
+// Loads a tile whose rows lie `stride` bytes apart. (GCC's intrinsic does not say that it reads memory.)
+template <int Tile>
+inline void load_tile(const void* rows, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
+}
+
+#endif
+
+}  // namespace lorikeet
