@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 
+#include "attention_amx.h"
 #include "attention_tiles.h"
 
 namespace lorikeet {
@@ -30,6 +31,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Query rows that go through a tile together; P is the element of the weights.
+template <class P>
+constexpr int kBlock = kTileUnit<P> ? int(kTileHeight) : kRows;
+constexpr int kMostRows = std::max(kBlock<bf16>, kBlock<float>);
+
 // What one thread works with.
 template <class T, class K>
 struct Workspace {
@@ -38,8 +44,8 @@ struct Workspace {
   Buffer<T> staged;
   Buffer<float> states;
   Rows<T> rows[2], staged_rows;
-  alignas(64) float scores[kRows * kTile];
-  alignas(64) bf16 weights[kRows * kTile];
+  alignas(64) float scores[kMostRows * kTile];
+  alignas(64) bf16 weights[kMostRows * kTile];
 };
 
 // Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
@@ -83,33 +89,43 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
       return PlainValues<T>{from->values, offset};
     }
   }();
-  const F32 scale = splat(c.scale * 1.44269504088896341f);  // weights are powers of 2
-  const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, blocks = (rows + kRows - 1) / kRows;
+  if constexpr (kTileUnit<P>)  // whole steps of tokens; those that are none have a weight of 0
+    std::memset((void*)(values.values + round_up(tokens, 2) * stride), 0,
+                size_t((round_up(tokens, kTileDepth) - round_up(tokens, 2)) * stride) * sizeof(bf16));
+  const float scale = c.scale * 1.44269504088896341f;  // weights are powers of 2
+  const int64_t blocks = (rows + kBlock<P> - 1) / kBlock<P>;
   for (int64_t block = 0; block < blocks; ++block) {
     const Range part = part_of(rows, block, blocks);
     const int64_t row = part.begin, count = part.end - part.begin;
-    Seen seen[kRows];
-    float factors[kRows];
+    Seen seen[kBlock<P>];
+    float factors[kBlock<P>];
     const int64_t end = see(c, step, part, seen);
     const bool first = step.tile == step.item->begin;
     if (first && (sizeof(P) == 2 || end == 0)) state.clear_sums(part);
     if (end == 0) continue;
-    const int64_t width = round_up(end, kLanes), pairs = (end + kGroup<P> - 1) / kGroup<P>;
-    for (int64_t token = 0; token < width; token += kVectors * kLanes)
-      with_constant<kRows>(count, [&](auto r) {
-        with_constant<kVectors>((width - token) / kLanes, [&](auto v) {
-          score<r(), v()>(queries + row * stride, stride, keys + token * kGroup<K>, groups, scale,
-                          work.scores + token, ahead);
+    const int64_t width = round_up(end, kTileUnit<P> ? kTileDepth : kLanes);
+    if constexpr (kTileUnit<P>) {
+      score_by_tiles(queries + row * stride, stride, keys, width, work.scores, ahead);
+      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
+      accumulate_by_tiles(weights, values.values, width, factors, state, row, count, ahead);
+    } else {
+      const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, pairs = (end + kGroup<P> - 1) / kGroup<P>;
+      for (int64_t token = 0; token < width; token += kVectors * kLanes)
+        with_constant<kRows>(count, [&](auto r) {
+          with_constant<kVectors>((width - token) / kLanes, [&](auto v) {
+            score<r(), v()>(queries + row * stride, stride, keys + token * kGroup<K>, groups, work.scores + token,
+                            ahead);
+          });
         });
-      });
-    weigh(work.scores, weights, count, width, seen, state, row, factors);
-    for (int64_t column = 0; column < stride; column += kVectors * kLanes)
-      with_constant<kRows>(count, [&](auto r) {
-        with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
-          accumulate<r(), s()>(weights, values, pairs, sizeof(P) == 4 && first ? nullptr : factors, state, row,
-                                column, ahead);
+      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
+      for (int64_t column = 0; column < stride; column += kVectors * kLanes)
+        with_constant<kRows>(count, [&](auto r) {
+          with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
+            accumulate<r(), s()>(weights, values, pairs, sizeof(P) == 4 && first ? nullptr : factors, state, row,
+                                  column, ahead);
+          });
         });
-      });
+    }
   }
 }
 
@@ -184,6 +200,7 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
   const int64_t group = c.group(), columns = all.states.columns;
   Step step;
   if (!all.take(step)) return;
+  const Tiles tiles(kTileHeight);
   locate(c, step, work.rows[0]);
   for (int now = 0;; now = 1 - now) {
     const Item& item = *step.item;
@@ -198,7 +215,7 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
       ahead.bytes = (next.item->cut >= 0 ? c.kv_heads : 1) * c.head_dim * int64_t(sizeof(T));
       ahead.first = next.item->cut >= 0 ? 0 : next.item->head * c.head_dim;
     }
-    K* queries = work.queries.of(heads * rows * columns);
+    K* queries = work.queries.of((heads * rows + kMostRows) * columns);  // a block is read whole
     State state{cut ? all.states.sums(all.cuts[size_t(item.cut)].first + item.piece * c.kv_heads * rows)
                     : work.states.of(rows * all.states.stride()),
                 columns};

@@ -8,7 +8,7 @@
 namespace lorikeet {
 namespace {
 
-constexpr int kRows = 6;                        // query rows of a product, and
+constexpr int kRows = 6;                        // query rows of a product of vectors, and
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // its columns, so that the sums fit the registers
 constexpr float kLowest = -1e30f;               // less than any score; finite, as inf - inf is no number
 constexpr float kUnseen = 2 * kLowest;
@@ -21,10 +21,9 @@ inline void with_constant(int64_t n, const F& f) {
   f(std::integral_constant<int, Max>());
 }
 
-// scores[row][token] = scale * queries[row] . keys[token], of Rows rows by Vectors * kLanes tokens.
+// scores[row][token] = queries[row] . keys[token], of Rows rows by Vectors * kLanes tokens.
 template <int Rows, int Vectors, class K, class T>
-void score(const K* queries, int64_t stride, const K* keys, int64_t groups, F32 scale, float* scores,
-           Ahead<T>& ahead) {
+void score(const K* queries, int64_t stride, const K* keys, int64_t groups, float* scores, Ahead<T>& ahead) {
   constexpr int G = kGroup<K>;
   // Long sums of floats are made of short ones, or their rounding errors would pile up.
   constexpr int64_t kShort = G == 1 ? 32 : int64_t(1) << 60;
@@ -47,7 +46,7 @@ void score(const K* queries, int64_t stride, const K* keys, int64_t groups, F32 
     for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < Vectors; ++v) {
         float* to = scores + r * kTile + v * kLanes;
-        store(to, first ? mul(sums[r][v], scale) : fma(sums[r][v], scale, load(to)));
+        store(to, first ? sums[r][v] : add(sums[r][v], load(to)));
       }
   }
 }
@@ -131,28 +130,32 @@ struct Seen {
   int64_t begin, end;
 };
 
-// weights[r][token] = 2^(score - m), m the largest score so far of row `row + r`; 0 outside of what it sees. `width`
-// tokens, a multiple of kLanes. Writes by what the earlier sums of each row must be multiplied.
-template <class P>
-void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, const State& state, int64_t row,
-           float* factors) {
-  float before[kRows], now[kRows];
+// weights[r][token] = 2^(scale * score - m), m the largest such exponent so far of row `row + r`; 0 outside of what it
+// sees. At most Rows rows, `width` tokens, a multiple of kLanes. Writes by what each row's earlier sums must be
+// multiplied.
+template <int Rows, class P>
+void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, float scale, const State& state,
+           int64_t row, float* factors) {
+  float before[Rows], now[Rows];
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scores + r * kTile;
-    std::fill(s, s + std::min(seen[r].begin, width), kUnseen);
-    std::fill(s + std::min(seen[r].end, width), s + width, kUnseen);
+    std::fill(s, s + std::min(seen[r].begin, width), kUnseen / scale);
+    std::fill(s + std::min(seen[r].end, width), s + width, kUnseen / scale);
     F32 most = load(s);
     for (int64_t t = kLanes; t < width; t += kLanes) most = max(most, load(s + t));
     before[r] = state.largest(row + r);
-    now[r] = state.largest(row + r) = std::max(before[r], largest(most));
+    now[r] = state.largest(row + r) = std::max(before[r], scale * largest(most));
   }
-  store_n(factors, exp2(sub(load_n(before, int(rows)), load_n(now, int(rows)))), int(rows));
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int n = int(std::min<int64_t>(kLanes, rows - r));
+    store_n(factors + r, exp2(sub(load_n(before + r, n), load_n(now + r, n))), n);
+  }
   for (int64_t r = 0; r < rows; ++r) {
     const float* s = scores + r * kTile;
     P* w = weights + r * kTile;
     F32 total = mul(load(state.totals(row + r)), splat(factors[r]));
     for (int64_t t = 0; t < width; t += kLanes) {
-      F32 weight = exp2(sub(load(s + t), splat(now[r])));
+      F32 weight = exp2(fma(load(s + t), splat(scale), splat(-now[r])));
       total = add(total, weight);
       store(w + t, weight);
     }

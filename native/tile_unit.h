@@ -18,11 +18,11 @@ template <class T>
 constexpr bool kTileUnit = false;
 #endif
 
-#if defined(__AMX_BF16__)
-
 constexpr int64_t kTileHeight = 16;  // rows at most
 constexpr int64_t kTileWidth = 16;   // floats of a row, and columns of a product
 constexpr int64_t kTileDepth = 32;   // elements that a multiplication adds up
+
+#if defined(__AMX_BF16__)
 
 // As long as this lives the thread's tiles have a shape: 0 to 6 have `height` rows, for sums and a left side, 7 has 16,
 // for a right side.
@@ -49,6 +49,12 @@ template <int Tile>
 inline void load_tile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
 }
+
+#else
+
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
 
 #endif
 

@@ -164,3 +164,13 @@ def test_a_nan_that_is_seen_is_not_hidden(instruction_set: str, rows: int) -> No
     case = Case(Shape([(rows, 100)]), torch.bfloat16)
     case.kv[case.tables[0, 0], 0, 3] = torch.nan
     assert case.native(load_library(instruction_set), 1).isnan().all()
+
+
+@pytest.mark.parametrize("instruction_set", supported_instruction_sets())
+def test_what_an_earlier_call_left_behind_changes_nothing(instruction_set: str) -> None:
+    library = load_library(instruction_set)
+    case, spoilt = (Case(Shape([(rows, rows)]), torch.bfloat16) for rows in (33, 128))
+    before = case.native(library, 1)
+    spoilt.kv[:] = torch.nan
+    spoilt.native(library, 1)
+    assert torch.equal(case.native(library, 1), before)
