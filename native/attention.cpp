@@ -200,7 +200,8 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
   const int64_t group = c.group(), columns = all.states.columns;
   Step step;
   if (!all.take(step)) return;
-  const Tiles tiles(kTileHeight);
+  Tiles tiles;
+  tiles.shape(kTileHeight);
   locate(c, step, work.rows[0]);
   for (int now = 0;; now = 1 - now) {
     const Item& item = *step.item;

@@ -29,14 +29,14 @@ inline void multiply(const bf16* rows, int64_t row_stride, const bf16* groups, i
     ahead.fetch(lines);
     load_tile<6>(rows + k, row_stride);
     load_tile<7>(groups, group_stride);
-    _tile_dpbf16ps(0, 6, 7);
+    add_product<0>();
     load_tile<7>(groups + 2 * kTileWidth, group_stride);
-    _tile_dpbf16ps(1, 6, 7);
+    add_product<1>();
     if constexpr (Parts > 2) {
       load_tile<7>(groups + 4 * kTileWidth, group_stride);
-      _tile_dpbf16ps(2, 6, 7);
+      add_product<2>();
       load_tile<7>(groups + 6 * kTileWidth, group_stride);
-      _tile_dpbf16ps(3, 6, 7);
+      add_product<3>();
     }
     groups += kTileDepth / 2 * group_stride / int64_t(sizeof(bf16));
   }

@@ -4,6 +4,7 @@
 #include "linear_amx.h"
 #include "linear_tiles.h"
 #include "lora_ahead.h"
+#include "lora_amx.h"
 #include "lora_tiles.h"
 #include "parallel.h"
 
@@ -55,7 +56,8 @@ void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t th
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kBlockRows - 1) / kBlockRows;
   const int64_t most = (rows + blocks - 1) / blocks, height = most > kTileHeight ? (most + 1) / 2 : most;
   const Range items = part_of(panels * blocks, thread, threads);
-  const Tiles tiles(height);
+  Tiles tiles;
+  tiles.shape(height);
   for (int64_t item = items.begin; item < items.end; ++item) {
     const int64_t first = item / (kRun * panels) * kRun, count = std::min(kRun, blocks - first);  // of this run
     const int64_t index = (item - first * panels) / count;

@@ -27,18 +27,18 @@ inline void add_step(const bf16* x, const bf16* y, int64_t x_bytes, const bf16* 
   const bf16 *left = groups, *middle = left + 2 * kTileWidth, *right = middle + 2 * kTileWidth;
   load_tile<6>(x, x_bytes);
   load_tile<7>(left, group_bytes);
-  _tile_dpbf16ps(0, 6, 7);
+  add_product<0>();
   load_tile<7>(middle, group_bytes);
-  _tile_dpbf16ps(1, 6, 7);
+  add_product<1>();
   load_tile<7>(right, group_bytes);
-  _tile_dpbf16ps(2, 6, 7);
+  add_product<2>();
   if constexpr (Two) {  // backwards, as the right part is in its tile
     load_tile<6>(y, x_bytes);
-    _tile_dpbf16ps(5, 6, 7);
+    add_product<5>();
     load_tile<7>(middle, group_bytes);
-    _tile_dpbf16ps(4, 6, 7);
+    add_product<4>();
     load_tile<7>(left, group_bytes);
-    _tile_dpbf16ps(3, 6, 7);
+    add_product<3>();
   }
 }
 

@@ -25,8 +25,8 @@ class LoraAhead {
     const Range shrink = part_of(lora.shrink_total, thread, threads);
     const Range expand = part_of(lora.expand_total, thread, threads);
     for (const Part& part : lora.parts) {
-      const Range tiles = units_in(shrink, part.shrink_before, part.shrink_cost, part.rank_tiles());
-      add_a(part, tiles.begin * kShrinkRanks, tiles.end * kShrinkRanks, lora.inputs);
+      const Range tiles = units_in(shrink, part.shrink_before, part.shrink_cost, part.rank_tiles);
+      add_a(part, tiles.begin * kShrinkRanks<T>, tiles.end * kShrinkRanks<T>, lora.inputs);
     }
     for (const Part& part : lora.parts) {
       const Range spans = units_in(expand, part.expand_before, part.expand_cost, part.spans());

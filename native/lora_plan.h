@@ -9,19 +9,19 @@
 
 #include "parallel.h"
 #include "simd.h"
+#include "tile_unit.h"
 
 namespace lorikeet {
 
-constexpr int kShrinkRanks = 4;                   // of a tile: kShrinkRows rows of x times so many rows of A
-constexpr int kShrinkRows = kLanes == 16 ? 6 : 2;
-constexpr int kExpandGroups = 4;                  // of rank rows of Bᵀ that are held in registers, a span wide
+template <class T>
+constexpr int kShrinkRanks = kTileUnit<T> ? 16 : 4;   // of a tile: rows of x times so many rows of A
+template <class T>
+constexpr int kExpandGroups = kTileUnit<T> ? 16 : 4;  // of rank rows of Bᵀ, a span wide
 constexpr int64_t kSpan = 2 * kLanes;
 constexpr int64_t kAhead = 3;                     // tiles between the one at hand and the one that is being fetched
 constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
-
-static_assert(kExpandGroups >= kShrinkRanks, "a step holds the rows of either tile");
 
 // What a padded adapter reads for the ranks that it lacks: zeros from a ring too large for any cache. Such a kernel
 // would read them from the padded slots of its adapters, and they would not be in the cache there either.
@@ -80,9 +80,9 @@ struct Part {
   int64_t padding_a, padding_b;        // places in the ring
   int64_t column, outputs;
   int64_t inner, inner_stride;         // where its inner rows begin
+  int64_t rank_tiles;
   int64_t shrink_cost, shrink_before;  // of a rank tile; of all parts before this one
   int64_t expand_cost, expand_before;  // of a span; of all parts before this one
-  int64_t rank_tiles() const { return (rank + kShrinkRanks - 1) / kShrinkRanks; }
   int64_t spans() const { return (outputs + kSpan - 1) / kSpan; }
 };
 
@@ -97,7 +97,7 @@ template <class T>
 struct Step {
   const Part* part;
   int64_t rank, ranks, begin, end;
-  const T* rows[kExpandGroups * kGroup<T>];  // those beyond `ranks` repeat the last
+  const T* rows[kExpandGroups<T> * kGroup<T>];  // of either tile; those beyond `ranks` repeat the last
 };
 
 template <class T>
@@ -148,14 +148,16 @@ struct Lora {
     }
     part.column = column;
     part.outputs = outputs;
-    part.inner_stride = part.rank_tiles() * kShrinkRanks;
+    part.rank_tiles = (part.rank + kShrinkRanks<T> - 1) / kShrinkRanks<T>;
+    const int64_t unit = std::max(kShrinkRanks<T>, kTileUnit<T> ? int(kTileDepth) : 1);
+    part.inner_stride = (part.rank + unit - 1) / unit * unit;
     for (part.start = start; part.start < stop; part.start += part.rows) {
       part.rows = std::min(stop - part.start, kPartRows);
       part.inner = inner_size;
       inner_size += part.rows * part.inner_stride;
-      part.shrink_cost = kShrinkRanks * inputs * (kFetch + part.rows);
+      part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + part.rows);
       part.shrink_before = shrink_total;
-      shrink_total += part.shrink_cost * part.rank_tiles();
+      shrink_total += part.shrink_cost * part.rank_tiles;
       part.expand_cost = kSpan * part.rank * (kFetch + part.rows);
       part.expand_before = expand_total;
       expand_total += part.expand_cost * part.spans();
@@ -175,7 +177,7 @@ struct Lora {
     const Part& part = *step.part;
     const Piece* piece = part.pieces;
     int64_t first = 0;  // of the piece
-    for (int64_t i = 0; i < kExpandGroups * kGroup<T>; ++i) {
+    for (int64_t i = 0; i < kExpandGroups<T> * kGroup<T>; ++i) {
       const int64_t rank = step.rank + i;
       if (i >= step.ranks) {
         step.rows[i] = step.rows[i - 1];
@@ -200,11 +202,11 @@ struct ShrinkWalk {
   bool next(Step<T>& step) {
     for (; part < call.parts.size(); ++part, tile = -1) {
       const Part& p = call.parts[part];
-      const Range tiles = units_in(line, p.shrink_before, p.shrink_cost, p.rank_tiles());
+      const Range tiles = units_in(line, p.shrink_before, p.shrink_cost, p.rank_tiles);
       tile = std::max(tile + 1, tiles.begin);
       if (tile >= tiles.end) continue;
-      const int64_t rank = tile * kShrinkRanks;
-      step = {&p, rank, std::min<int64_t>(kShrinkRanks, p.rank - rank), 0, call.inputs, {}};
+      const int64_t rank = tile * kShrinkRanks<T>;
+      step = {&p, rank, std::min<int64_t>(kShrinkRanks<T>, p.rank - rank), 0, call.inputs, {}};
       call.find_rows(step, false, call.inputs);
       return true;
     }
@@ -227,7 +229,7 @@ struct ExpandWalk {
       const int64_t stop = std::min(spans.end * kSpan, p.outputs), block = kSums / p.rows / kSpan * kSpan;
       if (column < 0) column = spans.begin * kSpan;
       if (column >= stop) continue;
-      const int64_t tile = kExpandGroups * kGroup<T>;
+      const int64_t tile = kExpandGroups<T> * kGroup<T>;
       step = {&p, rank, std::min(tile, p.rank - rank), column, std::min(column + block, stop), {}};
       call.find_rows(step, true, p.outputs);
       rank += tile;

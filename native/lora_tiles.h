@@ -16,27 +16,29 @@
 namespace lorikeet {
 namespace {
 
+constexpr int kShrinkRows = kLanes == 16 ? 6 : 2;  // of x that are multiplied by a tile of A together
+
 // Rows of x times a tile of A; meanwhile the rows of `next` are fetched into the second-level cache.
 template <class T, int Rows>
 void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T>& next, int64_t inputs, T* inner,
                  int64_t inner_stride) {
   constexpr int64_t kWide = kLanes * kGroup<T>;
-  F32 sums[Rows][kShrinkRanks];
+  F32 sums[Rows][kShrinkRanks<T>];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
-    for (int j = 0; j < kShrinkRanks; ++j) sums[r][j] = zero();
+    for (int j = 0; j < kShrinkRanks<T>; ++j) sums[r][j] = zero();
   auto add_products = [&](int64_t k, auto load_at) __attribute__((always_inline)) {
-    decltype(load_group(x)) a[kShrinkRanks];
-    for (int j = 0; j < kShrinkRanks; ++j) a[j] = load_at(step.rows[j] + k);
+    decltype(load_group(x)) a[kShrinkRanks<T>];
+    for (int j = 0; j < kShrinkRanks<T>; ++j) a[j] = load_at(step.rows[j] + k);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       auto row = load_at(x + r * x_stride + k);
-      for (int j = 0; j < kShrinkRanks; ++j) sums[r][j] = dot(sums[r][j], row, a[j]);
+      for (int j = 0; j < kShrinkRanks<T>; ++j) sums[r][j] = dot(sums[r][j], row, a[j]);
     }
   };
   int64_t k = 0;
   for (; k + kWide <= inputs; k += kWide) {
-    for (int j = 0; j < kShrinkRanks; ++j) _mm_prefetch((const char*)(next.rows[j] + k), _MM_HINT_T1);
+    for (int j = 0; j < kShrinkRanks<T>; ++j) _mm_prefetch((const char*)(next.rows[j] + k), _MM_HINT_T1);
     add_products(k, [](const T* p) __attribute__((always_inline)) { return load_group(p); });
   }
   if (k < inputs)
@@ -48,7 +50,7 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T
 }
 
 template <class T>
-void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next) {
+void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next, Tiles&) {
   const Part& part = *step.part;
   const int64_t tiles = (part.rows + kShrinkRows - 1) / kShrinkRows, stride = part.inner_stride;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 6 6 5 5 5 5 serve 32 rows better than 6 6 6 6 6 2
@@ -119,7 +121,7 @@ void expand_tile(const Step<T>& step, const Step<T>& next, const T* inner, float
 }
 
 template <class T>
-void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, float* sums) {
+void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, float* sums, Tiles&) {
   const Part& part = *step.part;
   const T* inner = call.inner.data() + part.inner + step.rank;
   T* out = call.out + part.start * call.out_stride + part.column;
@@ -134,12 +136,13 @@ void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, 
 // A thread's share of a call, after its share of the product: `out` is whole when all threads have come to the barrier.
 template <class T>
 void add_lora(Lora<T>& call, int64_t thread, int64_t threads) {
-  alignas(64) float sums[kSums];
+  alignas(64) float sums[kSums + kSums / 4];  // more where tiles of rows overlap
+  Tiles tiles;
   Pipeline<T, ShrinkWalk<T>> shrink(call, part_of(call.shrink_total, thread, threads));
-  shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next); });
+  shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next, tiles); });
   Pipeline<T, ExpandWalk<T>> expand(call, part_of(call.expand_total, thread, threads));
   if (threads > 1) barrier();
-  expand.run([&](const Step<T>& step, const Step<T>& next) { expand_step(call, step, next, sums); });
+  expand.run([&](const Step<T>& step, const Step<T>& next) { expand_step(call, step, next, sums, tiles); });
 }
 
 }  // namespace

@@ -24,11 +24,19 @@ constexpr int64_t kTileDepth = 32;   // elements that a multiplication adds up
 
 #if defined(__AMX_BF16__)
 
-// As long as this lives the thread's tiles have a shape: 0 to 6 have `height` rows, for sums and a left side, 7 has 16,
+// The shapes of a thread's tiles, until this ends: 0 to 6 have some number of rows, for sums and a left side, 7 has 16,
 // for a right side.
 class Tiles {
  public:
-  explicit Tiles(int64_t height) {
+  Tiles() = default;
+  Tiles(const Tiles&) = delete;
+  ~Tiles() {
+    if (rows_) _tile_release();
+  }
+  // Gives tiles 0 to 6 so many rows; where they have others, what is in any tile is lost.
+  void shape(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
     struct alignas(64) Shapes {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
@@ -36,12 +44,13 @@ class Tiles {
     } shapes;
     for (int tile = 0; tile < 8; ++tile) {
       shapes.bytes[tile] = 64;
-      shapes.rows[tile] = uint8_t(tile < 7 ? height : kTileHeight);
+      shapes.rows[tile] = uint8_t(tile < 7 ? rows : kTileHeight);
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic does not say that it reads all of them
   }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
+
+ private:
+  int64_t rows_ = 0;
 };
 
 // Loads a tile whose rows lie `stride` bytes apart. (GCC's intrinsic does not say that it reads memory.)
@@ -50,10 +59,16 @@ inline void load_tile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
 }
 
+// Tile `Sum` += tile 6 . tile 7. (GCC's intrinsic takes no template's argument.)
+template <int Sum>
+inline void add_product() {
+  asm volatile("tdpbf16ps %%tmm7, %%tmm6, %%tmm%c0" ::"i"(Sum));
+}
+
 #else
 
 struct Tiles {
-  explicit Tiles(int64_t) {}
+  void shape(int64_t) {}
 };
 
 #endif
