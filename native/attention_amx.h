@@ -19,12 +19,7 @@ constexpr int64_t kSlice = 4 * kTileWidth;  // columns of a product: as many til
 template <int Parts, class T>
 inline void multiply(const bf16* rows, int64_t row_stride, const bf16* groups, int64_t group_stride, int64_t depth,
                      float* products, int64_t product_stride, Ahead<T>& ahead, int64_t lines) {
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (Parts > 2) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  clear_tiles<0, Parts>();
   for (int64_t k = 0; k < depth; k += kTileDepth) {
     ahead.fetch(lines);
     load_tile<6>(rows + k, row_stride);

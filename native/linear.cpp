@@ -4,7 +4,6 @@
 #include "linear_amx.h"
 #include "linear_tiles.h"
 #include "lora_ahead.h"
-#include "lora_amx.h"
 #include "lora_tiles.h"
 #include "parallel.h"
 

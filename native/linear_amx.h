@@ -80,14 +80,7 @@ inline void tile_block(const Product<bf16>& p, int64_t index, int64_t begin, int
   const bf16* groups = p.packed + index * p.panel_elements();
   const bf16 *x = p.x + begin * p.x_stride, *y = Two ? p.x + (end - height) * p.x_stride : x;
   const int64_t x_bytes = p.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kPanel * int64_t(sizeof(bf16));
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  if constexpr (Two) {
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
-  }
+  clear_tiles<0, Two ? 6 : 3>();
   int64_t k = 0;
   for (; k + kTileDepth <= p.inputs; k += kTileDepth, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel)
     add_step<Two>(x, y, x_bytes, groups, group_bytes);

@@ -1,11 +1,12 @@
 // The arithmetic of LoRA in bfloat16 by the tile unit.
 //
-// The unit wants groups of two on its right side. Rows of A, whose groups lie one after the other, are transposed; rows
-// of Bᵀ are interleaved by twos. The left side, rows of x or of the inner sums, is read where it lies: up to 16 rows a
-// tile, all tiles of a part of one height, so that the last may overlap the one before it.
+// The unit wants groups of two on its right side. In the shrink A lies there as it should on the left, and the rows of x
+// are turned; in the expand rows of Bᵀ are interleaved by twos. A part's rows go through tiles of up to 16, all of one
+// height, so that the last may overlap the one before it.
 #pragma once
 
 #include <cstring>
+#include <vector>
 
 #include "lora_plan.h"
 #include "tile_unit.h"
@@ -25,60 +26,150 @@ struct RowTiles {
 };
 static_assert(kPartRows <= 4 * kTileHeight);
 
-// x times a rank tile of A, for all rows of the part; meanwhile the rows of `next` are fetched into the second-level
-// cache.
-inline void shrink_step(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, Tiles& tiles) {
-  const Part& part = *step.part;
-  const RowTiles split(part.rows);
-  const bf16* x = call.x + part.start * call.x_stride;
-  alignas(64) F32 groups[2][kTileDepth / 2];
-  tiles.shape(split.height);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  // One step of inputs: of x, and of A, which begins `words` pairs into its rows.
-  auto add_inputs = [&](const bf16* from, int64_t stride, const float* const* a, int64_t words, F32* into) {
-    transpose(a, words, into);
-    load_tile<7>(into, sizeof into[0]);
+// Fetches what a step will read into the second-level cache, row by row, spread over `turns` calls.
+class Fetcher {
+ public:
+  Fetcher(const Step<bf16>& step, int64_t turns)
+      : step_(step), column_(step.begin), lines_((step.end - step.begin + kLine - 1) / kLine * step.ranks),
+        lines_a_turn_((lines_ + turns - 1) / turns) {}
+  void fetch() {
+    for (int64_t i = std::min(lines_, lines_a_turn_); i > 0; --i, --lines_) {
+      _mm_prefetch((const char*)(step_.rows[row_] + column_), _MM_HINT_T1);
+      column_ += kLine;
+      if (column_ >= step_.end) column_ = step_.begin, ++row_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64 / sizeof(bf16);
+  const Step<bf16>& step_;
+  int64_t row_ = 0, column_, lines_, lines_a_turn_;
+};
+
+// The rows of a part as the right side wants them: for every tile of rows and pair of inputs, 16 rows' pairs side by
+// side. A single row serves as it is: what follows a pair counts as other rows', whose products nobody wants. Neighbouring
+// parts are of the same rows, so they are kept until other rows are asked for.
+class TurnedRows {
+ public:
+  // Makes tile() those of a part of the call.
+  void turn(const Lora<bf16>& call, const Part& part, const RowTiles& split) {
+    if (part.start == start_) return;
+    start_ = part.start;
+    const int64_t steps = (call.inputs + kTileDepth - 1) / kTileDepth;
+    lines_ = steps * kTileHeight;
+    pair_bytes_ = part.rows == 1 ? 4 : 64;
+    if (int64_t(kept_.size()) < split.count * lines_) kept_.resize(size_t(split.count * lines_));
+    if (part.rows == 1) {
+      kept_[size_t(steps - 1)] = {};
+      kept_[size_t(steps)] = {};
+      std::memcpy(kept_[0].pairs, call.x + part.start * call.x_stride, size_t(call.inputs) * sizeof(bf16));
+      return;
+    }
     for (int64_t t = 0; t < split.count; ++t) {
-      load_tile<6>(from + split.begin(t) * stride, stride * int64_t(sizeof(bf16)));
-      switch (t) {
-        case 0: add_product<0>(); break;
-        case 1: add_product<1>(); break;
-        case 2: add_product<2>(); break;
-        case 3: add_product<3>(); break;
+      const float* rows[kTileHeight];  // beyond the last it is repeated
+      for (int64_t r = 0; r < kTileHeight; ++r)
+        rows[r] = (const float*)(call.x + (part.start + split.begin(t) + std::min(r, split.height - 1)) * call.x_stride);
+      F32* to = (F32*)kept_[size_t(t * lines_)].pairs;
+      int64_t pair = 0;
+      for (; 2 * pair + kTileDepth <= call.inputs; pair += kLanes) transpose(rows, pair, to + pair);
+      if (const int64_t rest = call.inputs - 2 * pair) {
+        alignas(64) bf16 last[kTileHeight][kTileDepth] = {};
+        for (int64_t r = 0; r < kTileHeight; ++r) {
+          std::memcpy(last[r], (const bf16*)rows[r] + 2 * pair, size_t(rest) * sizeof(bf16));
+          rows[r] = (const float*)last[r];
+        }
+        transpose(rows, 0, to + pair);
       }
     }
+  }
+  const bf16* tile(int64_t t) const { return kept_[size_t(t * lines_)].pairs; }
+  int64_t pair_bytes() const { return pair_bytes_; }  // from one pair to the next
+
+ private:
+  struct alignas(64) Line {
+    bf16 pairs[kTileDepth];
   };
-  const float* a[kTileHeight];
-  for (int i = 0; i < kTileHeight; ++i) a[i] = (const float*)step.rows[i];
-  int64_t k = 0;
-  for (; k + kTileDepth <= call.inputs; k += kTileDepth) {
-    for (int i = 0; i < kTileHeight; ++i) _mm_prefetch((const char*)(next.rows[i] + k), _MM_HINT_T1);
-    add_inputs(x + k, call.x_stride, a, k / 2, groups[k / kTileDepth % 2]);
+  // A thread keeps the memory: a call in the hot path allocates nothing.
+  static std::vector<Line>& kept() {
+    static thread_local std::vector<Line> lines;
+    return lines;
   }
-  if (const int64_t rest = call.inputs - k) {  // with zeros up to a whole step: what follows in memory is not theirs
-    alignas(64) bf16 xs[kPartRows][kTileDepth] = {}, as[kTileHeight][kTileDepth] = {};
-    for (int64_t r = 0; r < part.rows; ++r) std::memcpy(xs[r], x + r * call.x_stride + k, size_t(rest) * sizeof(bf16));
-    for (int64_t i = 0; i < kTileHeight; ++i) {
-      std::memcpy(as[i], step.rows[i] + k, size_t(rest) * sizeof(bf16));
-      a[i] = (const float*)as[i];
+  std::vector<Line>& kept_ = kept();
+  int64_t start_ = -1, lines_ = 0, pair_bytes_ = 0;
+};
+
+// A rank tile of A, where it lies, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched into the
+// second-level cache.
+template <int Count>
+void shrink_tile(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, const TurnedRows& turned,
+                 const RowTiles& split) {
+  const Part& part = *step.part;
+  bool apart = false;  // a tile's rows must be equally far from each other, but a pool's pieces end where they do
+  for (int64_t i = 1; i < step.ranks; ++i) apart |= step.rows[i] != step.rows[0] + i * call.inputs;
+  const int64_t a_bytes = call.inputs * int64_t(sizeof(bf16)), pair_bytes = turned.pair_bytes();
+  Fetcher ahead(next, (call.inputs + kTileDepth - 1) / kTileDepth);
+  const char* x[Count];
+  for (int t = 0; t < Count; ++t) x[t] = (const char*)turned.tile(t);
+  clear_tiles<0, Count>();
+  for (int64_t k = 0; k < call.inputs; k += kTileDepth) {
+    ahead.fetch();
+    if (!apart && k + kTileDepth <= call.inputs) {
+      load_tile<6>(step.rows[0] + k, a_bytes);
+    } else {
+      alignas(64) bf16 rows[kTileHeight][kTileDepth] = {};
+      const int64_t inputs = std::min(kTileDepth, call.inputs - k);
+      for (int64_t i = 0; i < step.ranks; ++i) std::memcpy(rows[i], step.rows[i] + k, size_t(inputs) * sizeof(bf16));
+      load_tile<6>(rows, sizeof rows[0]);
     }
-    add_inputs(xs[0], kTileDepth, a, 0, groups[0]);
+    load_tile<7>(x[0] + k / 2 * pair_bytes, pair_bytes);
+    add_product<0>();
+    if constexpr (Count > 1) {
+      load_tile<7>(x[1] + k / 2 * pair_bytes, pair_bytes);
+      add_product<1>();
+    }
+    if constexpr (Count > 2) {
+      load_tile<7>(x[2] + k / 2 * pair_bytes, pair_bytes);
+      add_product<2>();
+    }
+    if constexpr (Count > 3) {
+      load_tile<7>(x[3] + k / 2 * pair_bytes, pair_bytes);
+      add_product<3>();
+    }
   }
-  alignas(64) float sums[4][kTileHeight][kTileWidth];
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(1, sums[1], 64);
-  _tile_stored(2, sums[2], 64);
-  _tile_stored(3, sums[3], 64);
+  alignas(64) float sums[Count][kTileHeight][kTileWidth];
+  store_tiles<0, Count>(sums);
   const bool last = step.rank + step.ranks == part.rank;
-  for (int64_t t = 0; t < split.count; ++t)
+  for (int64_t t = 0; t < Count; ++t) {
+    const float* ranks[kTileHeight];
+    F32 rows[kTileHeight];
+    for (int64_t i = 0; i < kTileHeight; ++i) ranks[i] = sums[t][i < step.ranks ? i : 0];
+    transpose(ranks, 0, rows);
     for (int64_t r = 0; r < split.height; ++r) {
       bf16* inner = call.inner.data() + part.inner + (split.begin(t) + r) * part.inner_stride + step.rank;
-      store(inner, _mm512_maskz_mov_ps(first(int(step.ranks)), load(sums[t][r])));
+      store(inner, _mm512_maskz_mov_ps(first(int(step.ranks)), rows[r]));
       if (last && step.rank + kTileWidth < part.inner_stride) store(inner + kTileWidth, zero());
     }
+  }
+}
+
+inline void shrink_step(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, Tiles& tiles,
+                        TurnedRows& turned) {
+  const RowTiles split(step.part->rows);
+  turned.turn(call, *step.part, split);
+  tiles.shape(step.ranks);
+  switch (split.count) {
+    case 1: return shrink_tile<1>(call, step, next, turned, split);
+    case 2: return shrink_tile<2>(call, step, next, turned, split);
+    case 3: return shrink_tile<3>(call, step, next, turned, split);
+    case 4: return shrink_tile<4>(call, step, next, turned, split);
+  }
+}
+
+// Adds a row's sums of a span to n columns of `out`.
+inline void add_span(Span sum, bf16* out, int n) {
+  const Span before = spread(load_group_n(out, n));
+  const Pairs after = join({add(before.low, sum.low), add(before.high, sum.high)});
+  _mm512_mask_storeu_epi16(out, __mmask32((uint64_t(1) << n) - 1), after.bits);
 }
 
 // Adds the products of a rank tile to the sums of the part's rows and columns [step.begin, step.end), which lie in
@@ -89,9 +180,10 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
   const RowTiles split(part.rows);
   const bf16* inner = call.inner.data() + part.inner + step.rank;
   const bool first = step.rank == 0, last = step.rank + step.ranks == part.rank;
-  const int64_t ahead = next.begin - step.begin, bytes = kSpan * int64_t(sizeof(float));
+  const int64_t bytes = kSpan * int64_t(sizeof(float));
+  Fetcher ahead(next, (step.end - step.begin + kSpan - 1) / kSpan);
   alignas(64) bf16 groups[2][kTileDepth / 2][2 * kSpan];  // a pair of ranks: groups of a span's columns
-  std::memset((void*)groups, 0, sizeof groups);
+  if (step.ranks < kTileDepth) std::memset((void*)groups, 0, sizeof groups);
   tiles.shape(split.height);
   for (int64_t c = step.begin; c < step.end; c += kSpan) {
     auto& into = groups[(c - step.begin) / kSpan % 2];
@@ -103,11 +195,10 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
       store_group(into[i / 2], pairs.low);
       store_group(into[i / 2] + kSpan, pairs.high);
     }
-    for (const bf16* row : next.rows) _mm_prefetch((const char*)(row + c + ahead), _MM_HINT_T1);
+    ahead.fetch();
     for (int64_t t = 0; t < split.count; ++t, sums += split.height * kSpan) {
       if (first) {
-        _tile_zero(0);
-        _tile_zero(1);
+        clear_tiles<0, 2>();
       } else {
         load_tile<0>(sums, bytes);
         load_tile<1>(sums + kLanes, bytes);
@@ -120,17 +211,20 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
       _tile_stored(0, sums, bytes);
       _tile_stored(1, sums + kLanes, bytes);
       if (!last) continue;
-      for (int64_t r = split.overlap(t); r < split.height; ++r) {
-        bf16* to = call.out + (part.start + split.begin(t) + r) * call.out_stride + part.column + c;
-        const Span before = spread(load_group_n(to, n)), sum = {load(sums + r * kSpan), load(sums + r * kSpan + kLanes)};
-        const Pairs after = join({add(before.low, sum.low), add(before.high, sum.high)});
-        _mm512_mask_storeu_epi16(to, __mmask32((uint64_t(1) << n) - 1), after.bits);
-      }
+      for (int64_t r = split.overlap(t); r < split.height; ++r)
+        add_span({load(sums + r * kSpan), load(sums + r * kSpan + kLanes)},
+                 call.out + (part.start + split.begin(t) + r) * call.out_stride + part.column + c, n);
     }
   }
 }
 
 }  // namespace
+}  // namespace lorikeet
+
+#else
+
+namespace lorikeet {
+struct TurnedRows {};
 }  // namespace lorikeet
 
 #endif

@@ -18,7 +18,8 @@ constexpr int kShrinkRanks = kTileUnit<T> ? 16 : 4;   // of a tile: rows of x ti
 template <class T>
 constexpr int kExpandGroups = kTileUnit<T> ? 16 : 4;  // of rank rows of Bᵀ, a span wide
 constexpr int64_t kSpan = 2 * kLanes;
-constexpr int64_t kAhead = 3;                     // tiles between the one at hand and the one that is being fetched
+template <class T>
+constexpr int64_t kAhead = kTileUnit<T> ? 1 : 3;      // tiles between the one at hand and the one that is being fetched
 constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
@@ -123,22 +124,25 @@ struct Lora {
     for (int64_t s = 0; s < adapters.count; ++s) {
       const Segment& segment = adapters.segments[s];
       const int64_t* index = segment.index + layer * kModules;
-      for (int64_t t = 0; t < targets.count; ++t) {
-        const Target& target = targets.each[t];
-        inner_size = add(segment.start, segment.stop, segment.pieces + index[target.module],
-                         segment.pieces + index[target.module + 1], target.column, target.outputs,
-                         adapters.padded_rank, inner_size);
-      }
+      for (int64_t start = segment.start; start < segment.stop; start += kPartRows)  // what reads the same rows follows
+        for (int64_t t = 0; t < targets.count; ++t) {                                // one on the other
+          const Target& target = targets.each[t];
+          inner_size = add(start, std::min(segment.stop, start + kPartRows), segment.pieces + index[target.module],
+                           segment.pieces + index[target.module + 1], target.column, target.outputs,
+                           adapters.padded_rank, inner_size);
+        }
     }
     if (int64_t(inner.size()) < inner_size) inner.resize(inner_size);
   }
 
-  // Adds a module of a segment and returns the new size of `inner`.
+  // Adds a module of a segment's rows [start, stop) and returns the new size of `inner`.
   int64_t add(int64_t start, int64_t stop, const Piece* pieces, const Piece* pieces_end, int64_t column,
               int64_t outputs, int64_t padded_rank, int64_t inner_size) {
     Part part{};
     for (const Piece* piece = pieces; piece < pieces_end; ++piece) part.real_rank += piece->rows;
     if (part.real_rank == 0) return inner_size;
+    part.start = start;
+    part.rows = stop - start;
     part.pieces = pieces;
     part.rank = std::max(part.real_rank, padded_rank);
     const int64_t lacking = (part.rank - part.real_rank) * int64_t(sizeof(T));
@@ -151,19 +155,15 @@ struct Lora {
     part.rank_tiles = (part.rank + kShrinkRanks<T> - 1) / kShrinkRanks<T>;
     const int64_t unit = std::max(kShrinkRanks<T>, kTileUnit<T> ? int(kTileDepth) : 1);
     part.inner_stride = (part.rank + unit - 1) / unit * unit;
-    for (part.start = start; part.start < stop; part.start += part.rows) {
-      part.rows = std::min(stop - part.start, kPartRows);
-      part.inner = inner_size;
-      inner_size += part.rows * part.inner_stride;
-      part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + part.rows);
-      part.shrink_before = shrink_total;
-      shrink_total += part.shrink_cost * part.rank_tiles;
-      part.expand_cost = kSpan * part.rank * (kFetch + part.rows);
-      part.expand_before = expand_total;
-      expand_total += part.expand_cost * part.spans();
-      parts.push_back(part);
-    }
-    return inner_size;
+    part.inner = inner_size;
+    part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + part.rows);
+    part.shrink_before = shrink_total;
+    shrink_total += part.shrink_cost * part.rank_tiles;
+    part.expand_cost = kSpan * part.rank * (kFetch + part.rows);
+    part.expand_before = expand_total;
+    expand_total += part.expand_cost * part.spans();
+    parts.push_back(part);
+    return inner_size + part.rows * part.inner_stride;
   }
 
   // A row that a padded adapter lacks.
@@ -248,7 +248,7 @@ template <class T, class Walk>
 class Pipeline {
  public:
   Pipeline(const Lora<T>& call, Range line) : walk_{call, line} {
-    for (; made_ < kAhead && walk_.next(steps_[made_]); ++made_) fetch(steps_[made_]);
+    for (; made_ < kAhead<T> && walk_.next(steps_[made_]); ++made_) fetch(steps_[made_]);
   }
   template <class F>
   void run(const F& f) {
@@ -266,7 +266,7 @@ class Pipeline {
       for (int64_t k = step.begin; k < step.end; k += kLanes * kGroup<T>)
         _mm_prefetch((const char*)(step.rows[i] + k), _MM_HINT_T1);
   }
-  static constexpr int64_t kSteps = kAhead + 1;
+  static constexpr int64_t kSteps = kAhead<T> + 1;
   Walk walk_;
   Step<T> steps_[kSteps];
   int64_t made_ = 0;

@@ -10,6 +10,7 @@
 // rank. So an answer does not depend on what else is in the batch.
 #pragma once
 
+#include "lora_amx.h"
 #include "lora_plan.h"
 #include "simd.h"
 
@@ -50,7 +51,7 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T
 }
 
 template <class T>
-void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next, Tiles&) {
+void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next, Tiles&, TurnedRows&) {
   const Part& part = *step.part;
   const int64_t tiles = (part.rows + kShrinkRows - 1) / kShrinkRows, stride = part.inner_stride;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 6 6 5 5 5 5 serve 32 rows better than 6 6 6 6 6 2
@@ -138,8 +139,9 @@ template <class T>
 void add_lora(Lora<T>& call, int64_t thread, int64_t threads) {
   alignas(64) float sums[kSums + kSums / 4];  // more where tiles of rows overlap
   Tiles tiles;
+  TurnedRows turned;
   Pipeline<T, ShrinkWalk<T>> shrink(call, part_of(call.shrink_total, thread, threads));
-  shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next, tiles); });
+  shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next, tiles, turned); });
   Pipeline<T, ExpandWalk<T>> expand(call, part_of(call.expand_total, thread, threads));
   if (threads > 1) barrier();
   expand.run([&](const Step<T>& step, const Step<T>& next) { expand_step(call, step, next, sums, tiles); });

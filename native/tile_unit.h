@@ -65,6 +65,18 @@ inline void add_product() {
   asm volatile("tdpbf16ps %%tmm7, %%tmm6, %%tmm%c0" ::"i"(Sum));
 }
 
+// Tiles First, First + 1 ..., Count of them: sets them to zero, or stores their 16 rows one tile after the other.
+template <int First, int Count>
+inline void clear_tiles() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(First));
+  if constexpr (Count > 1) clear_tiles<First + 1, Count - 1>();
+}
+template <int First, int Count>
+inline void store_tiles(float (*to)[kTileHeight][kTileWidth]) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(kTileWidth * 4), "i"(First) : "memory");
+  if constexpr (Count > 1) store_tiles<First + 1, Count - 1>(to + 1);
+}
+
 #else
 
 struct Tiles {
