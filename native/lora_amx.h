@@ -1,7 +1,7 @@
 // The arithmetic of LoRA in bfloat16 by the tile unit.
 //
-// The unit wants groups of two on its right side. In the shrink A lies there as it should on the left, and the rows of x
-// are turned; in the expand rows of Bᵀ are interleaved by twos. A part's rows go through tiles of up to 16, all of one
+// The unit wants groups of two on its right side. In the shrink A lies there as it should on the left, and rows of x are
+// turned; in the expand rows of Bᵀ are interleaved by twos. A part's rows go through tiles of up to 16, all of one
 // height, so that the last may overlap the one before it.
 #pragma once
 
@@ -47,8 +47,8 @@ class Fetcher {
 };
 
 // The rows of a part as the right side wants them: for every tile of rows and pair of inputs, 16 rows' pairs side by
-// side. A single row serves as it is: what follows a pair counts as other rows', whose products nobody wants. Neighbouring
-// parts are of the same rows, so they are kept until other rows are asked for.
+// side. A single row serves as it is: what follows a pair counts as other rows', whose products nobody wants. Parts that
+// are neighbours have the same rows, so these are kept until others are asked for.
 class TurnedRows {
  public:
   // Makes tile() those of a part of the call.
@@ -98,8 +98,7 @@ class TurnedRows {
   int64_t start_ = -1, lines_ = 0, pair_bytes_ = 0;
 };
 
-// A rank tile of A, where it lies, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched into the
-// second-level cache.
+// A rank tile of A, where it lies, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched.
 template <int Count>
 void shrink_tile(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, const TurnedRows& turned,
                  const RowTiles& split) {
