@@ -45,11 +45,12 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kRun = 16;  // blocks
+constexpr int64_t kRun = 16;            // blocks
+constexpr int64_t kFewestToFetch = 4;  // blocks; fewer take no longer than memory does
 
-// The same by the tile unit, which is faster than memory at a few dozen rows: nothing is gained by fetching ahead.
-// Rows go in runs: short enough for the next cache to keep them while the panels pass by, long enough for a panel that
-// does not fit itself to be read seldom.
+// The same by the tile unit. Rows go in runs: short enough for the next cache to keep them while the panels pass by, long
+// enough for a panel that does not fit itself to be read seldom. What LoRA will read is not fetched: with few rows memory
+// is what takes long.
 void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
   if (rows == 0) return;
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kBlockRows - 1) / kBlockRows;
@@ -59,12 +60,15 @@ void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t th
   tiles.shape(height);
   for (int64_t item = items.begin; item < items.end; ++item) {
     const int64_t first = item / (kRun * panels) * kRun, count = std::min(kRun, blocks - first);  // of this run
-    const int64_t index = (item - first * panels) / count;
-    const Range block = part_of(rows, first + (item - first * panels) % count, blocks);
+    const int64_t index = (item - first * panels) / count, nth = (item - first * panels) % count;
+    const Range block = part_of(rows, first + nth, blocks);
+    const int64_t lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
+    const char* next = (const char*)(p.packed + (index + 1) % panels * p.panel_elements());
+    const char* ahead = next + nth * lines * kLine * (p.inputs / kTileDepth);
     if (most > kTileHeight)
-      tile_block<true>(p, index, block.begin, block.end, height);
+      tile_block<true>(p, index, block.begin, block.end, height, ahead, lines);
     else
-      tile_block<false>(p, index, block.begin, block.end, height);
+      tile_block<false>(p, index, block.begin, block.end, height, ahead, lines);
   }
 }
 #endif

@@ -18,6 +18,8 @@ namespace lorikeet {
 namespace {
 
 constexpr int64_t kBlockRows = 2 * kTileHeight;
+constexpr int64_t kLine = 64;                                              // bytes of a cache line
+constexpr int64_t kStepLines = kTileDepth * kPanel * sizeof(bf16) / kLine;  // of a panel
 static_assert(kPanel == 3 * kTileWidth);
 
 // Adds one step of inputs of one or two tiles of rows, x and y, times the panel's groups. Sums are tiles 0 to 2 and 3
@@ -74,16 +76,20 @@ inline void write_rows(const Product<bf16>& p, const float (*sums)[kPanel], int6
     }
 }
 
-// The rows [begin, end), a block, of one panel, by one or two tiles of `height` rows.
+// The rows [begin, end), a block, of one panel, by one or two tiles of `height` rows. Meanwhile `lines` lines of memory
+// from `ahead` on are fetched with every step.
 template <bool Two>
-inline void tile_block(const Product<bf16>& p, int64_t index, int64_t begin, int64_t end, int64_t height) {
+inline void tile_block(const Product<bf16>& p, int64_t index, int64_t begin, int64_t end, int64_t height,
+                       const char* ahead, int64_t lines) {
   const bf16* groups = p.packed + index * p.panel_elements();
   const bf16 *x = p.x + begin * p.x_stride, *y = Two ? p.x + (end - height) * p.x_stride : x;
   const int64_t x_bytes = p.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kPanel * int64_t(sizeof(bf16));
   clear_tiles<0, Two ? 6 : 3>();
   int64_t k = 0;
-  for (; k + kTileDepth <= p.inputs; k += kTileDepth, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel)
+  for (; k + kTileDepth <= p.inputs; k += kTileDepth, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel) {
+    for (int64_t i = 0; i < lines; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
     add_step<Two>(x, y, x_bytes, groups, group_bytes);
+  }
   if (k < p.inputs) add_last<Two>(x, y, p.x_stride, groups, height, p.inputs - k);
   alignas(64) float sums[2][kTileHeight][kPanel];
   constexpr int64_t kBytes = sizeof sums[0][0];
