@@ -156,10 +156,12 @@ struct Lora {
     const int64_t unit = std::max(kShrinkRanks<T>, kTileUnit<T> ? int(kTileDepth) : 1);
     part.inner_stride = (part.rank + unit - 1) / unit * unit;
     part.inner = inner_size;
-    part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + part.rows);
+    // The tile unit takes as long for any number of rows and ranks that a tile holds.
+    const int64_t sums = kTileUnit<T> ? (part.rows + kTileHeight - 1) / kTileHeight * kFetch / 2 : part.rows;
+    part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + sums);
     part.shrink_before = shrink_total;
     shrink_total += part.shrink_cost * part.rank_tiles;
-    part.expand_cost = kSpan * part.rank * (kFetch + part.rows);
+    part.expand_cost = kSpan * (part.rank * kFetch + (kTileUnit<T> ? part.inner_stride : part.rank) * sums);
     part.expand_before = expand_total;
     expand_total += part.expand_cost * part.spans();
     parts.push_back(part);
