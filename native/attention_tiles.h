@@ -146,10 +146,8 @@ void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* s
     before[r] = state.largest(row + r);
     now[r] = state.largest(row + r) = std::max(before[r], scale * largest(most));
   }
-  for (int64_t r = 0; r < rows; r += kLanes) {
-    const int n = int(std::min<int64_t>(kLanes, rows - r));
-    store_n(factors + r, exp2(sub(load_n(before + r, n), load_n(now + r, n))), n);
-  }
+  static_assert(Rows <= kLanes);
+  store_n(factors, exp2(sub(load_n(before, int(rows)), load_n(now, int(rows)))), int(rows));
   for (int64_t r = 0; r < rows; ++r) {
     const float* s = scores + r * kTile;
     P* w = weights + r * kTile;
