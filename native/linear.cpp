@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kRowBlock = 64;  // rows of one work item
 constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arithmetic
-constexpr int64_t kMostLinesAhead = (768 << 10) / 64;  // most of a second-level cache
+constexpr int64_t kNextCacheBytes = 768 << 10;  // most of a second-level cache
 
 // The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
 // second-level cache, and what LoRA will read.
@@ -45,7 +45,6 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kRun = 16;            // blocks
 constexpr int64_t kFewestToFetch = 4;  // blocks; fewer take no longer than memory does
 
 // The same by the tile unit. Rows go in runs: short enough for the next cache to keep them while the panels pass by, long
@@ -55,20 +54,24 @@ void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t th
   if (rows == 0) return;
   const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kBlockRows - 1) / kBlockRows;
   const int64_t most = (rows + blocks - 1) / blocks, height = most > kTileHeight ? (most + 1) / 2 : most;
+  const int64_t block_bytes = kBlockRows * p.inputs * int64_t(sizeof(bf16));
+  const int64_t runs = (blocks * block_bytes + kNextCacheBytes - 1) / kNextCacheBytes;
   const Range items = part_of(panels * blocks, thread, threads);
   Tiles tiles;
   tiles.shape(height);
+  Writer writer(p);
   for (int64_t item = items.begin; item < items.end; ++item) {
-    const int64_t first = item / (kRun * panels) * kRun, count = std::min(kRun, blocks - first);  // of this run
-    const int64_t index = (item - first * panels) / count, nth = (item - first * panels) % count;
-    const Range block = part_of(rows, first + nth, blocks);
+    const Range run = part_with(item / panels, blocks, std::min(runs, blocks));
+    const int64_t count = run.end - run.begin;
+    const int64_t index = (item - run.begin * panels) / count, nth = (item - run.begin * panels) % count;
+    const Range block = part_of(rows, run.begin + nth, blocks);
     const int64_t lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
     const char* next = (const char*)(p.packed + (index + 1) % panels * p.panel_elements());
     const char* ahead = next + nth * lines * kLine * (p.inputs / kTileDepth);
     if (most > kTileHeight)
-      tile_block<true>(p, index, block.begin, block.end, height, ahead, lines);
+      tile_block<true>(p, index, block.begin, block.end, height, ahead, lines, tiles, writer);
     else
-      tile_block<false>(p, index, block.begin, block.end, height, ahead, lines);
+      tile_block<false>(p, index, block.begin, block.end, height, ahead, lines, tiles, writer);
   }
 }
 #endif
@@ -83,7 +86,7 @@ void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t
   if (adapters) lora.plan(*adapters, layer, *targets);
   parallel(threads, [&](int64_t thread, int64_t count) {
     const bool fetches = !kTileUnit<T> && rows <= kMostRowsAhead;
-    LoraAhead<T> ahead(lora, thread, count, fetches ? kMostLinesAhead : 0);
+    LoraAhead<T> ahead(lora, thread, count, fetches ? kNextCacheBytes / 64 : 0);
     multiply(p, rows, ahead, thread, count);
     if (!lora.parts.empty()) add_lora(lora, thread, count);
   });

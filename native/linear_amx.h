@@ -56,53 +56,84 @@ inline void add_last(const bf16* x, const bf16* y, int64_t stride, const bf16* g
   add_step<Two>(rows[0][0], rows[1][0], sizeof rows[0][0], whole[0], sizeof whole[0]);
 }
 
-// Writes rows of sums, and adds the bias.
-inline void write_rows(const Product<bf16>& p, const float (*sums)[kPanel], int64_t row, int64_t rows, int64_t column) {
-  constexpr int kParts = kPanel / kLanes;
-  int lanes[kParts];
-  F32 bias[kParts];
-  for (int v = 0; v < kParts; ++v) {
-    lanes[v] = int(std::clamp<int64_t>(p.outputs - column - v * kLanes, 0, kLanes));
-    bias[v] = p.bias ? load_n(p.bias + column + v * kLanes, lanes[v]) : zero();
-  }
-  bf16* out = p.out + row * p.out_stride + column;
-  for (int64_t r = 0; r < rows; ++r, out += p.out_stride)
-    for (int v = 0; v < kParts; ++v) {
-      const F32 y = add(load(&sums[r][v * kLanes]), bias[v]);
-      if (lanes[v] == kLanes)
-        store(out + v * kLanes, y);
-      else
-        store_n(out + v * kLanes, y, lanes[v]);
-    }
-}
+// The sums of a block on their way to `out`. They are written while the unit computes the next block: what writes them
+// has nothing to do then, and the unit would have nothing to do meanwhile.
+class Writer {
+ public:
+  explicit Writer(const Product<bf16>& p) : p_(p) {}
+  Writer(const Writer&) = delete;
+  ~Writer() { write(waiting_); }
 
-// The rows [begin, end), a block, of one panel, by one or two tiles of `height` rows. Meanwhile `lines` lines of memory
-// from `ahead` on are fetched with every step.
+  int64_t waiting() const { return waiting_; }  // rows
+
+  // Writes up to so many rows, and adds the bias.
+  void write(int64_t rows) {
+    rows = std::min(rows, waiting_);
+    waiting_ -= rows;
+    for (; rows > 0; --rows, from_ += kPanel, to_ += p_.out_stride)
+      for (int v = 0; v < kParts; ++v) {
+        const F32 y = add(load(from_ + v * kLanes), bias_[v]);
+        if (lanes_[v] == kLanes)
+          store(to_ + v * kLanes, y);
+        else
+          store_n(to_ + v * kLanes, y, lanes_[v]);
+      }
+  }
+
+  // Takes the sums of the rows [begin, end) of a panel out of the tiles.
+  template <bool Two>
+  void take(int64_t index, int64_t begin, int64_t end, int64_t height) {
+    write(waiting_);
+    auto& sums = sums_[turn_ ^= 1];
+    constexpr int64_t kBytes = sizeof sums[0];
+    _tile_stored(0, &sums[0][0], kBytes);
+    _tile_stored(1, &sums[0][kTileWidth], kBytes);
+    _tile_stored(2, &sums[0][2 * kTileWidth], kBytes);
+    if constexpr (Two) {  // rows that both have are the same
+      float* second = sums[end - begin - height];
+      _tile_stored(3, second, kBytes);
+      _tile_stored(4, second + kTileWidth, kBytes);
+      _tile_stored(5, second + 2 * kTileWidth, kBytes);
+    }
+    const int64_t column = index * kPanel;
+    for (int v = 0; v < kParts; ++v) {
+      lanes_[v] = int(std::clamp<int64_t>(p_.outputs - column - v * kLanes, 0, kLanes));
+      bias_[v] = p_.bias ? load_n(p_.bias + column + v * kLanes, lanes_[v]) : zero();
+    }
+    from_ = sums[0];
+    to_ = p_.out + begin * p_.out_stride + column;
+    waiting_ = end - begin;
+  }
+
+ private:
+  static constexpr int kParts = kPanel / kLanes;
+  const Product<bf16>& p_;
+  alignas(64) float sums_[2][kBlockRows][kPanel];  // of the block at hand, and of the one before
+  int turn_ = 0, lanes_[kParts];
+  F32 bias_[kParts];
+  const float* from_;
+  bf16* to_;
+  int64_t waiting_ = 0;
+};
+
+// The rows [begin, end), a block, of one panel, by one or two tiles of `height` rows, whose sums the writer gets.
+// Meanwhile `lines` lines of memory from `ahead` on are fetched with every step.
 template <bool Two>
 inline void tile_block(const Product<bf16>& p, int64_t index, int64_t begin, int64_t end, int64_t height,
-                       const char* ahead, int64_t lines) {
+                       const char* ahead, int64_t lines, Tiles& tiles, Writer& writer) {
   const bf16* groups = p.packed + index * p.panel_elements();
   const bf16 *x = p.x + begin * p.x_stride, *y = Two ? p.x + (end - height) * p.x_stride : x;
   const int64_t x_bytes = p.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kPanel * int64_t(sizeof(bf16));
+  const int64_t steps = p.inputs / kTileDepth, written = (writer.waiting() + steps - 1) / std::max<int64_t>(steps, 1);
   clear_tiles<0, Two ? 6 : 3>();
-  int64_t k = 0;
-  for (; k + kTileDepth <= p.inputs; k += kTileDepth, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel) {
+  for (int64_t s = 0; s < steps; ++s, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel) {
     for (int64_t i = 0; i < lines; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
     add_step<Two>(x, y, x_bytes, groups, group_bytes);
+    tiles.keep_storing(s);
+    writer.write(written);
   }
-  if (k < p.inputs) add_last<Two>(x, y, p.x_stride, groups, height, p.inputs - k);
-  alignas(64) float sums[2][kTileHeight][kPanel];
-  constexpr int64_t kBytes = sizeof sums[0][0];
-  _tile_stored(0, &sums[0][0][0], kBytes);
-  _tile_stored(1, &sums[0][0][kTileWidth], kBytes);
-  _tile_stored(2, &sums[0][0][2 * kTileWidth], kBytes);
-  if constexpr (Two) {
-    _tile_stored(3, &sums[1][0][0], kBytes);
-    _tile_stored(4, &sums[1][0][kTileWidth], kBytes);
-    _tile_stored(5, &sums[1][0][2 * kTileWidth], kBytes);
-  }
-  write_rows(p, sums[0], begin, height, index * kPanel);
-  if (Two) write_rows(p, sums[1], end - height, height, index * kPanel);
+  if (const int64_t rest = p.inputs % kTileDepth) add_last<Two>(x, y, p.x_stride, groups, height, rest);
+  writer.take<Two>(index, begin, end, height);
 }
 
 }  // namespace
