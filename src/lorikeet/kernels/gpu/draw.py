@@ -151,7 +151,7 @@ def _raised(least, bound):
     return tl.where(bound > least, bound, least)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def filter_rows(
     logits, temperatures, top_ks, top_ps, min_ps, values, lowest, vocab, parts, row_stride,
     WIDTH: tl.constexpr, EARLY: tl.constexpr,
@@ -207,7 +207,7 @@ def draw(
         _store_best(values, tokens, (tl.num_programs(0) + row) * parts + part, best, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def join(temperatures, values, tokens, out, parts, EARLY: tl.constexpr):
     """Choose for one row among what its parts have found; -1 if its largest logit is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, _MOST_PARTS)

@@ -47,9 +47,9 @@ _LEAST_RANKS = 16
 _ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 4 * PROGRAMS)
 _ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * PROGRAMS)
 _FEW_ROWS = _LoraTiles(_LoraTile(16, 32, 256, 4, 3), _LoraTile(16, 16, 256, 4, 4))
-_MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 8, 3))
+_MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 8, 2))
 """For long segments, whose inputs would else be read once for every few ranks. With four warps the second one's sums of
-parts do not fit into registers, as the compiler tells.
+parts do not fit into registers, and with three stages not into most devices' shared memory, as the compiler tells.
 """
 _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS))
 """By the rows of a segment and segments at most."""

@@ -1,0 +1,497 @@
+"""Triton's own compiler takes every kernel as it is launched, for GPUs that are not there.
+
+The interpreter, in which other tests run the kernels, knows no types, no shared memory and no registers. Here steps of
+published models go through decoder, decode graphs and backend as when they are served, with tensors that have shapes
+and no memory (torch's meta device), so that tiles, warps and specialized numbers are those of the launchers. A launch
+ends when its kernel has been compiled. The assembler, ptxas, comes with Triton; neither GPU nor driver is needed.
+
+A process for each target compiles: in pytest's own, kernels are the interpreter's.
+"""
+
+import ast
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
+from functools import partial, partialmethod
+from itertools import cycle, islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from lorikeet.bench.model_shapes import MODEL_SHAPES
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.plan import KernelForm, SequenceStart
+from lorikeet.core.request import SamplingParams
+from lorikeet.engine.batch_builder import BatchRow, build_batch, lora_batch
+from lorikeet.engine.decode_graphs import DecodeGraphs
+from lorikeet.engine.rank_setup import RankModel
+from lorikeet.engine.sequences import Sequence as RunningSequence
+from lorikeet.kernels.base import LoraWeights, kv_view
+from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.models.config import read_model_config
+from lorikeet.models.decoder import Decoder
+from lorikeet.models.layout import Layout
+from lorikeet.models.parallel import SingleGroup
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src/lorikeet/kernels/gpu").glob("*.py"))
+
+SHARED_KIB = {89: 99, 90: 227}
+"""Shared memory that a program may have, by target (CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability"): of the L4 and the RTX 40, and of the H100. A launch with more is refused. The A100 and the A10 take what
+the first does, and have as much or more of it.
+"""
+REGISTERS = 65536
+"""Of a multiprocessor: a launch whose threads need more is refused."""
+PROGRAMS = (2**31 - 1, 65535, 65535)
+"""Of a launch each way at most."""
+
+FEW_BYTES = 64
+SPILLS = {89: {"expand of 64 rows, bf16": 320}, 90: {"attention of 16 rows, fp32": 512}}
+"""Bytes that a thread of a kernel may put out of its registers: a few, or more where it is known. Tiles were chosen by
+what an H100 took for them.
+"""
+
+META = torch.device("meta")
+BLOCK_TOKENS, MOST_ROWS = 16, 64
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+"""The default model, SmolLM2-135M."""
+OPEN_LLAMA_3B = SMOLLM2 | {
+    "hidden_size": 3200,
+    "intermediate_size": 8640,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+"""Heads of 100: no power of two."""
+SHAPES = {**MODEL_SHAPES, "smollm2-135m": SMOLLM2, "open-llama-3b": OPEN_LLAMA_3B}
+
+
+class Kernel(msgspec.Struct):
+    """A kernel as it was compiled, or why it was not.
+
+    Attributes:
+        name: of the function.
+        tile: the same with the rows that a program has, if it is told, and the type of the numbers it reads.
+        constants: by which kernels of this name differ, and tiles on their way at a time.
+        error: of the compiler; if it is not empty, the rest is not known.
+        code_bytes: what was compiled.
+        warps: of a program.
+        shared: memory of a program in bytes.
+        registers: of a thread.
+        spilled: bytes that a thread writes because registers do not suffice, or reads again if that is more.
+        programs: each way, the most of any launch.
+        steps: that launch it.
+    """
+
+    name: str
+    tile: str
+    constants: str = ""
+    error: str = ""
+    code_bytes: int = 0
+    warps: int = 0
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+    programs: tuple[int, ...] = (1, 1, 1)
+    steps: list[str] = []
+
+    def faults(self, target: int) -> list[str]:
+        """Return why it cannot be launched on a target, or is slower than it looks; known spills are left out."""
+        if self.error:
+            return [self.error]
+        found = [] if self.code_bytes else ["has no code"]
+        kib, most = self.shared / 1024, SHARED_KIB[target]
+        if kib > most:
+            found.append(f"wants {kib:.1f} KiB of shared memory, there are {most}")
+        if self.registers * 32 * self.warps > REGISTERS:
+            found.append(f"wants {self.registers} registers for each thread of {self.warps} warps")
+        if self.spilled > SPILLS[target].get(self.tile, FEW_BYTES):
+            found.append(f"spills {self.spilled} bytes of registers")
+        if any(count > limit for count, limit in zip(self.programs, PROGRAMS, strict=True)):
+            found.append(f"has too many programs: {self.programs}")
+        return found
+
+
+class Compiled(msgspec.Struct):
+    """What a process has compiled: the kernels of the steps, and wrong ones."""
+
+    kernels: list[Kernel]
+    wrong: list[Kernel]
+
+
+def described(kernels: Iterable[Kernel], target: int) -> list[str]:
+    """Return a line for each fault."""
+    return [
+        f"{kernel.tile} ({kernel.constants}), of {'; '.join(kernel.steps)}: {fault}"
+        for kernel in kernels
+        for fault in kernel.faults(target)
+    ]
+
+
+class Compiler:
+    """Stands where Triton looks for its driver, and has launches end when their kernels are compiled.
+
+    Args:
+        target: compute capability, times ten.
+
+    Attributes:
+        step: at work.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = GPUTarget("cuda", target, 32)
+        self._found: dict[str, Kernel] = {}
+        self.step = ""
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """What was compiled or refused."""
+        return [*self._found.values()]
+
+    def get_current_target(self) -> GPUTarget:
+        """The one that is not there."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """None is needed."""
+        return 0
+
+    def launch(
+        self, run: Callable[..., Any], function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any
+    ) -> None:
+        """Compile a function for these arguments, unless it has been; ``run`` is Triton's launch."""
+        printed = io.StringIO()
+        try:
+            with redirect_stdout(printed):  # Triton has been asked to print what ptxas tells of registers
+                compiled = run(function, *arguments, grid=grid, **options | {"warmup": True})
+        except Exception as error:  # each stage of the compiler has its own
+            text = " ".join(f"{type(error).__name__}: {error} {error.__cause__ or ''}".split())
+            kernel = self._found.setdefault(text, Kernel(function.__name__, function.__name__, error=text))
+        else:
+            if compiled.hash not in self._found:
+                self._found[compiled.hash] = _kernel(function, compiled, printed.getvalue())
+            kernel = self._found[compiled.hash]
+        kernel.programs = tuple(map(max, kernel.programs, (*grid, 1, 1)))
+        if self.step not in kernel.steps:
+            kernel.steps.append(self.step)
+
+
+def _kernel(function: Any, compiled: Any, log: str) -> Kernel:
+    def largest(pattern: str) -> int:
+        return max(map(int, re.findall(pattern, log)))
+
+    made, source = compiled.metadata, compiled.src
+    constants = {function.arg_names[path[0]]: value for path, value in source.constants.items()}
+    rows = f" of {constants['ROWS']} rows" if "ROWS" in constants else ""
+    pointers = {name: kind.lstrip("*") for name, kind in source.signature.items() if kind.startswith("*")}
+    reads = pointers["out"] if function.__name__.startswith("expand") else next(iter(pointers.values()))
+    return Kernel(
+        function.__name__,
+        tile=f"{function.__name__}{rows}, {reads}",
+        constants=", ".join(f"{name}={value}" for name, value in (constants | {"stages": made.num_stages}).items()),
+        code_bytes=len(compiled.asm["cubin"]),
+        warps=made.num_warps,
+        shared=made.shared,
+        registers=largest(r"Used (\d+) registers"),
+        spilled=largest(r"(\d+) bytes spill (?:stores|loads)"),
+    )
+
+
+class _Adapters(dict[AdapterDigest, LoraWeights]):
+    """Those that are asked for, by names such as ``all16.3``: modules, rank, and a number to tell them apart.
+
+    Of ``odd`` ones, which have the modules of ``qv``, no address is a multiple of 16.
+    """
+
+    def __init__(self, model: RankModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def __missing__(self, name: AdapterDigest) -> LoraWeights:
+        modules, rank = re.findall("[a-z]+|[0-9]+", name)[:2]
+        layers, shapes = range(self._model.config.layers), self._model.geometry.modules
+
+        def rows(width: int) -> Tensor:
+            return torch.empty(int(rank), width, dtype=self._model.dtype, device=META)
+
+        pieces = {
+            (layer, module): ((rows(shape.in_features), rows(shape.out_features)),)
+            for layer, (module, shape) in product(layers, shapes.items())
+            if modules == "all" or module in ("q", "v")
+        }
+        self[name] = made = LoraWeights(pieces, len(layers))
+        made.table[:, :2] += modules == "odd"
+        return made
+
+
+class _Device:
+    """A device that does each step of a graph once, when it is captured."""
+
+    copies_ahead = 1
+    has_graphs = True
+
+    @property
+    def steps(self) -> "_Device":
+        return self
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """There is nothing to copy."""
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def capture(self, work: Callable[[], None]) -> "_Device":
+        work()
+        return self
+
+
+class _Model:
+    """Two layers of a model: the last one differs from the others. Its methods are steps.
+
+    Args:
+        compiler: compiles what they launch.
+        name: one of ``SHAPES``.
+        dtype: of weights, adapters and KV.
+    """
+
+    def __init__(self, compiler: Compiler, name: str, dtype: torch.dtype) -> None:
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(SHAPES[name] | {"num_hidden_layers": 2}))
+            config = read_model_config(Path(folder))
+        kernels, geometry = TritonKernels(), config.geometry(dtype.itemsize)
+        decoder = Decoder(config, Layout(config, dtype, META, 0, 1).weights, kernels, SingleGroup())
+        arena = torch.empty(64, geometry.block_elements(BLOCK_TOKENS), dtype=dtype, device=META)
+        self._kv = kv_view(arena, geometry.layers, BLOCK_TOKENS, geometry.kv_heads, geometry.head_dim)
+        self._model = RankModel(config, decoder, kernels, dtype, META, geometry)
+        self._adapters = _Adapters(self._model)
+        self._compiler = compiler
+        self._name = f"{name} {str(dtype).removeprefix('torch.')}"
+
+    def decode(self, count: int, *adapters: str, context: int = 500, form: KernelForm = KernelForm.UNPADDED) -> None:
+        """A step of a graph: so many sequences, with the adapters one after another; ``*`` is one for each."""
+        self._compiler.step = f"{self._name} decode of {count} {' '.join(adapters)}".rstrip()
+        names = [name.replace("*", str(i)) for i, name in enumerate(islice(cycle(adapters or ("",)), count))]
+        rows = self._rows([(1, context, name) for name in sorted(names)])
+        device: Any = _Device()
+        blocks = self._model.config.context_tokens // BLOCK_TOKENS
+        graphs = DecodeGraphs(device, self._model, self._kv, MOST_ROWS, blocks)
+        graphs.start(rows, lora_batch(rows, self._adapters, form), _choices(count))
+        graphs.close()
+
+    def call(self, *sequences: tuple[int, int, str], form: KernelForm = KernelForm.UNPADDED) -> None:
+        """A step that is no graph: of each sequence the rows, the tokens with these, and the adapter, if any."""
+        what = ", ".join(f"{rows} of {tokens} {name}".rstrip() for rows, tokens, name in sequences)
+        self._compiler.step = f"{self._name} {form} rows {what}"
+        batch = build_batch(self._rows(sequences), self._adapters, BLOCK_TOKENS, META, form)
+        logits = self._model.decoder.forward(batch, self._kv)
+        self._model.kernels.choose(logits, _choices(len(logits)).on(META))
+
+    def _rows(self, sequences: Sequence[tuple[int, int, str]]) -> list[BatchRow]:
+        made = []
+        for number, (rows, tokens, name) in enumerate(sequences):
+            adapter = AdapterDigest(name) if name else None
+            start = SequenceStart(RequestId(str(number)), [0] * tokens, tokens, SamplingParams(1), adapter)
+            sequence = RunningSequence(start)
+            sequence.add_blocks(map(BlockId, range(-(-tokens // BLOCK_TOKENS))))
+            made.append(BatchRow(sequence, tokens - rows, rows, samples=True))
+        return made
+
+
+def _choices(rows: int) -> ChoiceParameters:
+    floats, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+    return ChoiceParameters(floats, ints, floats, floats, ints, ints)
+
+
+def serve(compiler: Compiler) -> None:
+    """Run steps of models of several kinds, which launch every kernel: with its largest tiles, and smaller ones."""
+    llama = _Model(compiler, "llama-2-7b", torch.bfloat16)
+    llama.decode(1)
+    llama.decode(1, "all16.0")
+    llama.decode(32, "all16.*")
+    llama.decode(32, "all16.0", "all64.0", form=KernelForm.PADDED)
+    llama.call((512, 512, ""))
+    llama.call((512, 512, "all16.0"))
+    llama.call((512, 512, "all64.0"))
+    llama.call(*((1024, 1024, f"all{rank}.0") for rank in (64, 32, 16, 8)), form=KernelForm.PADDED)
+    llama.call((12, 12, "all16.0"), (9, 700, "all8.0"))
+    llama.call((512, 512, "all64.0"), (1, 1000, "all16.0"), (1, 900, ""))
+    llama.call((512, 512, "all64.0"), (1, 1000, "all16.0"), form=KernelForm.EINSUM)
+    grouped = _Model(compiler, "llama-3-8b", torch.bfloat16)
+    grouped.decode(1, "all16.0")
+    grouped.decode(64, "qv16.*")
+    grouped.call((4096, 4096, "all64.0"))
+    grouped.call((12, 12, ""))
+    normed = _Model(compiler, "qwen3-8b", torch.bfloat16)
+    normed.decode(16, context=9000)
+    small = _Model(compiler, "smollm2-135m", torch.bfloat16)
+    small.decode(1, "qv16.0")
+    small.call((200, 200, "qv64.0"))
+    small.decode(1, "odd16.0")
+    small.call((12, 12, "odd16.0"))
+    small.call((100, 100, "odd16.0"))
+    uneven = _Model(compiler, "open-llama-3b", torch.bfloat16)
+    uneven.decode(1)
+    uneven.call((100, 100, ""))
+    exact = _Model(compiler, "smollm2-135m", torch.float32)
+    exact.decode(1, "qv16.0")
+    exact.decode(64, "qv16.*")
+    exact.decode(32, "qv16.0", "qv64.0")
+    exact.call((12, 12, "qv16.0"))
+    large = _Model(compiler, "llama-2-7b", torch.float32)
+    large.decode(1)
+    large.call((512, 512, "qv64.0"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def changes_type(out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A sum that begins as a whole number, and does not remain one."""
+    total = 0
+    for each in range(COUNT):
+        total += each * 0.5  # type: ignore[assignment]
+    tl.store(out, total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fills_memory(x, out, count, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products of many tiles that are on their way at a time."""
+    lane = tl.arange(0, WIDTH)
+    place = lane[:, None] * WIDTH + lane[None, :]
+    sums = tl.zeros([WIDTH, WIDTH], tl.float32)
+    for each in range(count):
+        left = tl.load(x + 2 * each * WIDTH * WIDTH + place)
+        right = tl.load(x + (2 * each + 1) * WIDTH * WIDTH + place)
+        sums += tl.dot(left, right)
+    tl.store(out + place, sums)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fills_registers(x, out, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """More numbers than the threads of a warp can hold, all of which are needed twice."""
+    lane = tl.arange(0, WIDTH)
+    value = tl.load(x + lane)
+    tl.store(out + lane, value - tl.sum(value, axis=0))
+
+
+def launch_wrong(place: torch.device) -> list[Tensor]:
+    """Launch kernels that the interpreter takes; return what they wrote."""
+    whole, tiles, wide = (torch.empty(size, device=place) for size in (1, 128 * 128, 16384))
+    changes_type[(1,)](whole, 4)
+    fills_memory[(1,)](torch.ones(4 * 128 * 128, device=place), tiles, 2, 128, num_warps=8, num_stages=6)
+    fills_registers[(1,)](torch.ones(16384, device=place), wide, 16384, num_warps=1)
+    return [whole, tiles, wide]
+
+
+def compile_all(target: int, written: Path) -> None:
+    """Compile for a target in this process, which has not imported the kernels for the interpreter."""
+    assert not INTERPRETED
+    ours, wrong = Compiler(target), Compiler(target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda: divmod(target, 10))
+        for compiler, launching in ((ours, partial(serve, ours)), (wrong, partial(launch_wrong, META))):
+            with pytest.MonkeyPatch.context() as launches:
+                launches.setattr(JITFunction, "run", partialmethod(_launch, compiler, JITFunction.run))
+                triton.runtime.driver.set_active(compiler)
+                launching()
+    written.write_bytes(msgspec.json.encode(Compiled(ours.kernels, wrong.kernels)))
+
+
+def _launch(function: Any, compiler: Compiler, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    compiler.launch(run, function, *arguments, **options)
+
+
+def kernels_of(*modules: str) -> set[str]:
+    """Return the functions in modules' sources that Triton compiles and none of them calls: those that are launched."""
+    functions = {
+        node.name: node
+        for module in modules
+        for node in ast.parse(module).body
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    called = {
+        node.func.id
+        for function in functions.values()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return functions.keys() - called
+
+
+@pytest.fixture(scope="module", params=SHARED_KIB, ids="sm_{}".format)
+def target(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiled(target: int) -> Compiled:
+    with TemporaryDirectory() as folder:
+        written = Path(folder, "compiled.json")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+            "TRITON_CACHE_DIR": folder,
+            "TRITON_DUMP_PTXAS_LOG": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "tests.kernels.test_triton_compiles", str(target), str(written)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return msgspec.json.decode(written.read_bytes(), type=Compiled)
+
+
+def test_every_kernel_compiles_and_can_be_launched(target: int, compiled: Compiled) -> None:
+    assert described(compiled.kernels, target) == []
+
+
+def test_no_kernel_is_forgotten(compiled: Compiled) -> None:
+    launched, called = "@triton.jit\ndef two(x): each(x)", "@triton.jit(noinline=True)\ndef each(x): pass"
+    assert kernels_of(launched, called, "def of_python(): each(1)") == {"two"}
+    ours = kernels_of(*(source.read_text() for source in SOURCES))
+    assert ours == {kernel.name for kernel in compiled.kernels}
+
+
+def test_no_spill_is_allowed_that_has_been_mended(target: int, compiled: Compiled) -> None:
+    assert {kernel.tile for kernel in compiled.kernels if kernel.spilled > FEW_BYTES} == SPILLS[target].keys()
+
+
+def test_wrong_kernels_that_the_interpreter_takes_are_found_out(target: int, compiled: Compiled) -> None:
+    (of_type,), (of_memory,), (of_registers,) = (kernel.faults(target) for kernel in compiled.wrong)
+    assert "total has initial type int32 but is re-assigned to fp32" in of_type
+    assert "shared memory" in of_memory
+    assert "spills" in of_registers
+    if INTERPRETED:
+        assert [float(wrote.mean()) for wrote in launch_wrong(torch.device("cpu"))] == [3, 256, 1 - 16384]
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]), Path(sys.argv[2]))
