@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.engine.heap import keep_freed_memory
 from lorikeet.engine.merging import Merger, linear_bytes
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
@@ -65,6 +66,8 @@ def load_rank(
         torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
         gc.collect()  # engines of this process that were closed give their memory back
         torch.cuda.empty_cache()
+    else:
+        keep_freed_memory()
     weights = load_weights(
         folder,
         config,
