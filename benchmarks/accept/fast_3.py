@@ -95,7 +95,7 @@ def _decode() -> dict[str, Any]:
     cost = model_cost(read_model_config(model), dtype_bytes=2)
     meter, watch = LimitMeter(rows=(ROWS,)), Stopwatch(default_kernels())
     limits, speeds, ceilings = [], [], []
-    with kernels_as(watch), replica(model, "bfloat16", threads=THREADS) as built:
+    with kernels_as(watch), replica(model, "bfloat16", threads=THREADS, touch_memory=True) as built:
         for batch in range(PAIRS + 1):
             measured = meter.measure()
             watch.steps.clear()

@@ -29,7 +29,7 @@ def step_profile(requests: int, prompt_tokens: int, output_tokens: int, rank: in
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-profile-") as scratch,
         kernels_as(watch),
-        replica(default_model(), "bfloat16", threads=THREADS) as built,
+        replica(default_model(), "bfloat16", threads=THREADS, touch_memory=True) as built,
     ):
         refs = []
         if rank:

@@ -167,6 +167,7 @@ def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
             max_running=options.requests,
             threads=options.threads,
             device=options.device,
+            touch_memory=True,  # as vLLM does
             memory_bytes=_pool_bytes(options, config) if options.peers and options.device != "cpu" else 0,
         ),
     )
