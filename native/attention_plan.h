@@ -9,11 +9,13 @@
 #include <vector>
 
 #include "parallel.h"
+#include "tile_unit.h"
 
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kItemRows = 96;     // of a prefill's item, heads counted
+template <class T>
+constexpr int64_t kItemRows = kTileUnit<T> ? 192 : 96;  // of a prefill's item, heads counted; each packs what it reads
 constexpr int64_t kFewRows = 8;       // a sequence with at most so many is cut along its context,
 constexpr int64_t kPieceTokens = 64;  // into pieces of a multiple of this,
 constexpr int64_t kPieces = 32;       // at most so many
@@ -67,7 +69,7 @@ int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts)
   std::sort(prefills.begin(), prefills.end(), [&](int64_t a, int64_t b) {
     return c.rows(a) * c.contexts[a] > c.rows(b) * c.contexts[b];
   });
-  const int64_t most_rows = std::max<int64_t>(1, kItemRows / c.group());
+  const int64_t most_rows = std::max<int64_t>(1, kItemRows<T> / c.group());
   for (int64_t s : prefills) {
     const int64_t rows = c.rows(s), start = c.contexts[s] - rows;
     const int64_t blocks = std::max<int64_t>(2, (rows + most_rows - 1) / most_rows);

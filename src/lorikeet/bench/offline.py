@@ -37,6 +37,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         adapter_rank: of all adapters; 0 for ranks from 8 to 128.
         peers: some of ``PEERS``; none to measure Lorikeet alone.
         pairs: timed runs of each side, taken in turns.
+        max_step_tokens: of a step of Lorikeet's: more than a server's default, as nobody waits for the next token.
         dtype: of weights, adapters and KV, on all sides.
         device: ``cpu`` or ``cuda``, for all sides.
         threads: of all sides.
@@ -53,6 +54,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
     adapter_rank: int = 0
     peers: tuple[str, ...] = ()
     pairs: int = 5
+    max_step_tokens: int = 2048
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 1
@@ -165,9 +167,10 @@ def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
         engine=EngineSettings(
             row=options.row,
             max_running=options.requests,
+            max_step_tokens=options.max_step_tokens,
             threads=options.threads,
             device=options.device,
-            touch_memory=True,  # as vLLM does
+            touch_memory=True,  # vLLM does so too
             memory_bytes=_pool_bytes(options, config) if options.peers and options.device != "cpu" else 0,
         ),
     )
