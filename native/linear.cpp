@@ -45,7 +45,7 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kFewestToFetch = 4;  // blocks; fewer take no longer than memory does
+constexpr int64_t kFewestToFetch = 2;  // blocks; one takes no longer than memory does
 
 // The same by the tile unit. Rows go in runs: short enough for the next cache to keep them while the panels pass by, long
 // enough for a panel that does not fit itself to be read seldom. What LoRA will read is not fetched: with few rows memory
