@@ -15,9 +15,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
-from functools import partial, partialmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partialmethod
 from itertools import cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,11 +33,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lorikeet.bench.model_shapes import MODEL_SHAPES
+from lorikeet.config import EngineSettings
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.batch_builder import BatchRow, build_batch, lora_batch
 from lorikeet.engine.decode_graphs import DecodeGraphs
+from lorikeet.engine.first_steps import Once, compile_kernels
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence as RunningSequence
 from lorikeet.kernels.base import LoraWeights, kv_view
@@ -142,9 +144,10 @@ class Kernel(msgspec.Struct):
 
 
 class Compiled(msgspec.Struct):
-    """What a process has compiled: the kernels of the steps, and wrong ones."""
+    """What a process compiled: kernels of the steps, those of them that the start had not compiled, and wrong ones."""
 
     kernels: list[Kernel]
+    late: list[Kernel]
     wrong: list[Kernel]
 
 
@@ -188,6 +191,14 @@ class Compiler:
     def get_current_stream(self, device: int) -> int:
         """None is needed."""
         return 0
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Let it compile what is launched meanwhile."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", partialmethod(_launch, self, JITFunction.run))
+            triton.runtime.driver.set_active(self)
+            yield
 
     def launch(
         self, run: Callable[..., Any], function: Any, *arguments: Any, grid: tuple[int, ...], **options: Any
@@ -257,27 +268,6 @@ class _Adapters(dict[AdapterDigest, LoraWeights]):
         return made
 
 
-class _Device:
-    """A device that does each step of a graph once, when it is captured."""
-
-    copies_ahead = 1
-    has_graphs = True
-
-    @property
-    def steps(self) -> "_Device":
-        return self
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """There is nothing to copy."""
-
-    def register(self, memory: Tensor) -> Callable[[], None]:
-        return lambda: None
-
-    def capture(self, work: Callable[[], None]) -> "_Device":
-        work()
-        return self
-
-
 class _Model:
     """Two layers of a model: the last one differs from the others. Its methods are steps.
 
@@ -298,14 +288,20 @@ class _Model:
         self._model = RankModel(config, decoder, kernels, dtype, META, geometry)
         self._adapters = _Adapters(self._model)
         self._compiler = compiler
+        self._longest = config.context_tokens
         self._name = f"{name} {str(dtype).removeprefix('torch.')}"
+
+    def start(self) -> None:
+        """The steps before there are requests."""
+        self._compiler.step = f"{self._name} start"
+        compile_kernels(self._model, EngineSettings(max_running=MOST_ROWS), 128, self._longest)
 
     def decode(self, count: int, *adapters: str, context: int = 500, form: KernelForm = KernelForm.UNPADDED) -> None:
         """A step of a graph: so many sequences, with the adapters one after another; ``*`` is one for each."""
         self._compiler.step = f"{self._name} decode of {count} {' '.join(adapters)}".rstrip()
         names = [name.replace("*", str(i)) for i, name in enumerate(islice(cycle(adapters or ("",)), count))]
         rows = self._rows([(1, context, name) for name in sorted(names)])
-        device: Any = _Device()
+        device: Any = Once()
         blocks = self._model.config.context_tokens // BLOCK_TOKENS
         graphs = DecodeGraphs(device, self._model, self._kv, MOST_ROWS, blocks)
         graphs.start(rows, lora_batch(rows, self._adapters, form), _choices(count))
@@ -333,6 +329,25 @@ class _Model:
 def _choices(rows: int) -> ChoiceParameters:
     floats, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
     return ChoiceParameters(floats, ints, floats, floats, ints, ints)
+
+
+def serve_after_start(compiler: Compiler) -> list[Kernel]:
+    """Start with a model, run steps of all kinds, and return what they had to wait for."""
+    model = _Model(compiler, "llama-3-8b", torch.bfloat16)
+    model.start()
+    started = len(compiler.kernels)
+    for count in (1, 2, 3, 8, 20, 33, 64):
+        model.decode(count)
+        for rank in (8, 16, 64, 128):
+            model.decode(count, f"all{rank}.*")
+            model.decode(count, f"qv{rank}.0")
+    for tokens in (3, 20, 100, 512):
+        model.call((tokens, tokens, ""))
+        for rank in (8, 16, 32, 64, 128):
+            model.call((tokens, tokens, f"all{rank}.0"))
+            model.call((tokens, tokens, f"all{rank}.0"), (1, 900, f"all{rank}.1"), (1, 800, ""))
+    model.decode(5, context=8000)
+    return compiler.kernels[started:]
 
 
 def serve(compiler: Compiler) -> None:
@@ -420,12 +435,12 @@ def compile_all(target: int, written: Path) -> None:
     ours, wrong = Compiler(target), Compiler(target)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda: divmod(target, 10))
-        for compiler, launching in ((ours, partial(serve, ours)), (wrong, partial(launch_wrong, META))):
-            with pytest.MonkeyPatch.context() as launches:
-                launches.setattr(JITFunction, "run", partialmethod(_launch, compiler, JITFunction.run))
-                triton.runtime.driver.set_active(compiler)
-                launching()
-    written.write_bytes(msgspec.json.encode(Compiled(ours.kernels, wrong.kernels)))
+        with ours.launching():
+            late = serve_after_start(ours)
+            serve(ours)
+        with wrong.launching():
+            launch_wrong(META)
+    written.write_bytes(msgspec.json.encode(Compiled(ours.kernels, late, wrong.kernels)))
 
 
 def _launch(function: Any, compiler: Compiler, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
@@ -471,6 +486,10 @@ def compiled(target: int) -> Compiled:
 
 def test_every_kernel_compiles_and_can_be_launched(target: int, compiled: Compiled) -> None:
     assert described(compiled.kernels, target) == []
+
+
+def test_no_request_waits_for_a_kernel_to_be_compiled(compiled: Compiled) -> None:
+    assert [f"{kernel.tile} ({kernel.constants}), of {kernel.steps[0]}" for kernel in compiled.late] == []
 
 
 def test_no_kernel_is_forgotten(compiled: Compiled) -> None:

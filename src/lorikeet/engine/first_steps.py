@@ -1,28 +1,37 @@
-"""Steps of a GPU before there is an arena: they compile kernels, and show what the largest takes besides weights."""
+"""Steps of a GPU before there is an arena: they compile kernels, and show what the largest takes besides weights.
 
-from collections.abc import Sequence
+Triton compiles a kernel when it is first launched, for as long as a third of a second: requests would wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count, takewhile
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import SequenceStart
+from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.batch_builder import BatchRow, build_batch
+from lorikeet.engine.batch_builder import BatchRow, build_batch, lora_batch
+from lorikeet.engine.decode_graphs import build_graphs, padded_rows
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence as RankSequence
-from lorikeet.kernels.base import kv_view
+from lorikeet.kernels.base import LoraWeights, kv_view
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.parts import LONG_TOKENS
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.rows import resolve_row
 
+_RANKS = (16, 32, 64)
+"""There are tiles of these; of larger ranks there are several."""
+
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
-    """Return the most bytes that a step takes on the model's GPU.
-
-    Steps of many and of one sequence with a row each follow, so that the kernels of decodes are compiled, too.
+    """Return the most bytes that a step takes on the model's GPU. Steps of all kinds follow, for their kernels.
 
     Args:
         model: computes.
@@ -35,8 +44,7 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
     arena_bytes = run_step(model, engine, rank, largest_step(engine, longest_tokens))
     torch.cuda.synchronize(model.device)
     taken_bytes = torch.cuda.max_memory_allocated(model.device) - before_bytes - arena_bytes
-    for sequences in (min(engine.max_running, engine.max_step_tokens), 1):
-        run_step(model, engine, rank, [1] * sequences)
+    compile_kernels(model, engine, rank, longest_tokens)
     torch.cuda.synchronize(model.device)
     torch.cuda.empty_cache()
     return taken_bytes
@@ -53,6 +61,31 @@ def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
     return lengths
 
 
+def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> None:
+    """Run steps for which kernels may differ: by tokens, by sequences, and by number and ranks of adapters.
+
+    Args:
+        model: computes.
+        engine: limits of a step.
+        rank: of the largest adapters; 0 for none.
+        longest_tokens: of a sequence.
+    """
+    most_tokens = min(engine.max_step_tokens, longest_tokens)
+    most_rows = min(engine.max_running, engine.max_step_tokens)
+    ranks = sorted({min(ranks, rank) for ranks in (0, *_RANKS, rank)})
+    for each in ranks:
+        for tokens in _multiples(2, 4 if each else 2, most_tokens):
+            run_step(model, engine, each, [tokens])
+    for rows in sorted({min(padded_rows(rows), most_rows) for rows in range(1, most_rows + 1)}):
+        for each in ranks:
+            run_decodes(model, engine, each, rows, longest_tokens)
+
+
+def _multiples(least: int, factor: int, most: int) -> list[int]:
+    """Return a number, what comes of multiplying it again and again, and the most."""
+    return [*takewhile(lambda number: number < most, (least * factor**times for times in count())), most]
+
+
 def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]) -> int:
     """Prefill sequences, each under an adapter of its own of all modules, and choose a token for each.
 
@@ -67,30 +100,98 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     Returns:
         Bytes of an arena of its own, which is gone again.
     """
+    arena, rows, weights = _sequences(model, engine, rank, lengths)
+    adapters = {row.sequence.adapter: weights for row in rows if row.sequence.adapter is not None}
+    batch = build_batch(rows, adapters, engine.block_tokens, model.device, _form(engine))
+    geometry = model.geometry
+    kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
+    logits = model.decoder.forward(batch, kv)
+    model.kernels.choose(logits, _drawn(len(lengths)).on(model.device))
+    return arena.nbytes
+
+
+def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: int, longest_tokens: int) -> None:
+    """Decode once as graphs do, which have other tables: under an adapter for each sequence, and one for all.
+
+    Where no graphs are used, this is a step of :func:`run_step`.
+
+    Args:
+        model: computes.
+        engine: settings.
+        rank: of the adapters; 0 for none.
+        sequences: how many.
+        longest_tokens: of a sequence; if its decodes are graphs of their own, these follow.
+    """
+    arena, rows, weights = _sequences(model, engine, rank, [1] * sequences)
+    device: Any = Once()
+    graphs = build_graphs(engine, model, arena, device, longest_tokens)
+    if graphs is None or _form(engine) is KernelForm.EINSUM:
+        run_step(model, engine, rank, [1] * sequences)
+        return
+    names = [row.sequence.adapter for row in rows]
+    for shared in (False, True) if rank else (False,):
+        for row, name in zip(rows, names, strict=True):
+            row.sequence.adapter = names[0] if shared else name
+        adapters = {name: weights for name in names if name is not None}
+        graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
+    if not rank and longest_tokens > LONG_TOKENS:
+        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_tokens + 1))  # type: ignore[arg-type]
+        graphs.start(rows, None, _drawn(sequences))
+    graphs.close()
+
+
+class Once:
+    """A device that does the work of a graph once instead of capturing it, and copies nothing.
+
+    All that graphs read is zero: rows that stand for no sequence.
+    """
+
+    copies_ahead = 1
+    has_graphs = True
+
+    @property
+    def steps(self) -> "Once":
+        """Itself."""
+        return self
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Leave the target as it is."""
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        """Return what does nothing."""
+        return lambda: None
+
+    def capture(self, work: Callable[[], None]) -> "Once":
+        """Do the work; what is returned is not to be replayed."""
+        work()
+        return self
+
+
+def _form(engine: EngineSettings) -> KernelForm:
+    return resolve_row(engine.row)[1].kernel_form
+
+
+def _sequences(
+    model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]
+) -> tuple[Tensor, list[BatchRow], LoraWeights]:
+    """Return an arena, sequences with blocks in it that are prefilled, and weights in it that all adapters have."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_tokens)
     packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
     blocks = [-(-tokens // engine.block_tokens) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows, first = [], packing.blocks
-    for i, (tokens, count) in enumerate(zip(lengths, blocks, strict=True)):
+    for i, (tokens, own_blocks) in enumerate(zip(lengths, blocks, strict=True)):
         digest = AdapterDigest(str(i)) if rank else None
         start = SequenceStart(RequestId(str(i)), [0] * tokens, tokens, SamplingParams(max_tokens=1), digest)
         sequence = RankSequence(start)
-        sequence.add_blocks(range(first, first + count))  # type: ignore[arg-type]
+        sequence.add_blocks(range(first, first + own_blocks))  # type: ignore[arg-type]
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
-        first += count
-    weights = AdapterLayout(packing, geometry).weights(range(packing.blocks), arena)
-    adapters = {row.sequence.adapter: weights for row in rows if row.sequence.adapter is not None}
-    form = resolve_row(engine.row)[1].kernel_form
-    batch = build_batch(rows, adapters, engine.block_tokens, model.device, form)
-    kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
-    logits = model.decoder.forward(batch, kv)
-    model.kernels.choose(logits, _drawn(len(lengths), model.device))
-    return arena.nbytes
+        first += own_blocks
+    return arena, rows, AdapterLayout(packing, geometry).weights(range(packing.blocks), arena)
 
 
-def _drawn(rows: int, device: torch.device) -> ChoiceParameters:
+def _drawn(rows: int) -> ChoiceParameters:
     """Return parameters for tokens that are drawn among few."""
-    ones, numbers = torch.ones(rows, device=device), torch.ones(rows, dtype=torch.int64, device=device)
+    ones, numbers = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
     return ChoiceParameters(ones, 2 * numbers, ones / 2, ones / 2, numbers, numbers)

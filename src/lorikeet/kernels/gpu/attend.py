@@ -71,7 +71,9 @@ def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scal
     if splits.most > 1:
         found = torch.empty(splits.most, part.sequences, out.shape[1], dtype=torch.float32, device=out.device)
         shares = torch.empty(splits.most, part.sequences, heads, 2, dtype=torch.float32, device=out.device)
-    sequences, width = (part.numbers, batch.row_starts, batch.contexts), max(16, power_of_2(head_dim))
+    numbers = batch.row_starts if part.numbers is None else part.numbers
+    sequences = numbers, int(part.numbers is not None), batch.row_starts, batch.contexts
+    width = max(16, power_of_2(head_dim))
     tiles = tiles_of(part.most_rows, tile.rows // group)
     attention.attention[(part.sequences, kv_heads, tiles * splits.most)](
         qkv, kv, found, shares, *sequences, batch.block_tables, scale, window, *splits, heads,

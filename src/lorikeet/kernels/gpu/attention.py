@@ -36,9 +36,9 @@ def _share(tokens, usual, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
     return tl.cdiv(share, TOKENS) * TOKENS
 
 
-@triton.jit(do_not_specialize=["numbers", "row_starts", "contexts", "usual", "splits", "table_stride"])
+@triton.jit(do_not_specialize=["numbers", "is_part", "row_starts", "contexts", "usual", "splits", "table_stride"])
 def attention(
-    q, kv, out, shares, numbers, row_starts, contexts, tables, scale, window, usual, splits, heads,
+    q, kv, out, shares, numbers, is_part, row_starts, contexts, tables, scale, window, usual, splits, heads,
     q_stride, out_stride, block_stride, part_stride, token_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
@@ -46,13 +46,13 @@ def attention(
 ):  # fmt: skip
     """``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
 
-    Sequences are those with ``numbers``, None for all. If ``IS_SPLIT``, they have one row each, and a program one of
-    the ``splits`` of its tokens (see ``_share``): ``out[split, index]`` is the mean of the values that it saw, and
-    ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in fp32: the
-    interpreter knows no products of bfloat16.
+    Sequences are all, or those with ``numbers`` if they are a part. If ``IS_SPLIT``, they have one row each, and a
+    program one of the ``splits`` of its tokens (see ``_share``): ``out[split, index]`` is the mean of the values that
+    it saw, and ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in fp32:
+    the interpreter knows no products of bfloat16.
     """
     index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    sequence = index if numbers is None else tl.load(numbers + index)
+    sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
     begin = tl.load(row_starts + sequence)
     count = tl.load(row_starts + sequence + 1) - begin
     context = tl.load(contexts + sequence)
@@ -115,15 +115,15 @@ def attention(
         tl.store(out + place, found.to(out.dtype.element_ty), mask=is_row[:, None] & is_lane[None, :])
 
 
-@triton.jit(do_not_specialize=["numbers", "row_starts", "contexts", "usual", "splits"])
+@triton.jit(do_not_specialize=["numbers", "is_part", "row_starts", "contexts", "usual", "splits"])
 def join_splits(
-    found, shares, out, numbers, row_starts, contexts, window, usual, splits, out_stride,
+    found, shares, out, numbers, is_part, row_starts, contexts, window, usual, splits, out_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """``out[row, head]`` of all that the splits of a sequence found, by their weights."""
     index, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    sequence = index if numbers is None else tl.load(numbers + index)
+    sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
     row, context = tl.load(row_starts + sequence), tl.load(contexts + sequence)
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     tokens = context - _first_seen(context - 1, window, TOKENS)
