@@ -181,8 +181,13 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
   const bool first = step.rank == 0, last = step.rank + step.ranks == part.rank;
   const int64_t bytes = kSpan * int64_t(sizeof(float));
   Fetcher ahead(next, (step.end - step.begin + kSpan - 1) / kSpan);
-  alignas(64) bf16 groups[2][kTileDepth / 2][2 * kSpan];  // a pair of ranks: groups of a span's columns
-  if (step.ranks < kTileDepth) std::memset((void*)groups, 0, sizeof groups);
+  // A pair of ranks: groups of a span's columns; zeros from `filled` on, which the thread keeps for its next step.
+  alignas(64) static thread_local bf16 groups[2][kTileDepth / 2][2 * kSpan];
+  static thread_local int64_t filled = 0;
+  const int64_t pairs = (step.ranks + 1) / 2;
+  if (pairs < filled)
+    for (auto& into : groups) std::memset((void*)into[pairs], 0, size_t(filled - pairs) * sizeof into[0]);
+  filled = pairs;
   tiles.shape(split.height);
   for (int64_t c = step.begin; c < step.end; c += kSpan) {
     auto& into = groups[(c - step.begin) / kSpan % 2];
@@ -190,9 +195,9 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
     for (int64_t i = 0; i < step.ranks; i += 2) {
       Pairs odd{_mm512_setzero_si512()};
       if (i + 1 < step.ranks) odd = load_group_n(step.rows[i + 1] + c, n);
-      const PairSpan pairs = interleave(load_group_n(step.rows[i] + c, n), odd);
-      store_group(into[i / 2], pairs.low);
-      store_group(into[i / 2] + kSpan, pairs.high);
+      const PairSpan both = interleave(load_group_n(step.rows[i] + c, n), odd);
+      store_group(into[i / 2], both.low);
+      store_group(into[i / 2] + kSpan, both.high);
     }
     ahead.fetch();
     for (int64_t t = 0; t < split.count; ++t, sums += split.height * kSpan) {

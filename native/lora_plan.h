@@ -156,9 +156,9 @@ struct Lora {
     const int64_t unit = std::max(kShrinkRanks<T>, kTileUnit<T> ? int(kTileDepth) : 1);
     part.inner_stride = (part.rank + unit - 1) / unit * unit;
     part.inner = inner_size;
-    // The tile unit takes as long for any number of rows and ranks that a tile holds.
-    const int64_t sums = kTileUnit<T> ? (part.rows + kTileHeight - 1) / kTileHeight * kFetch / 2 : part.rows;
-    part.shrink_cost = kShrinkRanks<T> * inputs * (kFetch + sums);
+    // The tile unit takes as long for any number of rows and ranks that a tile holds; next to memory it is fast.
+    const int64_t sums = kTileUnit<T> ? (part.rows + kTileHeight - 1) / kTileHeight * kFetch / 4 : part.rows;
+    part.shrink_cost = inputs * (part.rank * kFetch / part.rank_tiles + kShrinkRanks<T> * sums);
     part.shrink_before = shrink_total;
     shrink_total += part.shrink_cost * part.rank_tiles;
     part.expand_cost = kSpan * (part.rank * kFetch + (kTileUnit<T> ? part.inner_stride : part.rank) * sums);
