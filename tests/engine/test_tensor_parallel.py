@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier
+from lorikeet.engine import tensor_parallel
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.models.checkpoint import ModelConfigError
 from lorikeet.models.config import read_model_config
+from lorikeet.models.parallel import DistributedGroup
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import (
     ALL,
@@ -188,7 +190,24 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.num_hidden_layers = 4
     model.config.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"layers\.3\..* missing"):
+    # Of this rank, or of the other one where that has gone before this one has met it.
+    with pytest.raises((ValueError, ExecutorError), match=r"layers\.3\..* missing"):
+        build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = make_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.num_hidden_layers = 4
+    model.config.save_pretrained(folder)
+
+    def meet(*arguments: Any) -> None:
+        DistributedGroup(*arguments).close()
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(tensor_parallel, "DistributedGroup", meet)
+    with pytest.raises(ExecutorError, match=r"rank 1 did not start: .*layers\.3\..* missing"):
         build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
     assert multiprocessing.active_children() == []
 

@@ -86,7 +86,12 @@ class RankProcesses:
             self._processes.append(process)
         try:
             self.wait_until_ready()
-            self.group = DistributedGroup(0, self.size, meet_at, BACKENDS[settings.engine.device])
+            try:
+                self.group = DistributedGroup(0, self.size, meet_at, BACKENDS[settings.engine.device])
+            except RuntimeError:  # a rank may have met the others, failed and gone before they had all met
+                if wait(self._connections, _CLOSE_S):
+                    self.wait_until_ready()
+                raise
         except BaseException:
             self.close()
             raise
