@@ -48,9 +48,9 @@ class Tiles {
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic does not say that it reads all of them
   }
-  // Stores a tile for nobody, once in a few steps of a loop. The first store of a tile after some 600 ns without one
-  // stops the core for some 240 ns (seen on family 6, model 167), so a loop that may last so long must not wait for its
-  // end with it.
+  // Stores a tile for nobody, once in a few steps of a loop. The first store after a pause of less than a microsecond
+  // stops everything for as long as dozens of multiplications take, as if the way out of the unit had been asleep (seen
+  // by measuring; Intel's manuals do not say so). A loop that lasts longer must not let that happen at its end.
   void keep_storing(int64_t step) {
     if (step % 4 == 0) asm volatile("tilestored %%tmm6, (%0,%1,1)" ::"r"(nowhere_), "r"(kTileWidth * 4) : "memory");
   }

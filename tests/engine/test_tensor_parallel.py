@@ -185,11 +185,16 @@ def test_ranks_do_not_outlive_a_rank_0_that_is_killed(tmp_path: Path) -> None:
         assert rank_0.stdout.read() == ""
 
 
-def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+def make_model_without_a_layer(tmp_path: Path) -> Path:
     folder, _ = make_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.num_hidden_layers = 4
     model.config.save_pretrained(folder)
+    return folder
+
+
+def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+    folder = make_model_without_a_layer(tmp_path)
     # Of this rank, or of the other one where that has gone before this one has met it.
     with pytest.raises((ValueError, ExecutorError), match=r"layers\.3\..* missing"):
         build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
@@ -197,10 +202,7 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, _ = make_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.config.num_hidden_layers = 4
-    model.config.save_pretrained(folder)
+    folder = make_model_without_a_layer(tmp_path)
 
     def meet(*arguments: Any) -> None:
         DistributedGroup(*arguments).close()

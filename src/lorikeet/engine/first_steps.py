@@ -124,8 +124,9 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
     """
     arena, rows, weights = _sequences(model, engine, rank, [1] * sequences)
     device: Any = Once()
-    graphs = build_graphs(engine, model, arena, device, longest_tokens)
-    if graphs is None or _form(engine) is KernelForm.EINSUM:
+    is_einsum = _form(engine) is KernelForm.EINSUM
+    graphs = None if is_einsum else build_graphs(engine, model, arena, device, longest_tokens)
+    if graphs is None:
         run_step(model, engine, rank, [1] * sequences)
         return
     names = [row.sequence.adapter for row in rows]
