@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ from lorikeet.engine.connection import EngineError, LocalHost
 from lorikeet.engine.streams import RequestHandle
 from tests.support.live import (
     TIE,
+    engine_processes,
     finish,
     greedy,
     is_idle,
@@ -320,21 +321,11 @@ async def test_a_drained_replica_ends_what_it_has(model: Path, tmp_path: Path) -
 
 
 async def test_a_replica_that_cannot_start_ends_the_start_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    children = processes()
+    before = engine_processes()
     with pytest.raises(EngineError, match="nowhere"):
         async with cluster(Path("/nowhere/at-all"), tmp_path):
             pass
-    await until(lambda: processes() <= children)
-
-
-def processes() -> set[int]:
-    """Process ids of this process's engines."""
-    found = set()
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            if "lorikeet.engine.process" in child.cmdline():
-                found.add(child.pid)
-    return found
+    await until(lambda: engine_processes() <= before)
 
 
 async def test_closing_ends_every_stream_and_every_engine(model: Path, tmp_path: Path) -> None:

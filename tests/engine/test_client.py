@@ -24,6 +24,7 @@ from lorikeet.engine.streams import DEATHS_PER_REQUEST, RequestHandle
 from tests.support.live import (
     TIE,
     engine_process,
+    engine_processes,
     finish,
     greedy,
     is_idle,
@@ -35,8 +36,6 @@ from tests.support.live import (
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-MODULE = "lorikeet.engine.process"
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +80,6 @@ async def idle_nodes(client: EngineClient) -> int:
     """The same, once nothing runs."""
     await until(lambda: is_idle(client.stats))
     return nodes(client) or 0
-
-
-def engine_children() -> set[int]:
-    """Process ids of this process's engines."""
-    return {
-        child.pid
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and MODULE in child.cmdline()
-    }
 
 
 async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
@@ -266,11 +256,11 @@ async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_
     ],
 )
 async def test_an_engine_that_cannot_start_says_why(settings: Settings, reason: str) -> None:
-    before = engine_children()
+    before = engine_processes()
     client = EngineClient(settings)
     with pytest.raises(EngineError, match=reason):
         await client.start(lambda progress: None)
-    assert engine_children() <= before
+    assert engine_processes() <= before
     await client.close()
     with pytest.raises(EngineError, match="shutting down"):
         client.submit(greedy("late", prompt(4), 1))
@@ -287,14 +277,14 @@ async def test_closing_ends_the_process_and_every_stream(model: Path) -> None:
 
 
 async def test_closing_while_a_new_engine_starts_ends_that_one_too(model: Path) -> None:
-    before = engine_children()
+    before = engine_processes()
     async with engine_process(live_settings(model)) as client:
         handle = client.submit(greedy("long", prompt(8), 450))
         await begun(handle)
         kill(client)
         await until(lambda: not client.alive)
-        await until(lambda: engine_children() - before)
-    assert engine_children() <= before
+        await until(lambda: engine_processes() - before)
+    assert engine_processes() <= before
     with pytest.raises(EngineError, match="shutting down"):
         await finish(handle)
 

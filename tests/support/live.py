@@ -3,9 +3,11 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.adapters import write_random_adapter
@@ -79,6 +81,16 @@ async def until(condition: Callable[[], object]) -> None:
     """Let others work until ``condition()`` holds; the test's time limit is the limit."""
     while not condition():
         await asyncio.sleep(0.005)
+
+
+def engine_processes() -> set[int]:
+    """Return the process ids of the engines that run below this process, Ray's among them."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, though its parent may not have asked for its code yet
+            if "lorikeet.engine.process" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 async def finish(handle: RequestHandle) -> tuple[Finished, list[float]]:
