@@ -30,10 +30,12 @@ class Queue:
         self.groups = deque(groups)
         self.turns: list[str] = []
         self.done: list[tuple[str, str | None]] = []
+        self.is_asked = False
         self.changed = threading.Condition()
 
     def take(self) -> Group[str] | None:
         with self.changed:
+            self.is_asked = True
             self.changed.notify_all()
             return self.groups.popleft() if self.groups else None
 
@@ -42,7 +44,7 @@ class Queue:
 
     def wait_until_left(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.groups) == count, 60.0)
+            assert self.changed.wait_for(lambda: self.is_asked and len(self.groups) == count, 60.0)
 
     def note(self, group: Group[str], error: str | None) -> None:
         with self.changed:
@@ -196,6 +198,48 @@ def test_the_next_group_is_begun_while_one_is_copied_and_none_is_done_before_it_
     assert queue.turns == ["0", "1", "2", "3"]
     assert torch.equal(targets, torch.stack([BLOCK, BLOCK + 1]).expand(4, 2, 128))
     assert device.faults == []
+
+
+def test_whoever_asks_gives_an_idle_streams_first_groups_and_the_copier_goes_on() -> None:
+    device, targets = LateDevice(), torch.zeros(5, 2, 128)
+    takers: list[int] = []
+
+    class Asked(Queue):
+        def take(self) -> Group[str] | None:
+            takers.append(threading.get_ident())
+            return super().take()
+
+    with copying(queue := Asked(), device=device) as (copier, _):
+        with device.hold():
+            queue.wait_until_left(0)  # the copier has asked once, and waits to be woken
+            takers.clear()
+            queue.groups.extend(group(str(number), target, device) for number, target in enumerate(targets))
+            copier.begin()
+            assert takers == [threading.get_ident()] * 2
+            assert queue.turns == ["0"]
+            copier.begin()
+            assert len(queue.groups) == 3, "the stream has something to do"
+            assert not targets.any()
+            copier.wake()
+            device.wait_until_awaited()
+        queue.wait_for(5)
+    assert queue.done == [(str(number), None) for number in range(5)]
+    assert queue.turns == [str(number) for number in range(5)]
+    assert torch.equal(targets, torch.stack([BLOCK, BLOCK + 1]).expand(5, 2, 128))
+    assert device.faults == []
+
+
+def test_where_to_give_is_to_copy_it_is_left_to_the_copier() -> None:
+    targets = torch.zeros(2, 2, 128)
+    with copying(queue := Queue()) as (copier, counts):
+        queue.wait_until_left(0)
+        queue.groups.extend(group(str(number), target) for number, target in enumerate(targets))
+        copier.begin()
+        assert len(queue.groups) == 2
+        copier.wake()
+        queue.wait_for(2)
+        (worker,) = counts.by_thread()
+    assert worker.thread != threading.get_native_id()
 
 
 def test_a_group_that_fails_late_or_in_part_is_told_when_nothing_of_it_is_in_flight() -> None:

@@ -15,6 +15,9 @@ GROUP_BYTES = 16 * 2**20
 """So much is copied at once, so that others have the link within a step's time, and a large adapter takes few wakings:
 on a CPU the step beside it waits for each."""
 
+_FIRST = 2
+"""Groups that are begun by whoever asks: they take longer than a thread needs to wake while others run."""
+
 Job = TypeVar("Job")
 
 
@@ -50,7 +53,7 @@ class Copier(Generic[Job]):
     Args:
         name: of the thread.
         stream: copies; nobody else uses it.
-        ahead: groups that are given to it before the first of them is done.
+        ahead: groups that are given to it before the first of them is done; 1 if it copies as it is called.
         take: returns the next group, None if there is none now.
         on_turn: called with each group when those before it are done, and before any of it is copied.
         on_done: called after each group, with why it failed, None if it did not.
@@ -78,12 +81,24 @@ class Copier(Generic[Job]):
         self._counts = counts
         self._woken = threading.Event()
         self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._begun: deque[_Begun[Job]] = deque()
+        self._link_free_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Ask: there may be something to copy now."""
         self._woken.set()
+
+    def begin(self) -> None:
+        """Begin to copy on the calling thread, where that is no more than to give groups to a stream that has none.
+
+        The copier's own waits for the interpreter until all of a step has been launched. It was woken before.
+        """
+        if self._ahead > 1 and not self._begun:
+            while len(self._begun) < _FIRST and self._give():
+                pass
 
     def close(self) -> None:
         """Wait for what is being copied; nothing else begins."""
@@ -94,24 +109,33 @@ class Copier(Generic[Job]):
     def _run(self) -> None:
         compute_alone()
         give_way()
-        begun: deque[_Begun[Job]] = deque()
-        link_free_s = 0.0
-        while begun or not self._closing.is_set():
+        while self._begun or not self._closing.is_set():
             self._woken.clear()
-            has_room = len(begun) < self._ahead and not self._closing.is_set()
-            group = self._take() if has_room else None
-            if group is not None:
-                if not begun:
-                    self._on_turn(group)
-                begun.append(self._begin(group, link_free_s or time.monotonic()))
-                link_free_s = begun[-1].due_s
-            elif begun:
-                self._end(begun.popleft())
-                if begun:
-                    self._on_turn(begun[0].group)
+            if self._give():
+                continue
+            if self._begun:
+                self._end(self._begun[0])
+                with self._lock:
+                    self._begun.popleft()
+                    if self._begun:
+                        self._on_turn(self._begun[0].group)
             elif not self._closing.is_set():
                 self._woken.wait()
-                link_free_s = 0.0
+
+    def _give(self) -> bool:
+        """Give the next group to the stream, if there is one and room for it."""
+        with self._lock:
+            has_room = len(self._begun) < self._ahead and not self._closing.is_set()
+            group = self._take() if has_room else None
+            if group is None:
+                if not self._begun:
+                    self._link_free_s = 0.0
+                return False
+            if not self._begun:
+                self._on_turn(group)
+            self._begun.append(self._begin(group, self._link_free_s or time.monotonic()))
+            self._link_free_s = self._begun[-1].due_s
+            return True
 
     def _begin(self, group: Group[Job], link_free_s: float) -> _Begun[Job]:
         self._counts.note(Work.COPY, group.copy.blocks)

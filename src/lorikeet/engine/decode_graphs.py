@@ -8,8 +8,9 @@ A step chooses its tokens and makes itself ready for the next one, so that the h
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,8 +37,11 @@ _STEPS_AT_ONCE = 2
 """Whose tokens are on their way to the host."""
 
 
-class _Inputs(NamedTuple):
-    """What the host gives to decode steps; the same on the host and on the device.
+Array = TypeVar("Array", Tensor, npt.NDArray[Any])
+
+
+class _Inputs(NamedTuple, Generic[Array]):
+    """What the host gives to decode steps: tensors of the device, or numpy's arrays of the host.
 
     Attributes:
         token_ids: int64 ``[rows]``, newest token of each sequence.
@@ -46,22 +50,22 @@ class _Inputs(NamedTuple):
         temperature, top_k, top_p, min_p, seed: ``[rows]``, see ``ChoiceParameters``.
     """
 
-    token_ids: Tensor
-    contexts: Tensor
-    segments: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
+    token_ids: Array
+    contexts: Array
+    segments: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seed: Array
 
-    @classmethod
-    def within(cls, memory: Tensor, rows: int) -> "_Inputs":
-        """See them at the beginning of int64 ``memory``, in ``10 * rows`` of its numbers."""
-        token_ids, contexts, top_k, seed = memory[: 4 * rows].view(4, rows)
-        temperature, top_p, min_p, _ = memory[8 * rows : 10 * rows].view(torch.float32).view(4, rows)
-        segments = memory[4 * rows : 8 * rows].view(rows, 4)
-        return cls(token_ids, contexts, segments, temperature, top_k, top_p, min_p, seed)
+
+def _inputs_within(memory: Tensor, rows: int) -> _Inputs[Tensor]:
+    """See inputs at the beginning of int64 ``memory``, in ``10 * rows`` of its numbers."""
+    token_ids, contexts, top_k, seed = memory[: 4 * rows].view(4, rows)
+    temperature, top_p, min_p, _ = memory[8 * rows : 10 * rows].view(torch.float32).view(4, rows)
+    segments = memory[4 * rows : 8 * rows].view(rows, 4)
+    return _Inputs(token_ids, contexts, segments, temperature, top_k, top_p, min_p, seed)
 
 
 class _Variant(NamedTuple):
@@ -132,10 +136,11 @@ class DecodeGraphs:
         sent, told = (10 + sequence_blocks) * rows, _STEPS_AT_ONCE * rows
         self._host = torch.zeros(sent + told, dtype=torch.int64)
         self._unregister = device.register(self._host)
-        self._given = _Inputs.within(self._host, rows)
+        self._written = self._host.numpy()
+        self._given = _Inputs(*(each.numpy() for each in _inputs_within(self._host, rows)))
         self._told = self._host[sent:].view(_STEPS_AT_ONCE, rows)
         self._sent = zeros(sent)
-        self._inputs = _Inputs.within(self._sent, rows)
+        self._inputs = _inputs_within(self._sent, rows)
         self._tables = zeros(rows, sequence_blocks)
         self._short_blocks = max(1, LONG_TOKENS // kv.shape[3])
         self._row_starts = torch.arange(rows + 1, device=place)
@@ -196,17 +201,17 @@ class DecodeGraphs:
         """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
         given, count = self._given, len(rows)
         inputs = 10 * len(given.token_ids)
-        self._host[:inputs] = 0
-        given.token_ids.numpy()[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
-        given.contexts.numpy()[:count] = [row.start + 1 for row in rows]
+        self._written[:inputs] = 0
+        given.token_ids[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
+        given.contexts[:count] = [row.start + 1 for row in rows]
         if segments:
-            given.segments.numpy()[: len(segments)] = segments
+            given.segments[: len(segments)] = segments
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            getattr(given, name)[:count] = getattr(parameters, name)
+            getattr(given, name)[:count] = getattr(parameters, name).numpy()
         blocks = [row.sequence.blocks.values for row in rows]
         width = max(map(len, blocks))
         used = inputs + count * width
-        for table, own in zip(self._host[inputs:used].view(count, width).numpy(), blocks, strict=True):
+        for table, own in zip(self._written[inputs:used].reshape(count, width), blocks, strict=True):
             table[: len(own)] = own
         steps = self._device.steps
         steps.copy(self._host[:used], self._sent[:used])

@@ -73,6 +73,8 @@ class Rank:
             self._transfers.start(transfer)
         if plan.urgent:
             self._transfers.promote(plan.urgent)
+        if plan.transfers:
+            self._transfers.begin_copies()
         for step in plan.sequences:
             self.sequence(step.request_id).add_blocks(step.new_blocks)
         return self._switch(plan) if plan.sequences else 0.0

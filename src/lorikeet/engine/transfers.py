@@ -151,6 +151,11 @@ class Transfers:
                     self._arrivals[transfer.adapter.digest] = arrival
         self._go_on(underway)
 
+    def begin_copies(self) -> None:
+        """Begin to copy what has been started, without waiting for the threads that go on with it."""
+        for copier in self._copiers.values():
+            copier.begin()
+
     def promote(self, transfer_ids: Collection[int]) -> None:
         """Put transfers among those that are awaited; ids that are not under way any more are left out."""
         with self._lock:
@@ -251,15 +256,25 @@ class Transfers:
         """Let steps use an adapter that has arrived; it fails here if its blocks are not as many as it takes."""
         transfer, ref = underway.transfer, underway.transfer.adapter
         assert ref is not None
-        if underway.error is None:
-            try:
-                weights = self._layouts.of(ref).weights(transfer.device_blocks, self._arena)
-            except ValueError as error:
-                underway.error = str(error)
-        if underway.error is None:
-            self.adapters.arrived(ref.digest, transfer.transfer_id, weights)
+        self._find_weights(underway)
+        if underway.error is None and underway.weights is not None:
+            self.adapters.arrived(ref.digest, transfer.transfer_id, underway.weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)
+
+    def _find_weights(self, underway: Underway) -> None:
+        """Note where an adapter will lie on the device, unless that is known or of no use. Not under the lock."""
+        transfer = underway.transfer
+        if transfer.adapter is None or transfer.target is not Tier.DEVICE or underway.weights or underway.error:
+            return
+        try:
+            weights = self._layouts.of(transfer.adapter).weights(transfer.device_blocks, self._arena)
+        except ValueError as error:
+            with self._lock:
+                underway.error = str(error)
+        else:
+            with self._lock:
+                underway.weights = weights
 
     # --- reading -------------------------------------------------------------------------------------
 
@@ -353,6 +368,8 @@ class Transfers:
         return Group(underway, underway.after, BlockCopy(*on_device, *on_host))
 
     def _turned(self, group: Group[Underway]) -> None:
+        if group.job.copied:  # while others are being copied, so that nothing is left to do at the end
+            self._find_weights(group.job)
         with self._lock:
             group.job.has_turn = True
             group.job.take_time()

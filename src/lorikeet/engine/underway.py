@@ -7,6 +7,7 @@ from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.engine.arrival import Arrival
 from lorikeet.engine.device import Mark
+from lorikeet.kernels.base import LoraWeights
 
 STAGED_BLOCKS = 8
 """Blocks behind the host tier through which each reader passes adapters that are to lie on the device only."""
@@ -29,6 +30,7 @@ class Underway:
         reader: whose turn it is to read it, and whose blocks it passes through; None before and after.
         error: why it has failed, None if it has not.
         arrival: what steps know of it that do not wait for its end, None if there is none.
+        weights: where an adapter will lie on the device; None until that is found, and of everything else.
         active_s: seconds in which it was read or copied.
     """
 
@@ -44,6 +46,7 @@ class Underway:
     reader: int | None = None
     error: str | None = None
     arrival: Arrival | None = None
+    weights: LoraWeights | None = None
     active_s: float = 0.0
     _active_since_s: float | None = None
 
