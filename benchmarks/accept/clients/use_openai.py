@@ -30,6 +30,7 @@ def use(client: openai.OpenAI, model: str) -> str:
     """One chat, streamed and not, with usage and log probabilities, and one completion with several choices."""
     messages = [{"role": "user", "content": "What is a lorikeet?"}]
     options = {"model": model, "messages": messages, "temperature": 0, "max_completion_tokens": 24}
+    client.chat.completions.create(**options)  # leaves the prompt's beginning in KV, so that all others compute alike
     plain = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
     text = plain.choices[0].message.content
     assert text
