@@ -30,10 +30,12 @@ from torch import Tensor
 
 from benchmarks.accept.gpu_rig import GpuRig
 from benchmarks.accept.inprocess import make_requests, run_all
-from benchmarks.accept.memory_8 import measure_loads
+from benchmarks.accept.memory_8 import RANK, measure_loads
+from lorikeet.bench.ceilings import model_cost
 from lorikeet.bench.memory_bench import fill_host
+from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import Settings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.request import Request
 from lorikeet.engine.device import BlockCopy, Mark
 from lorikeet.engine.devices import Cuda
 from lorikeet.engine.rank_setup import RankModel
@@ -41,7 +43,6 @@ from lorikeet.kernels.base import Batch
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.models.config import read_model_config
 
-RANK, MODULES = 64, ("q", "k", "v", "o")
 _ROW = "lorikeet:plain-no-reuse"
 _HOST_BYTES, _DEVICE_BYTES = 2 * 2**30, 8 * 2**30
 """Nothing is written to the device's."""
@@ -177,23 +178,26 @@ def timed_rig(device: TimedDevice, **rig: Any) -> Iterator[GpuRig]:
 
 def measure_load(rig: GpuRig, link_bytes_per_s: float, loads: int) -> dict[str, float]:
     """Return what a load takes, and what the link alone would; the first adapter warms up."""
-    refs = rig.references(rig.folders("load", [RANK] * (1 + loads), MODULES))
+    refs = rig.references(rig.folders("load", [RANK] * (1 + loads), ATTENTION))
     found = measure_loads(rig.settings(row=_ROW), [refs[:1], refs[1:]])
-    geometry = rig.config.geometry(2)
-    bytes_of = sum(geometry.modules[each].in_features + geometry.modules[each].out_features for each in MODULES)
-    link_s = 2 * RANK * geometry.layers * bytes_of / link_bytes_per_s
+    (parameters,) = model_cost(rig.config, 2, [RANK], ATTENTION).adapter_parameters
+    link_s = 2 * parameters / link_bytes_per_s
     load_s = median(found["loads_s"][1:])
     return {"load_ms": load_s * 1e3, "link_ms": link_s * 1e3, "share_of_link": link_s / load_s}
 
 
 def measure_idle(rig: GpuRig, device: TimedDevice, requests: int) -> dict[str, float]:
     """Return the device's idle share between its first and its last work, and what it waits at a time."""
-    refs = rig.references(rig.folders("idle", [_SMALL_RANK] * 8, MODULES))
+    refs = rig.references(rig.folders("idle", [_SMALL_RANK] * 8, ATTENTION))
     with rig.replica(row=_ROW, max_running=32) as built:
         fill_host(built.engine, tuple(refs))
         run_all(built, make_requests("warm", len(refs), _PROMPT_TOKENS, _ANSWER_TOKENS[0], refs))
         device.steps.work.clear()
-        run_all(built, [each for i in range(requests) for each in _request(i, refs)])
+        several: list[Request] = []
+        for i in range(requests):
+            tokens = random.Random(i).randint(*_ANSWER_TOKENS)
+            several += make_requests(f"idle-{i}", 1, _PROMPT_TOKENS, tokens, [refs[i % len(refs)]], seed=i)
+        run_all(built, several)
     work = device.steps.work
     gaps = [begins_s - ended_s for (_, ended_s), (begins_s, _) in pairwise(work)]
     return {
@@ -201,11 +205,6 @@ def measure_idle(rig: GpuRig, device: TimedDevice, requests: int) -> dict[str, f
         "gaps": sum(gap > 0 for gap in gaps),
         "gap_ms": median([gap for gap in gaps if gap > 0]) * 1e3,
     }
-
-
-def _request(number: int, refs: list[AdapterRef]) -> list[Any]:
-    tokens = random.Random(number).randint(*_ANSWER_TOKENS)
-    return make_requests(f"idle-{number}", 1, _PROMPT_TOKENS, tokens, [refs[number % len(refs)]], seed=number)
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """What the host adds to a GPU's time, with a model of two layers."""
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks import gpu_host
@@ -21,7 +23,6 @@ def test_loads_and_idle_times_are_those_of_a_device_that_takes_time(monkeypatch:
         load = measure_load(rig, link_bytes_per_s, loads=2)
         idle = measure_idle(rig, device, requests=4)
     assert 1.0 < load["link_ms"] <= load["load_ms"]
-    assert load["share_of_link"] == pytest.approx(load["link_ms"] / load["load_ms"])
     assert 0.0 < idle["idle_share"] < 1.0
     assert 0 < idle["gaps"] < len(device.steps.work)
-    assert all(begins_s <= ended_s for begins_s, ended_s in device.steps.work)
+    assert all(ended_s <= begins_s for (_, ended_s), (begins_s, _) in pairwise(device.steps.work))

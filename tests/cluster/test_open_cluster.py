@@ -18,7 +18,17 @@ from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, Repli
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.engine.streams import RequestHandle
-from tests.support.live import engine_processes, finish, greedy, live_settings, make_adapter, make_model, prompt, until
+from tests.support.live import (
+    engine_processes,
+    finish,
+    greedy,
+    has_ended,
+    live_settings,
+    make_adapter,
+    make_model,
+    prompt,
+    until,
+)
 
 ROW = "lorikeet:plain,placement=random,routing=table,placement_period_s=0.2"
 """Every adapter has one home, by the orchestrator's table."""
@@ -72,8 +82,7 @@ async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, t
         await until(lambda: client.views[first].restarts == 1)
         await until(lambda: [replica.is_open for replica in client.describe().replicas] == [True, True])
         assert client.describe().shares.keys() == homes.keys()
-        # Not is_running(): an orphan is a zombie until the system's first process asks for its code, seconds maybe.
-        await asyncio.to_thread(engine.wait, 60)
+        assert has_ended(engine)
     assert engine_processes() <= before
 
 

@@ -93,6 +93,14 @@ def engine_processes() -> set[int]:
     return found
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process runs no more, though its parent, if it has one yet, may not have asked for its code."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 async def finish(handle: RequestHandle) -> tuple[Finished, list[float]]:
     """Read a request to its end; return how it ended, and by how much each token was the likeliest."""
     gaps: list[float] = []

@@ -136,7 +136,6 @@ class DecodeGraphs:
         sent, told = (10 + sequence_blocks) * rows, _STEPS_AT_ONCE * rows
         self._host = torch.zeros(sent + told, dtype=torch.int64)
         self._unregister = device.register(self._host)
-        self._written = self._host.numpy()
         self._given = _Inputs(*(each.numpy() for each in _inputs_within(self._host, rows)))
         self._told = self._host[sent:].view(_STEPS_AT_ONCE, rows)
         self._sent = zeros(sent)
@@ -199,9 +198,9 @@ class DecodeGraphs:
 
     def _give(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: ChoiceParameters) -> None:
         """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
-        given, count = self._given, len(rows)
+        given, count, host = self._given, len(rows), self._host.numpy()
         inputs = 10 * len(given.token_ids)
-        self._written[:inputs] = 0
+        host[:inputs] = 0
         given.token_ids[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
         given.contexts[:count] = [row.start + 1 for row in rows]
         if segments:
@@ -211,7 +210,7 @@ class DecodeGraphs:
         blocks = [row.sequence.blocks.values for row in rows]
         width = max(map(len, blocks))
         used = inputs + count * width
-        for table, own in zip(self._written[inputs:used].reshape(count, width), blocks, strict=True):
+        for table, own in zip(host[inputs:used].reshape(count, width), blocks, strict=True):
             table[: len(own)] = own
         steps = self._device.steps
         steps.copy(self._host[:used], self._sent[:used])

@@ -147,7 +147,6 @@ class Once:
     All that graphs read is zero: rows that stand for no sequence.
     """
 
-    copies_ahead = 1
     has_graphs = True
 
     @property

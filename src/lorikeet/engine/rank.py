@@ -76,8 +76,7 @@ class Rank:
         if plan.transfers:
             self._transfers.begin_copies()
         for step in plan.sequences:
-            if step.new_blocks:
-                self.sequence(step.request_id).add_blocks(step.new_blocks)
+            self.sequence(step.request_id).add_blocks(step.new_blocks)
         return self._switch(plan) if plan.sequences else 0.0
 
     def at_work(self, plan: StepPlan) -> AbstractContextManager[None]:

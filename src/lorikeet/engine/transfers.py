@@ -257,7 +257,8 @@ class Transfers:
         transfer, ref = underway.transfer, underway.transfer.adapter
         assert ref is not None
         self._find_weights(underway)
-        if underway.error is None and underway.weights is not None:
+        if underway.error is None:
+            assert underway.weights is not None
             self.adapters.arrived(ref.digest, transfer.transfer_id, underway.weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)
@@ -265,7 +266,8 @@ class Transfers:
     def _find_weights(self, underway: Underway) -> None:
         """Note where an adapter will lie on the device, unless that is known or of no use. Not under the lock."""
         transfer = underway.transfer
-        if transfer.adapter is None or transfer.target is not Tier.DEVICE or underway.weights or underway.error:
+        is_settled = underway.weights is not None or underway.error is not None
+        if is_settled or transfer.adapter is None or transfer.target is not Tier.DEVICE:
             return
         try:
             weights = self._layouts.of(transfer.adapter).weights(transfer.device_blocks, self._arena)
