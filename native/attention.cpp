@@ -40,6 +40,7 @@ constexpr int kMostRows = std::max(kBlock<bf16>, kBlock<float>);
 template <class T, class K>
 struct Workspace {
   Buffer<K> queries, keys;
+  Buffer<T> few_queries;
   Buffer<bf16> values;
   Buffer<T> staged;
   Buffer<float> states;
@@ -47,6 +48,10 @@ struct Workspace {
   alignas(64) float scores[kMostRows * kTile];
   alignas(64) bf16 weights[kMostRows * kTile];
 };
+
+// What queries are loaded as.
+template <class T, class K, bool Few>
+using Query = std::conditional_t<Few, T, K>;
 
 // Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
 template <class T>
@@ -61,9 +66,9 @@ int64_t see(const Call<T>& c, const Step& step, Range part, Seen* seen) {
   return end;
 }
 
-// Adds a tile to the states of an item's rows with the heads of one kv head.
-template <class T, class K, class P>
-void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& located, const K* queries,
+// Adds a tile to the states of an item's rows with the heads of one kv head. Few, if the keys need not be packed.
+template <class T, class K, class P, bool Few>
+void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& located, const Query<T, K, Few>* queries,
             const State& state, Workspace<T, K>& work, Ahead<T>& ahead) {
   const int64_t rows = step.item->rows * c.group(), stride = state.columns, tokens = step.tokens();
   const Rows<T>* from = &located;
@@ -76,7 +81,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     offset = 0;
   }
   K* keys = work.keys.of(kTile * stride);
-  pack_keys(from->keys, offset, tokens, stride / kGroup<T>, keys, ahead);
+  if constexpr (!Few) pack_keys(from->keys, offset, tokens, stride / kGroup<T>, keys, ahead);
   P* weights;
   auto values = [&] {
     if constexpr (sizeof(P) == 2) {
@@ -110,13 +115,18 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
       accumulate_by_tiles(weights, values.values, width, factors, state, row, count, ahead);
     } else {
       const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, pairs = (end + kGroup<P> - 1) / kGroup<P>;
-      for (int64_t token = 0; token < width; token += kVectors * kLanes)
-        with_constant<kRows>(count, [&](auto r) {
-          with_constant<kVectors>((width - token) / kLanes, [&](auto v) {
-            score<r(), v()>(queries + row * stride, stride, keys + token * kGroup<K>, groups, work.scores + token,
-                            ahead);
-          });
+      if constexpr (Few)
+        with_constant<kFew>(count, [&](auto r) {
+          score_few<r()>(queries, stride, from->keys, offset, c.head_dim, end, work.scores, ahead);
         });
+      else
+        for (int64_t token = 0; token < width; token += kVectors * kLanes)
+          with_constant<kRows>(count, [&](auto r) {
+            with_constant<kVectors>((width - token) / kLanes, [&](auto v) {
+              score<r(), v()>(queries + row * stride, stride, keys + token * kGroup<K>, groups, work.scores + token,
+                              ahead);
+            });
+          });
       weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
       for (int64_t column = 0; column < stride; column += kVectors * kLanes)
         with_constant<kRows>(count, [&](auto r) {
@@ -220,19 +230,27 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
     State state{cut ? all.states.sums(all.cuts[size_t(item.cut)].first + item.piece * c.kv_heads * rows)
                     : work.states.of(rows * all.states.stride()),
                 columns};
+    const bool few = cut && rows <= kFew;
+    T* few_queries = work.few_queries.of(heads * kFew * columns);
     for (int64_t head = first_head; head < first_head + heads; ++head) {
       if (step.tile == item.begin) {
-        load_queries(c, item, head, columns, queries);
+        if (few)
+          load_queries(c, item, head, columns, few_queries);
+        else
+          load_queries(c, item, head, columns, queries);
         state.clear(rows);
       }
-      if (cut)
-        attend<T, K, float>(c, step, head, work.rows[now], queries, state, work, ahead);
+      if (few)
+        attend<T, K, float, true>(c, step, head, work.rows[now], few_queries, state, work, ahead);
+      else if (cut)
+        attend<T, K, float, false>(c, step, head, work.rows[now], queries, state, work, ahead);
       else
-        attend<T, K, K>(c, step, head, work.rows[now], queries, state, work, ahead);
+        attend<T, K, K, false>(c, step, head, work.rows[now], queries, state, work, ahead);
       if (!cut && step.tile + kTile >= item.end)
         for (int64_t r = 0; r < rows; ++r)
           finish(state, r, c.head_dim, output(c, item.sequence, item.row + r / group, head * group + r % group));
       queries += rows * columns;
+      few_queries += rows * columns;
       state.records = state.sums(rows);
     }
     if (cut && step.tile + kTile >= item.end && all.left[item.cut].fetch_sub(1, std::memory_order_acq_rel) == 1)

@@ -17,7 +17,7 @@ constexpr int64_t kSpan = 2 * kLanes;
 
 // Lines of the next tile to be fetched per transposed block of keys, and per kPause groups in the two products:
 // together somewhat more than there are, as even as possible over the time that a tile takes.
-constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9;
+constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9, kFewFetch = 4;
 
 // A tile of an item.
 struct Step {

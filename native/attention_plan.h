@@ -16,9 +16,10 @@ namespace {
 
 template <class T>
 constexpr int64_t kItemRows = kTileUnit<T> ? 192 : 96;  // of a prefill's item, heads counted; each packs what it reads
-constexpr int64_t kFewRows = 8;       // a sequence with at most so many is cut along its context,
-constexpr int64_t kPieceTokens = 64;  // into pieces of a multiple of this,
-constexpr int64_t kPieces = 32;       // at most so many
+constexpr int64_t kFewRows = 8;        // a sequence with at most so many is cut along its context,
+constexpr int64_t kPieceTokens = 128;  // into even pieces of at most so many
+constexpr int64_t kPieces = 32;        // unless there would be more than this;
+constexpr int64_t kPieceUnit = 16;     // a multiple of it each
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -85,7 +86,8 @@ int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts)
     const int64_t rows = c.rows(s), position = c.contexts[s] - rows, end = c.contexts[s];
     if (rows == 0 || rows > kFewRows) continue;
     const int64_t begin = c.seen_from(position);
-    const int64_t length = round_up(end - begin, kPieces * kPieceTokens) / kPieces;
+    const int64_t wanted = std::min(kPieces, (end - begin + kPieceTokens - 1) / kPieceTokens);
+    const int64_t length = round_up((end - begin + wanted - 1) / wanted, kPieceUnit);
     const int64_t pieces = (end - begin + length - 1) / length;
     for (int64_t p = 0; p < pieces; ++p)
       items.push_back({s, 0, rows, position, begin + p * length, std::min(end, begin + (p + 1) * length), -1,

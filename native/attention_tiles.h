@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kRows = 6;                        // query rows of a product of vectors, and
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // its columns, so that the sums fit the registers
+constexpr int kFew = kLanes == 16 ? 6 : 3;      // query rows for which keys are not packed
 constexpr float kLowest = -1e30f;               // less than any score; finite, as inf - inf is no number
 constexpr float kUnseen = 2 * kLowest;
 
@@ -48,6 +49,39 @@ void score(const K* queries, int64_t stride, const K* keys, int64_t groups, floa
         float* to = scores + r * kTile + v * kLanes;
         store(to, first ? sums[r][v] : add(sums[r][v], load(to)));
       }
+  }
+}
+
+// The same of rows too few to be worth the packing of keys: sums are taken across lanes, of four tokens at once.
+template <int Rows, class T>
+void score_few(const T* queries, int64_t stride, const T* const* keys, int64_t offset, int64_t head_dim, int64_t tokens,
+               float* scores, Ahead<T>& ahead) {
+  constexpr int64_t kWide = kLanes * kGroup<T>;
+  constexpr int kTokens = 4;
+  for (int64_t token = 0; token < tokens; token += kTokens) {
+    F32 sums[Rows][kTokens];
+    for (int r = 0; r < Rows; ++r)
+      for (int t = 0; t < kTokens; ++t) sums[r][t] = zero();
+    auto add_products = [&](int64_t column, auto load_keys) __attribute__((always_inline)) {
+      decltype(load_group(queries)) k[kTokens];
+      for (int t = 0; t < kTokens; ++t) k[t] = load_keys(keys[token + t] + offset + column);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r) {
+        auto query = load_group(queries + r * stride + column);
+        for (int t = 0; t < kTokens; ++t) sums[r][t] = dot(sums[r][t], query, k[t]);
+      }
+    };
+    ahead.fetch(kFewFetch);
+    int64_t column = 0;
+    for (; column + kWide <= head_dim; column += kWide)
+      add_products(column, [](const T* p) __attribute__((always_inline)) { return load_group(p); });
+    if (column < head_dim)
+      add_products(column, [&](const T* p) __attribute__((always_inline)) {
+        return load_group_n(p, int(head_dim - column));
+      });
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+      _mm_storeu_ps(scores + r * kTile + token, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
   }
 }
 
@@ -136,18 +170,17 @@ struct Seen {
 template <int Rows, class P>
 void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, float scale, const State& state,
            int64_t row, float* factors) {
-  float before[Rows], now[Rows];
+  float now[Rows];
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scores + r * kTile;
     std::fill(s, s + std::min(seen[r].begin, width), kUnseen / scale);
     std::fill(s + std::min(seen[r].end, width), s + width, kUnseen / scale);
     F32 most = load(s);
     for (int64_t t = kLanes; t < width; t += kLanes) most = max(most, load(s + t));
-    before[r] = state.largest(row + r);
-    now[r] = state.largest(row + r) = std::max(before[r], scale * largest(most));
+    const float before = state.largest(row + r);
+    now[r] = state.largest(row + r) = std::max(before, scale * largest(most));
+    store_n(factors + r, exp2(splat(before - now[r])), 1);
   }
-  static_assert(Rows <= kLanes);
-  store_n(factors, exp2(sub(load_n(before, int(rows)), load_n(now, int(rows)))), int(rows));
   for (int64_t r = 0; r < rows; ++r) {
     const float* s = scores + r * kTile;
     P* w = weights + r * kTile;

@@ -2,7 +2,7 @@
 //
 // Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does not
 // depend on its company.
-#include "parallel.h"
+#include "calls.h"
 #include "simd.h"
 
 namespace lorikeet {

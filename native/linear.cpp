@@ -5,7 +5,7 @@
 #include "linear_tiles.h"
 #include "lora_ahead.h"
 #include "lora_tiles.h"
-#include "parallel.h"
+#include "calls.h"
 
 namespace lorikeet {
 namespace {

@@ -13,7 +13,7 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.models import default_model
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.runs import StoredRuns
-from benchmarks.accept.stopwatch import KERNELS, Stopwatch
+from benchmarks.accept.stopwatch import AT_ONCE, Stopwatch
 from lorikeet.bench.statistics import median_interval
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
@@ -113,7 +113,7 @@ def run(runs: StoredRuns) -> Result:
 
 def _measure() -> dict[str, Any]:
     model = default_model()
-    watch = Stopwatch(default_kernels(), timed=KERNELS)
+    watch = Stopwatch(default_kernels(), timed=AT_ONCE)
     found: dict[str, Any] = {"noop_s": [], "real_s": [], "kernels_s": [], "plans": 0, "steps": 0}
     with kernels_as(watch), _recorded(model) as (real, recorder):
         noop = NoOpExecutor()

@@ -30,7 +30,7 @@ from lorikeet.engine.merging import Merger
 from lorikeet.engine.torch_executor import TorchExecutor
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import LoraWeights, Weight
-from lorikeet.kernels.native import PanelWeight
+from lorikeet.kernels.panels import PanelWeight
 from lorikeet.models.config import read_model_config
 from lorikeet.models.loading import load_weights
 from lorikeet.models.weights import DecoderWeights, pack_weights

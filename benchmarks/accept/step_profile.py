@@ -16,6 +16,8 @@ from lorikeet.bench.adapters import write_random_adapter
 def step_profile(requests: int, prompt_tokens: int, output_tokens: int, rank: int = 0) -> dict[str, float]:
     """Return the milliseconds of a step by kernel, medians over all steps that gave one sequence a token.
 
+    Kernels are called one by one, where an engine may have all layers in one call.
+
     Args:
         requests: so many at once, run once to warm up and once to be measured.
         prompt_tokens, output_tokens: of each; of one output token, steps are prefills.
@@ -48,4 +50,5 @@ def step_profile(requests: int, prompt_tokens: int, output_tokens: int, rank: in
 def profile_words(profile: dict[str, float]) -> str:
     """Say it, the largest part first."""
     parts = sorted((ms, name) for name, ms in profile.items() if name != "step")
-    return f"a step of {profile['step']:.2f} ms is " + ", ".join(f"{name} {ms:.2f}" for ms, name in reversed(parts))
+    named = ", ".join(f"{name} {ms:.2f}" for ms, name in reversed(parts))
+    return f"kernel by kernel, a step of {profile['step']:.2f} ms is {named}"

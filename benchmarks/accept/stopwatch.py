@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,8 +10,12 @@ from torch import Tensor
 
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.layers import Layers
 
 KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "choose")
+"""All of a step, one by one."""
+AT_ONCE = ("layers", "add_norm", "linear", "choose")
+"""All of a step whose layers are one call."""
 
 
 class StepTimes(NamedTuple):
@@ -33,16 +37,22 @@ class Stopwatch:
 
     Args:
         inner: computes.
-        timed: kernels whose time is taken; a call costs less than a microsecond more.
+        timed: kernels whose time is taken; if there are any, but ``layers`` is not among them, all kernels are called
+            one by one, which takes longer.
     """
 
-    def __init__(self, inner: Kernels, timed: Iterable[str] = ()) -> None:
+    def __init__(self, inner: Kernels, timed: Collection[str] = ()) -> None:
         self._inner = inner
         self._in_kernels_s: dict[str, float] = defaultdict(float)
         self.steps: list[StepTimes] = []
-        self._choose = inner.choose
+        self._choose, self.layers = inner.choose, inner.layers
+        if timed and "layers" not in timed:
+            self.layers = lambda weights, shape: None
         for name in timed:
-            setattr(self, "_choose" if name == "choose" else name, self._timed(name, getattr(inner, name)))
+            if name == "layers":
+                self.layers = lambda weights, shape: self._timed_layers(inner.layers(weights, shape))
+            else:
+                setattr(self, "_choose" if name == "choose" else name, self._timed(name, getattr(inner, name)))
 
     @property
     def threads(self) -> int:
@@ -73,6 +83,9 @@ class Stopwatch:
             for before, after in pairwise(self.steps)
             if before.rows == after.rows == rows
         ]
+
+    def _timed_layers(self, layers: Layers | None) -> Layers | None:
+        return None if layers is None else self._timed("layers", layers)
 
     def _timed(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:

@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from benchmarks.accept.runs import ROOT, STATUS, StoredRuns, code_digest
 from benchmarks.accept.serve_1 import newcomer_environment
 from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
-from benchmarks.accept.stopwatch import Stopwatch
+from benchmarks.accept.stopwatch import AT_ONCE, Stopwatch
 from benchmarks.pip_bytes import sizes_bytes
 
 
@@ -264,6 +265,9 @@ class OneByOne:
     def choose(self, logits: torch.Tensor, parameters: object) -> torch.Tensor:
         return logits
 
+    def layers(self, weights: object, shape: object) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.linear
+
 
 def test_a_stopwatch_tells_decode_steps_from_those_that_finish_a_prompt() -> None:
     watch = Stopwatch(cast(Any, OneByOne()), timed=("linear", "choose"))
@@ -275,3 +279,14 @@ def test_a_stopwatch_tells_decode_steps_from_those_that_finish_a_prompt() -> Non
     assert all(times.in_kernels_s.keys() == {"linear", "choose"} for _, times in decoded)
     watch.threads = 3
     assert watch.threads == 3
+
+
+def test_a_stopwatch_calls_all_layers_at_once_unless_single_kernels_are_timed() -> None:
+    nothing = cast(Any, None)
+    assert Stopwatch(cast(Any, OneByOne()), timed=("linear", "choose")).layers(nothing, nothing) is None
+    assert Stopwatch(cast(Any, OneByOne())).layers(nothing, nothing) is not None
+    watch = Stopwatch(cast(Any, OneByOne()), timed=AT_ONCE[:1])
+    layers = cast(Any, watch.layers(nothing, nothing))
+    layers(torch.zeros(1))
+    watch.choose(torch.zeros(1, 3), nothing)
+    assert watch.steps[0].in_kernels_s.keys() == {"layers"}

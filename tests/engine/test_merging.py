@@ -16,7 +16,7 @@ from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.merging import Merger
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraWeights, Weight
-from lorikeet.kernels.native import PanelWeight
+from lorikeet.kernels.panels import PanelWeight
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native import NativeKernels, PanelWeight
+from lorikeet.kernels.native import NativeKernels
+from lorikeet.kernels.panels import PanelWeight
 from tests.kernels.exactness import check_error
 
 DTYPES = (torch.bfloat16, torch.float32)

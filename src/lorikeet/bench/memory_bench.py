@@ -23,7 +23,7 @@ from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
 from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import read_model_config
 
 WARM_UP = (WorkloadRequest(0.0, None, 128, 16),) * 8

@@ -17,7 +17,7 @@ from lorikeet.bench.limits import ROWS, LimitMeter, MachineLimits
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]

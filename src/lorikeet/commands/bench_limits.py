@@ -24,7 +24,7 @@ def bench_limits(
 
     from lorikeet.bench.ceilings import decode_limit_tok_s, model_cost, prefill_limit_tok_s
     from lorikeet.bench.limits import LimitMeter
-    from lorikeet.kernels.base import torch_dtype
+    from lorikeet.kernels.dtypes import torch_dtype
     from lorikeet.models.checkpoint import ModelConfigError
     from lorikeet.models.config import read_model_config
     from lorikeet.server.announce import Announcer

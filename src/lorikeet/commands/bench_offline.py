@@ -55,7 +55,7 @@ def bench_offline(
     from lorikeet.bench.offline import OfflineOptions, run_offline
     from lorikeet.bench.plot import offline_bars
     from lorikeet.bench.worker_process import WorkerError
-    from lorikeet.kernels.base import torch_dtype
+    from lorikeet.kernels.dtypes import torch_dtype
     from lorikeet.models.checkpoint import ModelConfigError
     from lorikeet.models.loading import WeightError
     from lorikeet.server.announce import Announcer

@@ -14,7 +14,8 @@ from lorikeet.engine.heap import keep_freed_memory
 from lorikeet.engine.merging import Merger, linear_bytes
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels, torch_dtype
+from lorikeet.kernels.base import Kernels
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.parts import Part, parts_of
 from lorikeet.kernels.segments import MOST_ROWS, Segment, cut_segments
+
+if TYPE_CHECKING:
+    from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
 
 LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 """(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
@@ -328,6 +331,10 @@ class Kernels(Protocol):
         """Let ``packed`` hold ``weight``, of the shape and dtype that it was packed from, where it lies."""
         ...
 
+    def layers(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
+        """Return what computes a decoder's layers in one call, to the same bits as kernel by kernel, or None."""
+        ...
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
 
@@ -386,15 +393,3 @@ def kv_view(arena: Tensor, layers: int, block_tokens: int, kv_heads: int, head_d
     """See ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_tokens, kv_heads, head_dim]`` without a copy."""
     blocks = arena.shape[0]
     return arena.view(blocks, layers, 2, block_tokens, kv_heads, head_dim).transpose(0, 1)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``name``.
-
-    Raises:
-        ValueError: it is not one that Lorikeet computes in.
-    """
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if name not in dtypes:
-        raise ValueError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
-    return dtypes[name]

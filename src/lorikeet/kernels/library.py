@@ -22,6 +22,7 @@ _SIGNATURES = {
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
     + (_INT,) * 3,
+    "lorikeet_layers": (_ADDRESS, _ADDRESS, _FLOAT, _FLOAT, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),

@@ -12,32 +12,16 @@ from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.huge_pages import Slabs
+from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
 from lorikeet.kernels.native_choose import native_choose
+from lorikeet.kernels.native_layers import NativeLayers
+from lorikeet.kernels.panels import PanelWeight
 
 DTYPES = (torch.bfloat16, torch.float32)
 """What the native functions compute in."""
 
 _NO_LORA = (0, 0, 0)
 """Instead of address of the adapters, layer and address of the targets."""
-
-
-class PanelWeight:
-    """A weight packed in panels (``native/linear_tiles.h``), which stay where they are when the weight changes.
-
-    Attributes:
-        shape: ``[out, in]``.
-        outputs: the first of them.
-        panels: their elements.
-        address: of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
-    """
-
-    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
-        self.shape = shape
-        self.outputs, inputs = shape
-        self.panels = panels
-        numbers = [panels.data_ptr(), inputs, self.outputs, panels.element_size()]
-        self._numbers = torch.tensor(numbers, dtype=torch.int64)
-        self.address = self._numbers.data_ptr()
 
 
 class NativeKernels:
@@ -96,6 +80,10 @@ class NativeKernels:
         self._library.lorikeet_pack(
             plain.data_ptr(), panels.data_ptr(), *plain.shape, plain.element_size(), self._threads
         )
+
+    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
+        """All kernels of a step but its first and last, without the interpreter in between."""
+        return NativeLayers(self._library, weights, shape, lambda: self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """One function for any number of rows, and for what adapters add, read in place; einsums are torch's."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraDelta, Weight
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.layers import LayersShape, LayerWeights
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -43,6 +44,9 @@ class RecordingKernels:
     def repack(self, weight: Tensor, packed: Weight) -> None:
         """Not recorded: weights change between batches."""
         self._inner.repack(weight, packed)
+
+    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+        """Kernel by kernel, or there would be nothing to record."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Record shapes, and that of the bias; with adapters their row ranges and form, layer and targets."""

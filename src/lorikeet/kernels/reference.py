@@ -13,6 +13,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, LoraSegment, Weight
 from lorikeet.kernels.choose import ChoiceParameters, choose
 from lorikeet.kernels.einsum import add_lora_einsum
+from lorikeet.kernels.layers import LayersShape, LayerWeights
 
 GROUP_RANKS = 512
 """Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
@@ -51,6 +52,9 @@ class ReferenceKernels:
         """A copy."""
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
+
+    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+        """Kernel by kernel."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``, then what adapters add."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTargets, Weight
+from lorikeet.kernels.layers import LayersShape, LayerWeights, fits_one_call
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.parallel import Group, Unsummed
 from lorikeet.models.rotary import Rotary
-from lorikeet.models.weights import DecoderWeights, LayerWeights, lora_targets
+from lorikeet.models.weights import DecoderWeights, lora_targets
 
 
 class Decoder:
@@ -32,8 +33,18 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        self._qkv, self._o, self._gate_up, self._down = lora_targets(geometry).values()
+        targets = self._qkv, self._o, self._gate_up, self._down = tuple(lora_targets(geometry).values())
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
+        shape = LayersShape(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            windows=config.windows[: len(weights.layers)],
+            targets=targets,
+        )
+        self._in_one_call = kernels.layers(weights.layers, shape) if group.size == 1 else None
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured.
@@ -57,9 +68,17 @@ class Decoder:
         Returns:
             Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype; ``[0, vocab]`` without ``logits``.
         """
-        weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
+        weights, kernels = self._weights, self._kernels
         x = weights.embedding[batch.token_ids]
         cos, sin = self._rotary(batch.positions, x.dtype)
+        in_one_call = self._in_one_call if fits_one_call(batch) else None
+        x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
+        normed = kernels.add_norm(x, delta, weights.final_norm, self._config.rms_norm_eps)
+        return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
+
+    def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See ``kernels.layers.Layers``."""
+        weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
         lora, delta = batch.lora, None
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = kernels.add_norm(x, delta, layer.input_norm, eps)
@@ -70,8 +89,8 @@ class Decoder:
             delta = self._group.all_reduce(self._adapted(mixed, layer.o, layer.o_bias, lora, index, self._o))
             normed = kernels.add_norm(x, delta, layer.post_norm, eps)
             delta = self._mlp(index, layer, normed, lora)
-        normed = kernels.add_norm(x, delta, weights.final_norm, eps)
-        return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
+        assert delta is not None, "a decoder has layers"
+        return x, delta
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lorikeet.kernels.layers import LayerWeights
 from lorikeet.models.config import ROW_PARALLEL, ModelConfig
-from lorikeet.models.weights import DecoderWeights, LayerWeights
+from lorikeet.models.weights import DecoderWeights
 
 _WHOLE = slice(None)
 _LM_HEAD = "lm_head.weight"

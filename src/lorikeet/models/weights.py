@@ -6,35 +6,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.kernels.base import Kernels, LoraTarget, LoraTargets, Weight
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer; ``None`` where the model has no such tensor.
-
-    Linear weights are ``[out, in]``, plain as they are loaded or packed by :func:`pack_weights`.
-
-    Attributes:
-        input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
-        qkv, qkv_bias: queries, keys and values, one below the other.
-        q_norm, k_norm: ``[head_dim]``.
-        o, o_bias: split by input; the bias is held by rank 0 alone, since partial products are summed.
-        gate_up, gate_up_bias: gate, and up below it.
-        down, down_bias: as ``o``.
-    """
-
-    input_norm: Tensor
-    post_norm: Tensor
-    qkv: Weight
-    o: Weight
-    gate_up: Weight
-    down: Weight
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+from lorikeet.kernels.layers import LayerWeights
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.step_fit import fit_step
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import read_model_config
 
 Progress = Callable[[str, int, int], None]

@@ -20,7 +20,7 @@ from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
 from lorikeet.engine.host_lora.polling import LOOKS, Rests
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.engine.host_lora.worker_process import Begin, Setup
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.scheduling.coldstart.slices import WORKER_TOKENS, slice_rows
 

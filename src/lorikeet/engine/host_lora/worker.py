@@ -11,7 +11,8 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.engine.host_lora.delta import host_targets, write_delta
 from lorikeet.engine.host_lora.layout import Ring, Slice
-from lorikeet.kernels.base import LoraPieces, torch_dtype
+from lorikeet.kernels.base import LoraPieces
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 

@@ -25,7 +25,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.engine.host_lora.layout import Ring, RingShape
 from lorikeet.engine.host_lora.polling import NAP_S
 from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 
 _LOOKS = 100

@@ -16,6 +16,7 @@ from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.layers import LayersShape, LayerWeights
 from lorikeet.kernels.segments import MOST_ROWS
 
 _MOST_PARTS = 8
@@ -87,6 +88,9 @@ class TritonKernels:
         """A copy."""
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
+
+    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+        """Kernel by kernel: the host launches them ahead of the device, or a graph does."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``, then what adapters add."""

@@ -1,0 +1,88 @@
+// All layers of a decoder, one kernel after the other. Called one by one from Python the same kernels take half as long
+// again: while they run, weights and keys push the interpreter out of the caches, so that what else takes it a few
+// microseconds takes it tens of them.
+#include <cstring>
+
+#include "calls.h"
+
+namespace lorikeet {
+namespace {
+
+// Weights are those of lorikeet_linear(); what a model has not is null, a window 0 if there is none.
+struct Layer {
+  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
+      *down_bias;
+  int64_t window;
+};
+
+struct Model {
+  const Layer* layers;
+  int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
+};
+
+// Of each product null where the adapters leave it alone.
+struct Adapted {
+  const void *qkv, *o, *gate_up, *down;
+};
+
+struct Step {
+  int64_t rows, samples;       // rows whose output is wanted,
+  const int64_t* sample_rows;  // which
+  char* x;                     // [rows, hidden]; comes out as it is before the last MLP is added
+  const void *cos, *sin;
+  char* kv;
+  int64_t layer_stride, block_stride, block_tokens;
+  const int64_t *slot_blocks, *slot_offsets, *row_starts, *contexts, *tables;
+  int64_t table_stride, sequences;
+  const void *adapters, *sample_adapters;
+  Adapted targets;
+  char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
+};
+
+// Leaves the chosen rows alone, in their order; `room` has as many bytes as they.
+void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, char* room) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(room + i * row_bytes, rows + chosen[i] * row_bytes, size_t(row_bytes));
+  std::memcpy(rows, room, size_t(count * row_bytes));
+}
+
+void layers(const Model& m, const Step& s, double eps, double scale, int64_t threads) {
+  const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
+  const void* adapters = s.adapters;
+  int64_t rows = s.rows;
+  auto norm = [&](const void* delta, const void* weight) {
+    lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, eps, m.bytes, threads);
+  };
+  for (int64_t index = 0; index < m.count; ++index) {
+    const Layer& layer = m.layers[index];
+    auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to) {
+      lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
+    };
+    char* kv = s.kv + index * s.layer_stride * m.bytes;
+    norm(index ? s.delta : nullptr, layer.input_norm);
+    product(s.normed, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv);
+    lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos, s.sin, layer.q_norm, layer.k_norm, eps,
+                          kv, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, rows, m.bytes, threads);
+    lorikeet_attention(s.qkv, qkv, kv, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
+                       s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, scale,
+                       layer.window, m.bytes, threads);
+    if (index == m.count - 1 && s.samples < rows) {
+      keep(s.x, m.hidden * m.bytes, s.sample_rows, s.samples, s.normed);
+      keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
+      rows = s.samples;
+      adapters = s.sample_adapters;
+    }
+    product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o);
+    norm(s.delta, layer.post_norm);
+    product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up);
+    lorikeet_silu_mul(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
+    product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down);
+  }
+}
+
+}  // namespace
+}  // namespace lorikeet
+
+// model, step: addresses of the records above, whose members are 64-bit integers and addresses.
+LORIKEET_EXPORT void lorikeet_layers(const void* model, const void* step, double eps, double scale, int64_t threads) {
+  lorikeet::layers(*(const lorikeet::Model*)model, *(const lorikeet::Step*)step, eps, scale, threads);
+}

@@ -1,0 +1,108 @@
+"""All layers in one native call give the same bits as kernel by kernel."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.layers import LayersShape, LayerWeights
+from lorikeet.kernels.library import load_library, supported_instruction_sets
+from lorikeet.kernels.native import NativeKernels
+from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.decoder import Decoder
+from lorikeet.models.loading import load_weights
+from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.weights import pack_weights
+from tests.models.arenas import Arena
+from tests.models.checkpoints import VARIANTS, make_checkpoint
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class OneByOne(NativeKernels):
+    """Called kernel by kernel."""
+
+    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+        """Nothing."""
+
+
+class Counting(NativeKernels):
+    """Counts its calls of kernels that a layer is made of."""
+
+    calls = 0
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Counted."""
+        self.calls += 1
+        return super().silu_mul(gate_up)
+
+
+def adapter(config: ModelConfig, rank: int, modules: Sequence[str], dtype: torch.dtype) -> LoraWeights:
+    """Return random weights of these modules on all layers but the first."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = config.module_shapes()
+    pieces = {
+        (layer, module): (
+            (
+                (torch.randn(rank, shapes[module].in_features, generator=generator) * 0.2).to(dtype),
+                (torch.randn(rank, shapes[module].out_features, generator=generator) * 0.2).to(dtype),
+            ),
+        )
+        for layer in range(1, config.layers)
+        for module in modules
+    }
+    return LoraWeights(pieces, config.layers)
+
+
+def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: KernelForm | None) -> list[Tensor]:
+    """Return logits, and what lies in KV, of prefills and decodes beside each other, some rows of which sample."""
+    config = read_model_config(folder)
+    decoder = Decoder(config, pack_weights(load_weights(folder, config, dtype), kernels), kernels, SingleGroup())
+    arena = Arena.make(config)
+    kv = arena.kv.to(dtype).nan_to_num(0)
+    every, few = adapter(config, 5, LORA_MODULES, dtype), adapter(config, 12, ("q", "v"), dtype)
+    found = []
+    steps = (
+        ([("a", [5, 6, 7, 8, 9]), ("b", [3, 4, 5, 6])], (5, every), [4, 8]),
+        ([("a", [1]), ("b", [2, 3])], (1, few), []),
+        ([("a", [4]), ("c", list(range(9, 29)))], (1, every), [20, 0]),
+        ([("a", [8]), ("b", [2]), ("c", [11])], (2, few), [0, 1, 2]),
+    )
+    for work, (first, weights), samples in steps:
+        rows = sum(len(tokens) for _, tokens in work)
+        lora = None if form is None else LoraBatch([LoraSegment(first, rows, weights)], form)
+        batch = replace(arena.batch(work, lora), sample_rows=torch.tensor(samples, dtype=torch.int64))
+        found += [decoder.forward(batch, kv), decoder.forward(batch, kv, logits=False)]
+    return [*found, kv]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("instruction_set", supported_instruction_sets())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_bits_are_those_of_the_kernels_one_by_one(
+    variant: str, instruction_set: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    library = load_library(instruction_set)
+    for form in (None, KernelForm.UNPADDED, KernelForm.PADDED):
+        counting = Counting(instruction_set, library)
+        at_once = forward_steps(tmp_path, counting, dtype, form)
+        one_by_one = forward_steps(tmp_path, OneByOne(instruction_set, library), dtype, form)
+        assert counting.calls == 0
+        for found, expected in zip(at_once, one_by_one, strict=True):
+            assert torch.equal(found, expected)
+            assert found.isfinite().all()
+
+
+def test_what_has_to_be_done_between_kernels_is(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    instruction_set = supported_instruction_sets()[0]
+    kernels = Counting(instruction_set, load_library(instruction_set))
+    forward_steps(tmp_path, kernels, torch.float32, KernelForm.EINSUM)
+    assert kernels.calls == 8 * read_model_config(tmp_path).layers
