@@ -7,6 +7,7 @@
 
 #include "attention_amx.h"
 #include "attention_tiles.h"
+#include "calls.h"
 
 namespace lorikeet {
 namespace {
@@ -40,7 +41,7 @@ constexpr int kMostRows = std::max(kBlock<bf16>, kBlock<float>);
 template <class T, class K>
 struct Workspace {
   Buffer<K> queries, keys;
-  Buffer<T> few_queries;
+  Buffer<T> plain_queries;
   Buffer<bf16> values;
   Buffer<T> staged;
   Buffer<float> states;
@@ -50,8 +51,8 @@ struct Workspace {
 };
 
 // What queries are loaded as.
-template <class T, class K, bool Few>
-using Query = std::conditional_t<Few, T, K>;
+template <class T, class K, bool Unpacked>
+using Query = std::conditional_t<Unpacked, T, K>;
 
 // Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
 template <class T>
@@ -66,9 +67,9 @@ int64_t see(const Call<T>& c, const Step& step, Range part, Seen* seen) {
   return end;
 }
 
-// Adds a tile to the states of an item's rows with the heads of one kv head. Few, if the keys need not be packed.
-template <class T, class K, class P, bool Few>
-void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& located, const Query<T, K, Few>* queries,
+// Adds a tile to the states of an item's rows with the heads of one kv head. Unpacked: by keys as they lie.
+template <class T, class K, class P, bool Unpacked>
+void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& located, const Query<T, K, Unpacked>* queries,
             const State& state, Workspace<T, K>& work, Ahead<T>& ahead) {
   const int64_t rows = step.item->rows * c.group(), stride = state.columns, tokens = step.tokens();
   const Rows<T>* from = &located;
@@ -81,7 +82,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     offset = 0;
   }
   K* keys = work.keys.of(kTile * stride);
-  if constexpr (!Few) pack_keys(from->keys, offset, tokens, stride / kGroup<T>, keys, ahead);
+  if constexpr (!Unpacked) pack_keys(from->keys, offset, tokens, stride / kGroup<T>, keys, ahead);
   P* weights;
   auto values = [&] {
     if constexpr (sizeof(P) == 2) {
@@ -115,9 +116,9 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
       accumulate_by_tiles(weights, values.values, width, factors, state, row, count, ahead);
     } else {
       const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, pairs = (end + kGroup<P> - 1) / kGroup<P>;
-      if constexpr (Few)
-        with_constant<kFew>(count, [&](auto r) {
-          score_few<r()>(queries, stride, from->keys, offset, c.head_dim, end, work.scores, ahead);
+      if constexpr (Unpacked)
+        with_constant<kUnpackedRows>(count, [&](auto r) {
+          score_unpacked<r()>(queries, stride, from->keys, offset, end, work.scores, ahead);
         });
       else
         for (int64_t token = 0; token < width; token += kVectors * kLanes)
@@ -230,18 +231,18 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
     State state{cut ? all.states.sums(all.cuts[size_t(item.cut)].first + item.piece * c.kv_heads * rows)
                     : work.states.of(rows * all.states.stride()),
                 columns};
-    const bool few = cut && rows <= kFew;
-    T* few_queries = work.few_queries.of(heads * kFew * columns);
+    const bool unpacked = cut && rows <= kUnpackedRows;
+    T* plain_queries = work.plain_queries.of(heads * kUnpackedRows * columns);
     for (int64_t head = first_head; head < first_head + heads; ++head) {
       if (step.tile == item.begin) {
-        if (few)
-          load_queries(c, item, head, columns, few_queries);
+        if (unpacked)
+          load_queries(c, item, head, columns, plain_queries);
         else
           load_queries(c, item, head, columns, queries);
         state.clear(rows);
       }
-      if (few)
-        attend<T, K, float, true>(c, step, head, work.rows[now], few_queries, state, work, ahead);
+      if (unpacked)
+        attend<T, K, float, true>(c, step, head, work.rows[now], plain_queries, state, work, ahead);
       else if (cut)
         attend<T, K, float, false>(c, step, head, work.rows[now], queries, state, work, ahead);
       else
@@ -250,7 +251,7 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
         for (int64_t r = 0; r < rows; ++r)
           finish(state, r, c.head_dim, output(c, item.sequence, item.row + r / group, head * group + r % group));
       queries += rows * columns;
-      few_queries += rows * columns;
+      plain_queries += rows * columns;
       state.records = state.sums(rows);
     }
     if (cut && step.tile + kTile >= item.end && all.left[item.cut].fetch_sub(1, std::memory_order_acq_rel) == 1)

@@ -1,7 +1,7 @@
 // How attention gets queries, keys and values to where its products want them.
 //
-// T is the element of queries, keys, values and outputs; K that of the product of queries and keys: bf16 where its
-// dot() is one instruction, else float.
+// T is the element of queries, keys, values and outputs; K that of the product of queries and packed keys: bf16 where
+// its dot() is one instruction, else float.
 #pragma once
 
 #include <type_traits>
@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kTile = 128;  // tokens of a tile
 constexpr int64_t kSpan = 2 * kLanes;
 
-// Lines of the next tile to be fetched per transposed block of keys, and per kPause groups in the two products:
-// together somewhat more than there are, as even as possible over the time that a tile takes.
-constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9, kFewFetch = 4;
+// Lines of the next tile to be fetched per transposed block of keys, and per kPause groups in the two products, or per
+// vector of four unpacked keys: together somewhat more than there are, as even as possible over the time that a tile takes.
+constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9, kUnpackedFetch = 2;
 
 // A tile of an item.
 struct Step {

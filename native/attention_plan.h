@@ -17,9 +17,9 @@ namespace {
 template <class T>
 constexpr int64_t kItemRows = kTileUnit<T> ? 192 : 96;  // of a prefill's item, heads counted; each packs what it reads
 constexpr int64_t kFewRows = 8;        // a sequence with at most so many is cut along its context,
-constexpr int64_t kPieceTokens = 128;  // into even pieces of at most so many
-constexpr int64_t kPieces = 32;        // unless there would be more than this;
-constexpr int64_t kPieceUnit = 16;     // a multiple of it each
+constexpr int64_t kPieceTokens = 128;  // into even pieces of at most so many, or of a multiple of it if they would be
+constexpr int64_t kPieces = 32;        // more than this,
+constexpr int64_t kPieceUnit = 16;     // of a multiple of that
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -87,7 +87,8 @@ int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts)
     if (rows == 0 || rows > kFewRows) continue;
     const int64_t begin = c.seen_from(position);
     const int64_t wanted = std::min(kPieces, (end - begin + kPieceTokens - 1) / kPieceTokens);
-    const int64_t length = round_up((end - begin + wanted - 1) / wanted, kPieceUnit);
+    const int64_t even = (end - begin + wanted - 1) / wanted;
+    const int64_t length = round_up(even, even > kPieceTokens ? kPieceTokens : kPieceUnit);
     const int64_t pieces = (end - begin + length - 1) / length;
     for (int64_t p = 0; p < pieces; ++p)
       items.push_back({s, 0, rows, position, begin + p * length, std::min(end, begin + (p + 1) * length), -1,

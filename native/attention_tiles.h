@@ -1,6 +1,7 @@
 // The products of attention over one tile of keys and values, and its softmax.
 //
-// K is the element of the first product (queries by keys), P that of the second (weights by values).
+// K is the element of the first product (queries by keys) where keys are packed, P that of the second (weights by
+// values).
 #pragma once
 
 #include "attention_load.h"
@@ -10,7 +11,8 @@ namespace {
 
 constexpr int kRows = 6;                        // query rows of a product of vectors, and
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // its columns, so that the sums fit the registers
-constexpr int kFew = kLanes == 16 ? 6 : 3;      // query rows for which keys are not packed
+constexpr int kUnpackedRows = kLanes == 16 ? 6 : 3;  // at most so many for which keys are not packed
+static_assert(kUnpackedRows <= kRows);
 constexpr float kLowest = -1e30f;               // less than any score; finite, as inf - inf is no number
 constexpr float kUnseen = 2 * kLowest;
 
@@ -52,36 +54,29 @@ void score(const K* queries, int64_t stride, const K* keys, int64_t groups, floa
   }
 }
 
-// The same of rows too few to be worth the packing of keys: sums are taken across lanes, of four tokens at once.
+// The same of rows too few to be worth the packing of keys: sums are taken across lanes, of four tokens at once. What
+// follows a head in its `stride` columns is zero.
 template <int Rows, class T>
-void score_few(const T* queries, int64_t stride, const T* const* keys, int64_t offset, int64_t head_dim, int64_t tokens,
-               float* scores, Ahead<T>& ahead) {
-  constexpr int64_t kWide = kLanes * kGroup<T>;
+void score_unpacked(const T* queries, int64_t stride, const T* const* keys, int64_t offset, int64_t tokens,
+                    float* scores, Ahead<T>& ahead) {
   constexpr int kTokens = 4;
   for (int64_t token = 0; token < tokens; token += kTokens) {
     F32 sums[Rows][kTokens];
     for (int r = 0; r < Rows; ++r)
       for (int t = 0; t < kTokens; ++t) sums[r][t] = zero();
-    auto add_products = [&](int64_t column, auto load_keys) __attribute__((always_inline)) {
+    for (int64_t column = 0; column < stride; column += kLanes * kGroup<T>) {
+      ahead.fetch(kUnpackedFetch);
       decltype(load_group(queries)) k[kTokens];
-      for (int t = 0; t < kTokens; ++t) k[t] = load_keys(keys[token + t] + offset + column);
+      for (int t = 0; t < kTokens; ++t) k[t] = load_group(keys[token + t] + offset + column);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         auto query = load_group(queries + r * stride + column);
         for (int t = 0; t < kTokens; ++t) sums[r][t] = dot(sums[r][t], query, k[t]);
       }
-    };
-    ahead.fetch(kFewFetch);
-    int64_t column = 0;
-    for (; column + kWide <= head_dim; column += kWide)
-      add_products(column, [](const T* p) __attribute__((always_inline)) { return load_group(p); });
-    if (column < head_dim)
-      add_products(column, [&](const T* p) __attribute__((always_inline)) {
-        return load_group_n(p, int(head_dim - column));
-      });
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
-      _mm_storeu_ps(scores + r * kTile + token, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
+      put4(scores + r * kTile + token, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
   }
 }
 

@@ -1,5 +1,5 @@
-// All layers of a decoder, one kernel after the other. Called one by one from Python the same kernels take half as long
-// again: while they run, weights and keys push the interpreter out of the caches, so that what else takes it a few
+// All layers of a decoder, one kernel after the other. Called one by one from Python the same kernels take up to half as
+// long again: while they run, weights and keys push the interpreter out of the caches, so that what else takes it a few
 // microseconds takes it tens of them.
 #include <cstring>
 

@@ -45,12 +45,12 @@ class Stopwatch:
         self._inner = inner
         self._in_kernels_s: dict[str, float] = defaultdict(float)
         self.steps: list[StepTimes] = []
-        self._choose, self.layers = inner.choose, inner.layers
+        self._choose, self.layers_in_one_call = inner.choose, inner.layers_in_one_call
         if timed and "layers" not in timed:
-            self.layers = lambda weights, shape: None
+            self.layers_in_one_call = lambda weights, shape: None
         for name in timed:
             if name == "layers":
-                self.layers = lambda weights, shape: self._timed_layers(inner.layers(weights, shape))
+                self.layers_in_one_call = lambda weights, shape: self._timed_layers(inner.layers_in_one_call(weights, shape))
             else:
                 setattr(self, "_choose" if name == "choose" else name, self._timed(name, getattr(inner, name)))
 

@@ -265,7 +265,7 @@ class OneByOne:
     def choose(self, logits: torch.Tensor, parameters: object) -> torch.Tensor:
         return logits
 
-    def layers(self, weights: object, shape: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    def layers_in_one_call(self, weights: object, shape: object) -> Callable[[torch.Tensor], torch.Tensor]:
         return self.linear
 
 
@@ -283,10 +283,10 @@ def test_a_stopwatch_tells_decode_steps_from_those_that_finish_a_prompt() -> Non
 
 def test_a_stopwatch_calls_all_layers_at_once_unless_single_kernels_are_timed() -> None:
     nothing = cast(Any, None)
-    assert Stopwatch(cast(Any, OneByOne()), timed=("linear", "choose")).layers(nothing, nothing) is None
-    assert Stopwatch(cast(Any, OneByOne())).layers(nothing, nothing) is not None
+    assert Stopwatch(cast(Any, OneByOne()), timed=("linear", "choose")).layers_in_one_call(nothing, nothing) is None
+    assert Stopwatch(cast(Any, OneByOne())).layers_in_one_call(nothing, nothing) is not None
     watch = Stopwatch(cast(Any, OneByOne()), timed=AT_ONCE[:1])
-    layers = cast(Any, watch.layers(nothing, nothing))
+    layers = cast(Any, watch.layers_in_one_call(nothing, nothing))
     layers(torch.zeros(1))
     watch.choose(torch.zeros(1, 3), nothing)
     assert watch.steps[0].in_kernels_s.keys() == {"layers"}

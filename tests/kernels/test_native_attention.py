@@ -149,9 +149,13 @@ def test_long_contexts_and_prompts(instruction_set: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(instruction_set: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads", [(1, 80), (3, 64), (7, 128)], ids="group {0[0]}, head_dim {0[1]}".format)
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
+    instruction_set: str, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
     library = load_library(instruction_set)
-    case = Case(Shape([(1, 700), (40, 90), (3, 130), (1, 5), (200, 200)]), dtype)
+    sequences = [(1, 700), (40, 90), (3, 130), (1, 5), (200, 200), (2, 4200)]
+    case = Case(Shape(sequences, group=heads[0], head_dim=heads[1]), dtype)
     together = case.native(library, 2)
     for index in range(len(case.contexts)):
         start, stop = case.row_starts[index : index + 2].tolist()
@@ -167,9 +171,10 @@ def test_a_nan_that_is_seen_is_not_hidden(instruction_set: str, rows: int) -> No
 
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-def test_what_an_earlier_call_left_behind_changes_nothing(instruction_set: str) -> None:
+@pytest.mark.parametrize("sizes", [(33, 33), (1, 33), (8, 33)], ids="{0[0]} rows".format)
+def test_what_an_earlier_call_left_behind_changes_nothing(instruction_set: str, sizes: tuple[int, int]) -> None:
     library = load_library(instruction_set)
-    case, spoilt = (Case(Shape([(rows, rows)]), torch.bfloat16) for rows in (33, 128))
+    case, spoilt = (Case(Shape([shape]), torch.bfloat16) for shape in (sizes, (sizes[0], 128)))
     before = case.native(library, 1)
     spoilt.kv[:] = torch.nan
     spoilt.native(library, 1)

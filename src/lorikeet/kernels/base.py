@@ -331,7 +331,7 @@ class Kernels(Protocol):
         """Let ``packed`` hold ``weight``, of the shape and dtype that it was packed from, where it lies."""
         ...
 
-    def layers(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
+    def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
         """Return what computes a decoder's layers in one call, to the same bits as kernel by kernel, or None."""
         ...
 

@@ -81,7 +81,7 @@ class NativeKernels:
             plain.data_ptr(), panels.data_ptr(), *plain.shape, plain.element_size(), self._threads
         )
 
-    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
+    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
         """All kernels of a step but its first and last, without the interpreter in between."""
         return NativeLayers(self._library, weights, shape, lambda: self._threads)
 

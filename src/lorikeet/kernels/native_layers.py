@@ -40,7 +40,9 @@ class NativeLayers:
         """Compute a step; intermediate results live as long as it."""
         rows, samples = len(x), len(batch.sample_rows)
         room = [x.new_empty(rows, width) for width in self._widths]
-        assert all(tensor.is_contiguous() for tensor in (x, cos, sin))
+        assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
+        assert len(kv) == len(self._weights)
+        assert kv.dtype == x.dtype
         step = _int64(
             rows, samples, batch.sample_rows.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             kv.data_ptr(), kv.stride(0), kv.stride(1), kv.shape[3],

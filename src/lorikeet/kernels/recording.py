@@ -45,7 +45,7 @@ class RecordingKernels:
         """Not recorded: weights change between batches."""
         self._inner.repack(weight, packed)
 
-    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
         """Kernel by kernel, or there would be nothing to record."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:

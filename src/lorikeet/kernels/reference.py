@@ -53,7 +53,7 @@ class ReferenceKernels:
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
 
-    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
         """Kernel by kernel."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:

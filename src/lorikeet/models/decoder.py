@@ -35,7 +35,7 @@ class Decoder:
         self._group = group
         targets = self._qkv, self._o, self._gate_up, self._down = tuple(lora_targets(geometry).values())
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
-        shape = LayersShape(
+        self._shape = LayersShape(
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
@@ -44,15 +44,18 @@ class Decoder:
             windows=config.windows[: len(weights.layers)],
             targets=targets,
         )
-        self._in_one_call = kernels.layers(weights.layers, shape) if group.size == 1 else None
+        self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured.
 
-        It needs no other ranks: under tensor parallelism that is without the sums over them.
+        It computes kernel by kernel, as a step in which something is done in between, and needs no other ranks: under
+        tensor parallelism that is without the sums over them.
         """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
-        return Decoder(self._config, weights, self._kernels, Unsummed(self._group))
+        cut = Decoder(self._config, weights, self._kernels, Unsummed(self._group))
+        cut._in_one_call = None
+        return cut
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
@@ -104,7 +107,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
-        return kernels.attention(qkv, kv, batch, config.head_dim**-0.5, config.windows[index])
+        return kernels.attention(qkv, kv, batch, self._shape.scale, self._shape.windows[index])
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None) -> Tensor:
         kernels = self._kernels

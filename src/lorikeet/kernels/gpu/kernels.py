@@ -89,7 +89,7 @@ class TritonKernels:
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
 
-    def layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
         """Kernel by kernel: the host launches them ahead of the device, or a graph does."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
