@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.kernels.layers import Layers
+from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
 
 KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "choose")
 """All of a step, one by one."""
@@ -50,7 +50,7 @@ class Stopwatch:
             self.layers_in_one_call = lambda weights, shape: None
         for name in timed:
             if name == "layers":
-                self.layers_in_one_call = lambda weights, shape: self._timed_layers(inner.layers_in_one_call(weights, shape))
+                self.layers_in_one_call = self._timed_layers
             else:
                 setattr(self, "_choose" if name == "choose" else name, self._timed(name, getattr(inner, name)))
 
@@ -84,7 +84,8 @@ class Stopwatch:
             if before.rows == after.rows == rows
         ]
 
-    def _timed_layers(self, layers: Layers | None) -> Layers | None:
+    def _timed_layers(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers | None:
+        layers = self._inner.layers_in_one_call(weights, shape)
         return None if layers is None else self._timed("layers", layers)
 
     def _timed(self, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
