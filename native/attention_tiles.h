@@ -166,6 +166,8 @@ template <int Rows, class P>
 void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, float scale, const State& state,
            int64_t row, float* factors) {
   float now[Rows];
+  F32 changes = zero();
+  static_assert(Rows <= kLanes);
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scores + r * kTile;
     std::fill(s, s + std::min(seen[r].begin, width), kUnseen / scale);
@@ -174,8 +176,9 @@ void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* s
     for (int64_t t = kLanes; t < width; t += kLanes) most = max(most, load(s + t));
     const float before = state.largest(row + r);
     now[r] = state.largest(row + r) = std::max(before, scale * largest(most));
-    store_n(factors + r, exp2(splat(before - now[r])), 1);
+    changes = with_lane(changes, int(r), before - now[r]);
   }
+  store_n(factors, exp2(changes), int(rows));
   for (int64_t r = 0; r < rows; ++r) {
     const float* s = scores + r * kTile;
     P* w = weights + r * kTile;

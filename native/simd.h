@@ -68,6 +68,11 @@ inline F32 load_n(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(
 inline void store_n(float* p, F32 x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
 inline void store_n(bf16* p, F32 x, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
 
+// x with a lane of its own value.
+inline F32 with_lane(F32 x, int lane, float value) {
+  return _mm512_mask_broadcastss_ps(x, __mmask16(1u << lane), _mm_set_ss(value));
+}
+
 inline F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
 inline F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
@@ -163,6 +168,11 @@ inline void store_n(bf16* p, F32 x, int n) {
   alignas(16) uint16_t lanes[8];
   _mm_store_si128((__m128i*)lanes, narrow(x));
   std::memcpy(p, lanes, size_t(n) * 2);
+}
+
+inline F32 with_lane(F32 x, int lane, float value) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_blendv_ps(x, splat(value), _mm256_castsi256_ps(_mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(lane))));
 }
 
 inline F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
