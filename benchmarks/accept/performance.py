@@ -25,7 +25,8 @@ what one run measured; all lines with their bounds, met or not, are in [status.m
 * The limit is what this machine could do at most, measured in the same minutes: one stream reads base and adapter once
   per token at the memory's bandwidth; a batch multiplies at the rate that torch reaches with as many rows; a prompt at
   the rate of 512 rows. Attention, norms, sampling and caches are free in it
-  ([bench/ceilings.py](../src/lorikeet/bench/ceilings.py)).
+  ([bench/ceilings.py](../src/lorikeet/bench/ceilings.py)). Bandwidth, too, is what torch reads with, from more memory
+  than a cache holds: who finds weights in a cache, or is faster than torch, can pass the limit.
 * The model is SmolLM2-135M-Instruct in bfloat16; adapters are on q, k, v and o; answers are greedy and of fixed length.
 """
 
