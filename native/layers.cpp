@@ -1,6 +1,6 @@
-// All layers of a decoder, one kernel after the other. Called one by one from Python the same kernels take up to half as
-// long again: while they run, weights and keys push the interpreter out of the caches, so that what else takes it a few
-// microseconds takes it tens of them.
+// All layers of a decoder, one kernel after the other. Called one by one from Python they take a good deal longer: while
+// they run, weights and keys push the interpreter out of the caches, and what takes it a few microseconds else then
+// takes it tens of them.
 #include <cstring>
 
 #include "calls.h"
@@ -41,7 +41,8 @@ struct Step {
 
 // Leaves the chosen rows alone, in their order; `room` has as many bytes as they.
 void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, char* room) {
-  for (int64_t i = 0; i < count; ++i) std::memcpy(room + i * row_bytes, rows + chosen[i] * row_bytes, size_t(row_bytes));
+  for (int64_t i = 0; i < count; ++i)
+    std::memcpy(room + i * row_bytes, rows + chosen[i] * row_bytes, size_t(row_bytes));
   std::memcpy(rows, room, size_t(count * row_bytes));
 }
 

@@ -191,6 +191,10 @@ class LoraBatch:
         """Whether all weights lie at multiples of 16 bytes."""
         return all(segment.weights.is_aligned for segment in self.segments)
 
+    def touches(self, targets: LoraTargets) -> bool:
+        """Whether any of the adapters changes any of these modules, on any layer."""
+        return not self.modules.isdisjoint(targets.modules)
+
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`table` where kernels on a device can read it and what it names; cut and copied once."""
         if self._on_device is None:

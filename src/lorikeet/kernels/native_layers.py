@@ -39,7 +39,7 @@ class NativeLayers:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute a step; intermediate results live as long as it."""
         rows, samples = len(x), len(batch.sample_rows)
-        room = [x.new_empty(rows, width) for width in self._widths]
+        normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
         assert len(kv) == len(self._weights)
         assert kv.dtype == x.dtype
@@ -50,10 +50,10 @@ class NativeLayers:
             batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
             _numbers(batch.lora), _numbers(batch.sample_lora),
             *(_touched(batch.lora, targets) for targets in self._shape.targets),
-            *(tensor.data_ptr() for tensor in room),
+            *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
         )  # fmt: skip
         self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
-        return x[:samples], room[3][:samples]
+        return x[:samples], delta[:samples]
 
 
 def _record(layer: LayerWeights, window: int) -> list[int]:
@@ -84,4 +84,4 @@ def _numbers(lora: LoraBatch | None) -> int:
 
 def _touched(lora: LoraBatch | None, targets: LoraTargets) -> int:
     """Return the address of targets that any adapter changes, else 0."""
-    return 0 if lora is None or lora.modules.isdisjoint(targets.modules) else targets.numbers.data_ptr()
+    return targets.numbers.data_ptr() if lora is not None and lora.touches(targets) else 0

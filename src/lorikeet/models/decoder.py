@@ -76,12 +76,12 @@ class Decoder:
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        normed = kernels.add_norm(x, delta, weights.final_norm, self._config.rms_norm_eps)
+        normed = kernels.add_norm(x, delta, weights.final_norm, self._shape.eps)
         return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """See ``kernels.layers.Layers``."""
-        weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
+        weights, kernels, eps = self._weights, self._kernels, self._shape.eps
         lora, delta = batch.lora, None
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = kernels.add_norm(x, delta, layer.input_norm, eps)
@@ -98,14 +98,14 @@ class Decoder:
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
-        config, kernels = self._config, self._kernels
+        kernels = self._kernels
         lora = batch.lora if batch.assist is None else batch.assist.begin(index, x)
         qkv = self._adapted(x, layer.qkv, layer.qkv_bias, lora, index, self._qkv)
         if batch.assist is not None:
             batch.assist.finish(qkv)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            norms = HeadNorms(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+            norms = HeadNorms(layer.q_norm, layer.k_norm, self._shape.eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
         return kernels.attention(qkv, kv, batch, self._shape.scale, self._shape.windows[index])
 
@@ -126,6 +126,5 @@ class Decoder:
         targets: LoraTargets,
     ) -> Tensor:
         """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
-        if lora is None or lora.modules.isdisjoint(targets.modules):
-            return self._kernels.linear(x, weight, bias)
-        return self._kernels.linear(x, weight, bias, LoraDelta(lora, index, targets))
+        delta = LoraDelta(lora, index, targets) if lora is not None and lora.touches(targets) else None
+        return self._kernels.linear(x, weight, bias, delta)
