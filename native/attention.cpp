@@ -3,34 +3,14 @@
 // Softmax is computed as it goes, tile after tile: each row keeps its largest score so far, and the sums of weights
 // and of weighted values relative to it.
 #include <atomic>
-#include <cstdlib>
 
 #include "attention_amx.h"
 #include "attention_tiles.h"
+#include "buffer.h"
 #include "calls.h"
 
 namespace lorikeet {
 namespace {
-
-// Memory that grows and is used again by the next call; new parts are zero.
-template <class E>
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-  E* of(int64_t n) {
-    if (n > size_) {
-      std::free(data_);
-      size_ = round_up(n, 64);
-      data_ = (E*)std::aligned_alloc(64, size_ * sizeof(E));
-      std::memset((void*)data_, 0, size_ * sizeof(E));
-    }
-    return data_;
-  }
-
- private:
-  E* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // Query rows that go through a tile together; P is the element of the weights.
 template <class P>

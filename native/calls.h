@@ -8,6 +8,9 @@ LORIKEET_EXPORT void lorikeet_linear(
     const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads,
     const void* adapters, int64_t layer, const void* targets);
 
+LORIKEET_EXPORT bool lorikeet_linear_gated(
+    const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads);
+
 LORIKEET_EXPORT void lorikeet_add_norm(
     void* x, const void* delta, const void* weight, void* out, int64_t rows, int64_t hidden, double eps, int64_t bytes,
     int64_t threads);

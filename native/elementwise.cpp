@@ -126,9 +126,7 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       const T *gate = gate_up + r * 2 * n, *up = gate + n;
       each_vector(n, [&](int64_t i, auto lanes) {
-        F32 g = get(gate + i, lanes);
-        F32 silu = div(g, add(splat(1.0f), exp(sub(zero(), g))));
-        set(out + r * n + i, mul(silu, get(up + i, lanes)), lanes);
+        set(out + r * n + i, mul(silu(get(gate + i, lanes)), get(up + i, lanes)), lanes);
       });
     }
   });

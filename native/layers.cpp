@@ -74,8 +74,11 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
     }
     product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o);
     norm(s.delta, layer.post_norm);
-    product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up);
-    lorikeet_silu_mul(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
+    if (s.targets.gate_up ||
+        !lorikeet_linear_gated(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
+      product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up);
+      lorikeet_silu_mul(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
+    }
     product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down);
   }
 }

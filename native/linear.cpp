@@ -20,12 +20,12 @@ template <class T>
 void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, const T* next, LoraAhead<T>& lora) {
   const int64_t bytes = p.panel_elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
-  const int64_t step = (bytes / (tiles * groups * (kPanel / kTileColumns)) + 63) & ~int64_t(63);
-  const int64_t limit = std::min(p.outputs, (index + 1) * kPanel);
+  const int64_t step = (bytes / (tiles * groups * (kPanel<T> / kTileColumns)) + 63) & ~int64_t(63);
+  const int64_t limit = std::min(p.outputs, (index + 1) * kPanel<T>);
   int64_t at = 0;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 30 rows are better served by 8 8 7 7 than 8 8 8 6
     Range rows = part_of(end - begin, i, tiles);
-    for (int64_t column = index * kPanel; column < limit; column += kTileColumns, at += groups * step) {
+    for (int64_t column = index * kPanel<T>; column < limit; column += kTileColumns, at += groups * step) {
       const Lines ahead = next ? Lines{(const char*)next + std::min(at, bytes), step} : lora.take(groups, p.x);
       tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, ahead, lora.take(groups, p.x));
     }
@@ -35,7 +35,7 @@ void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, const
 // A thread's share of a product.
 template <class T>
 void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
-  const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const int64_t panels = (p.outputs + kPanel<T> - 1) / kPanel<T>, blocks = (rows + kRowBlock - 1) / kRowBlock;
   const Range items = part_of(panels * blocks, thread, threads);
   for (int64_t item = items.begin; item < items.end; ++item) {
     const int64_t index = item / blocks, block = item % blocks;
@@ -45,34 +45,9 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 }
 
 #if defined(__AMX_BF16__)
-constexpr int64_t kFewestToFetch = 2;  // blocks; one takes no longer than memory does
-
-// The same by the tile unit. Rows go in runs: short enough for the next cache to keep them while the panels pass by, long
-// enough for a panel that does not fit itself to be read seldom. What LoRA will read is not fetched: with few rows memory
-// is what takes long.
+// The same by the tile unit. What LoRA will read is not fetched: with few rows memory is what takes long.
 void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
-  if (rows == 0) return;
-  const int64_t panels = (p.outputs + kPanel - 1) / kPanel, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  const int64_t most = (rows + blocks - 1) / blocks, height = most > kTileHeight ? (most + 1) / 2 : most;
-  const int64_t block_bytes = kBlockRows * p.inputs * int64_t(sizeof(bf16));
-  const int64_t runs = (blocks * block_bytes + kNextCacheBytes - 1) / kNextCacheBytes;
-  const Range items = part_of(panels * blocks, thread, threads);
-  Tiles tiles;
-  tiles.shape(height);
-  Writer writer(p);
-  for (int64_t item = items.begin; item < items.end; ++item) {
-    const Range run = part_with(item / panels, blocks, std::min(runs, blocks));
-    const int64_t count = run.end - run.begin;
-    const int64_t index = (item - run.begin * panels) / count, nth = (item - run.begin * panels) % count;
-    const Range block = part_of(rows, run.begin + nth, blocks);
-    const int64_t lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
-    const char* next = (const char*)(p.packed + (index + 1) % panels * p.panel_elements());
-    const char* ahead = next + nth * lines * kLine * (p.inputs / kTileDepth);
-    if (most > kTileHeight)
-      tile_block<true>(p, index, block.begin, block.end, height, ahead, lines, tiles, writer);
-    else
-      tile_block<false>(p, index, block.begin, block.end, height, ahead, lines, tiles, writer);
-  }
+  multiply_by_tiles(p, rows, thread, threads);
 }
 #endif
 
@@ -93,17 +68,22 @@ void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t
 }
 
 template <class T>
+int64_t packed_elements(int64_t outputs, int64_t inputs) {
+  return (outputs + kPanel<T> - 1) / kPanel<T> * kPanel<T> * groups_of(inputs, kGroup<T>) * kGroup<T>;
+}
+
+template <class T>
 void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs, int64_t threads) {
   constexpr int G = kGroup<T>;
-  const int64_t groups = groups_of(inputs, G), panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t groups = groups_of(inputs, G), panels = (outputs + kPanel<T> - 1) / kPanel<T>;
   parallel(threads, [&](int64_t thread, int64_t count) {
     Range mine = part_of(panels, thread, count);
     for (int64_t index = mine.begin; index < mine.end; ++index) {
-      T* to = packed + index * groups * G * kPanel;
-      for (int64_t c = 0; c < kPanel; ++c) {
-        const int64_t column = index * kPanel + c;
+      T* to = packed + index * groups * G * kPanel<T>;
+      for (int64_t c = 0; c < kPanel<T>; ++c) {
+        const int64_t column = index * kPanel<T> + c;
         for (int64_t k = 0; k < groups * G; ++k)
-          to[(k / G * kPanel + c) * G + k % G] = column < outputs && k < inputs ? weight[column * inputs + k] : T{};
+          to[(k / G * kPanel<T> + c) * G + k % G] = column < outputs && k < inputs ? weight[column * inputs + k] : T{};
       }
     }
   });
@@ -122,8 +102,7 @@ using namespace lorikeet;
 
 // Elements of a packed weight [outputs, inputs] whose elements have `bytes` bytes.
 LORIKEET_EXPORT int64_t lorikeet_packed_elements(int64_t outputs, int64_t inputs, int64_t bytes) {
-  const int group = int(4 / bytes);
-  return (outputs + kPanel - 1) / kPanel * kPanel * groups_of(inputs, group) * group;
+  return bytes == 2 ? packed_elements<bf16>(outputs, inputs) : packed_elements<float>(outputs, inputs);
 }
 
 LORIKEET_EXPORT void lorikeet_pack(
@@ -158,4 +137,21 @@ LORIKEET_EXPORT void lorikeet_linear(
   else
     linear<float>({(const float*)x, x_stride, (const float*)w.packed, (const float*)bias, (float*)out, w.outputs,
                    w.inputs, w.outputs}, rows, of, layer, to, threads);
+}
+
+// out[rows, outputs / 2] = SiLU(gate) * up, where [gate | up] = x @ weightᵀ + bias, to the same bits as the product and
+// lorikeet_silu_mul(). Returns false, and does nothing, where one after the other is no slower or has to be.
+LORIKEET_EXPORT bool lorikeet_linear_gated(
+    const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads) {
+#if defined(__AMX_BF16__)
+  const Weight& w = *(const Weight*)weight;
+  if (w.bytes != 2 || w.outputs % (2 * kPanel<bf16>) != 0) return false;
+  const Product<bf16> p{(const bf16*)x, x_stride, (const bf16*)w.packed, (const bf16*)bias, nullptr, 0, w.inputs, w.outputs};
+  parallel(threads, [&](int64_t thread, int64_t count) {
+    multiply_gated_by_tiles(p, rows, (bf16*)out, thread, count);
+  });
+  return true;
+#else
+  return false;
+#endif
 }

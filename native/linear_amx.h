@@ -1,15 +1,20 @@
 // A product of bfloat16 by the tile unit.
 //
 // A panel is what the unit wants on its right side: a row of a tile is a k-group of 16 columns. The left side is x
-// itself. So nothing is copied, and one format of weights serves every instruction set.
+// itself. So nothing is copied, and one layout of weights serves every instruction set.
 //
 // Rows go in blocks of up to 32, two tiles that share the panel's. All tiles of a call have one height, as a change
 // of shapes costs more than rows computed twice: the second tile of a block ends with it and may overlap the first.
+//
+// The way from the second-level cache to the first is what is short. So a panel of a few hundred inputs stays in the first
+// while the rows pass it by, loaded as what will not be wanted again, and what is written is little.
 #pragma once
 
 #include <cstring>
 
+#include "buffer.h"
 #include "linear_tiles.h"
+#include "parallel.h"
 #include "tile_unit.h"
 
 #if defined(__AMX_BF16__)
@@ -18,36 +23,34 @@ namespace lorikeet {
 namespace {
 
 constexpr int64_t kBlockRows = 2 * kTileHeight;
+constexpr int64_t kWidth = kPanel<bf16>;
 constexpr int64_t kLine = 64;                                              // bytes of a cache line
-constexpr int64_t kStepLines = kTileDepth * kPanel * sizeof(bf16) / kLine;  // of a panel
-static_assert(kPanel == 3 * kTileWidth);
+constexpr int64_t kStepLines = kTileDepth * kWidth * sizeof(bf16) / kLine;  // of a panel
+constexpr int64_t kFewestToFetch = 2;  // blocks of a run; one takes no longer than memory does
+constexpr int64_t kRunBytes = 768 << 10;  // of x; most of a second-level cache
+static_assert(kWidth == 2 * kTileWidth && kLanes == kTileWidth);
 
-// Adds one step of inputs of one or two tiles of rows, x and y, times the panel's groups. Sums are tiles 0 to 2 and 3
-// to 5.
+// Adds one step of inputs of one or two tiles of rows, x and y, times the panel's groups. Sums are tiles 0 and 1, 2 and 3.
 template <bool Two>
 inline void add_step(const bf16* x, const bf16* y, int64_t x_bytes, const bf16* groups, int64_t group_bytes) {
-  const bf16 *left = groups, *middle = left + 2 * kTileWidth, *right = middle + 2 * kTileWidth;
-  load_tile<6>(x, x_bytes);
+  const bf16 *left = groups, *right = left + 2 * kTileWidth;
+  load_passing_tile<6>(x, x_bytes);
   load_tile<7>(left, group_bytes);
   add_product<0>();
-  load_tile<7>(middle, group_bytes);
-  add_product<1>();
   load_tile<7>(right, group_bytes);
-  add_product<2>();
+  add_product<1>();
   if constexpr (Two) {  // backwards, as the right part is in its tile
-    load_tile<6>(y, x_bytes);
-    add_product<5>();
-    load_tile<7>(middle, group_bytes);
-    add_product<4>();
-    load_tile<7>(left, group_bytes);
+    load_passing_tile<6>(y, x_bytes);
     add_product<3>();
+    load_tile<7>(left, group_bytes);
+    add_product<2>();
   }
 }
 
 // Adds the last inputs, with zeros up to a whole step: what follows them in memory is not theirs.
 template <bool Two>
 inline void add_last(const bf16* x, const bf16* y, int64_t stride, const bf16* groups, int64_t height, int64_t inputs) {
-  alignas(64) bf16 rows[2][kTileHeight][kTileDepth] = {}, whole[kTileDepth / 2][2 * kPanel] = {};
+  alignas(64) bf16 rows[2][kTileHeight][kTileDepth] = {}, whole[kTileDepth / 2][2 * kWidth] = {};
   for (int64_t r = 0; r < height; ++r) {
     std::memcpy(rows[0][r], x + r * stride, size_t(inputs) * sizeof(bf16));
     if (Two) std::memcpy(rows[1][r], y + r * stride, size_t(inputs) * sizeof(bf16));
@@ -56,84 +59,173 @@ inline void add_last(const bf16* x, const bf16* y, int64_t stride, const bf16* g
   add_step<Two>(rows[0][0], rows[1][0], sizeof rows[0][0], whole[0], sizeof whole[0]);
 }
 
-// The sums of a block on their way to `out`. They are written while the unit computes the next block: what writes them
+inline F32 rounded(F32 x) { return widen(narrow(x)); }
+inline void store_both(bf16* p, F32 low, F32 high) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+
+// Where a panel's columns of some rows go.
+struct Place {
+  bf16* out;  // of the first row
+  int64_t stride;
+  const bf16* bias;   // or null
+  int64_t columns;
+  const bf16* gates;  // of each row kWidth side by side, whose SiLU they are multiplied by; or null
+};
+
+// The sums of a block on their way out. They are written while the unit computes the next block: what writes them
 // has nothing to do then, and the unit would have nothing to do meanwhile.
 class Writer {
  public:
-  explicit Writer(const Product<bf16>& p) : p_(p) {}
+  Writer() = default;
   Writer(const Writer&) = delete;
   ~Writer() { write(waiting_); }
 
   int64_t waiting() const { return waiting_; }  // rows
 
-  // Writes up to so many rows, and adds the bias.
+  // Writes up to so many rows.
   void write(int64_t rows) {
     rows = std::min(rows, waiting_);
     waiting_ -= rows;
-    for (; rows > 0; --rows, from_ += kPanel, to_ += p_.out_stride)
-      for (int v = 0; v < kParts; ++v) {
-        const F32 y = add(load(from_ + v * kLanes), bias_[v]);
-        if (lanes_[v] == kLanes)
-          store(to_ + v * kLanes, y);
-        else
-          store_n(to_ + v * kLanes, y, lanes_[v]);
+    for (; rows > 0; --rows, from_ += kWidth, to_.out += to_.stride) {
+      F32 low = add(load(from_), bias_[0]), high = add(load(from_ + kLanes), bias_[1]);
+      if (to_.gates) {
+        low = mul(silu(load(to_.gates)), rounded(low));
+        high = mul(silu(load(to_.gates + kLanes)), rounded(high));
+        to_.gates += kWidth;
       }
+      if (to_.columns == kWidth) {
+        store_both(to_.out, low, high);
+      } else {
+        store_n(to_.out, low, lanes(0));
+        store_n(to_.out + kLanes, high, lanes(1));
+      }
+    }
   }
 
-  // Takes the sums of the rows [begin, end) of a panel out of the tiles.
+  // Takes the sums of a block of some rows out of the tiles.
   template <bool Two>
-  void take(int64_t index, int64_t begin, int64_t end, int64_t height) {
+  void take(const Place& to, int64_t rows, int64_t height) {
     write(waiting_);
-    auto& sums = sums_[turn_ ^= 1];
-    constexpr int64_t kBytes = sizeof sums[0];
-    _tile_stored(0, &sums[0][0], kBytes);
-    _tile_stored(1, &sums[0][kTileWidth], kBytes);
-    _tile_stored(2, &sums[0][2 * kTileWidth], kBytes);
+    constexpr int64_t kBytes = sizeof sums_[0];
+    _tile_stored(0, sums_[0], kBytes);
+    _tile_stored(1, sums_[0] + kTileWidth, kBytes);
     if constexpr (Two) {  // rows that both have are the same
-      float* second = sums[end - begin - height];
-      _tile_stored(3, second, kBytes);
-      _tile_stored(4, second + kTileWidth, kBytes);
-      _tile_stored(5, second + 2 * kTileWidth, kBytes);
+      float* second = sums_[rows - height];
+      _tile_stored(2, second, kBytes);
+      _tile_stored(3, second + kTileWidth, kBytes);
     }
-    const int64_t column = index * kPanel;
-    for (int v = 0; v < kParts; ++v) {
-      lanes_[v] = int(std::clamp<int64_t>(p_.outputs - column - v * kLanes, 0, kLanes));
-      bias_[v] = p_.bias ? load_n(p_.bias + column + v * kLanes, lanes_[v]) : zero();
-    }
-    from_ = sums[0];
-    to_ = p_.out + begin * p_.out_stride + column;
-    waiting_ = end - begin;
+    to_ = to;
+    for (int v = 0; v < 2; ++v) bias_[v] = to.bias ? load_n(to.bias + v * kLanes, lanes(v)) : zero();
+    from_ = sums_[0];
+    waiting_ = rows;
   }
 
  private:
-  static constexpr int kParts = kPanel / kLanes;
-  const Product<bf16>& p_;
-  alignas(64) float sums_[2][kBlockRows][kPanel];  // of the block at hand, and of the one before
-  int turn_ = 0, lanes_[kParts];
-  F32 bias_[kParts];
+  // Of the columns, those in one of two vectors.
+  int lanes(int vector) const { return int(std::clamp<int64_t>(to_.columns - vector * kLanes, 0, kLanes)); }
+
+  alignas(64) float sums_[kBlockRows][kWidth];
+  Place to_;
+  F32 bias_[2];
   const float* from_;
-  bf16* to_;
   int64_t waiting_ = 0;
 };
 
-// The rows [begin, end), a block, of one panel, by one or two tiles of `height` rows, whose sums the writer gets.
-// Meanwhile `lines` lines of memory from `ahead` on are fetched with every step.
-template <bool Two>
-inline void tile_block(const Product<bf16>& p, int64_t index, int64_t begin, int64_t end, int64_t height,
-                       const char* ahead, int64_t lines, Tiles& tiles, Writer& writer) {
-  const bf16* groups = p.packed + index * p.panel_elements();
-  const bf16 *x = p.x + begin * p.x_stride, *y = Two ? p.x + (end - height) * p.x_stride : x;
-  const int64_t x_bytes = p.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kPanel * int64_t(sizeof(bf16));
-  const int64_t steps = p.inputs / kTileDepth, written = (writer.waiting() + steps - 1) / std::max<int64_t>(steps, 1);
-  clear_tiles<0, Two ? 6 : 3>();
-  for (int64_t s = 0; s < steps; ++s, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kPanel) {
-    for (int64_t i = 0; i < lines; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
-    add_step<Two>(x, y, x_bytes, groups, group_bytes);
-    tiles.keep_storing(s);
-    writer.write(written);
+// A thread's share of a product.
+class TileProduct {
+ public:
+  TileProduct(const Product<bf16>& p, int64_t rows)
+      : p_(p), rows_(rows), blocks_((rows + kBlockRows - 1) / kBlockRows),
+        most_((rows + blocks_ - 1) / blocks_), height_(most_ > kTileHeight ? (most_ + 1) / 2 : most_) {
+    tiles_.shape(height_);
   }
-  if (const int64_t rest = p.inputs % kTileDepth) add_last<Two>(x, y, p.x_stride, groups, height, rest);
-  writer.take<Two>(index, begin, end, height);
+
+  // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows go in runs:
+  // short enough for the next cache to keep them while the panels pass by, long enough for a panel that does not fit
+  // itself to be read seldom.
+  template <class F>
+  void each(int64_t panels, int64_t thread, int64_t threads, const F& f) const {
+    const int64_t bytes = blocks_ * kBlockRows * p_.inputs * int64_t(sizeof(bf16));
+    const int64_t runs = std::min(blocks_, (bytes + kRunBytes - 1) / kRunBytes);
+    const Range items = part_of(panels * blocks_, thread, threads);
+    for (int64_t item = items.begin; item < items.end;) {
+      const Range run = part_with(item / panels, blocks_, runs);
+      const int64_t count = run.end - run.begin, nth = item - run.begin * panels;
+      const int64_t begin = run.begin + nth % count, end = std::min(run.end, begin + items.end - item);
+      f(nth / count, Range{begin, end}, run);
+      item += end - begin;
+    }
+  }
+
+  Range rows_of(int64_t block) const { return part_of(rows_, block, blocks_); }
+
+  // A panel of some blocks of a run, whose first row goes to the place. Meanwhile their part of the next panel is fetched.
+  void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place to) {
+    const int64_t count = run.end - run.begin, lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
+    const char* ahead = (const char*)(p_.packed + next * p_.panel_elements());
+    ahead += (blocks.begin - run.begin) * lines * kLine * (p_.inputs / kTileDepth);
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      const Range rows = rows_of(block);
+      const int64_t height = rows.end - rows.begin;
+      most_ > kTileHeight ? multiply<true>(panel, rows, ahead, lines, to) : multiply<false>(panel, rows, ahead, lines, to);
+      to.out += height * to.stride;
+      if (to.gates) to.gates += height * kWidth;
+    }
+  }
+
+ private:
+  // A panel of the rows of a block, by one or two tiles. Fetches so many lines with every step, and leaves `ahead` behind
+  // them.
+  template <bool Two>
+  void multiply(int64_t panel, Range rows, const char*& ahead, int64_t lines, const Place& to) {
+    const bf16* groups = p_.packed + panel * p_.panel_elements();
+    const bf16 *x = p_.x + rows.begin * p_.x_stride, *y = Two ? p_.x + (rows.end - height_) * p_.x_stride : x;
+    const int64_t x_bytes = p_.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kWidth * int64_t(sizeof(bf16));
+    const int64_t steps = p_.inputs / kTileDepth, written = (writer_.waiting() + steps - 1) / std::max<int64_t>(steps, 1);
+    clear_tiles<0, Two ? 4 : 2>();
+    for (int64_t s = 0; s < steps; ++s, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kWidth) {
+      for (int64_t i = 0; i < lines; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
+      add_step<Two>(x, y, x_bytes, groups, group_bytes);
+      tiles_.keep_storing(s);
+      writer_.write(written);
+    }
+    if (const int64_t rest = p_.inputs % kTileDepth) add_last<Two>(x, y, p_.x_stride, groups, height_, rest);
+    writer_.take<Two>(to, rows.end - rows.begin, height_);
+  }
+
+  const Product<bf16>& p_;
+  const int64_t rows_, blocks_, most_, height_;  // rows of the largest block, of a tile
+  Tiles tiles_;
+  Writer writer_;
+};
+
+// A thread's share of p.
+inline void multiply_by_tiles(const Product<bf16>& p, int64_t rows, int64_t thread, int64_t threads) {
+  if (rows == 0) return;
+  const int64_t panels = (p.outputs + kWidth - 1) / kWidth;
+  TileProduct product(p, rows);
+  product.each(panels, thread, threads, [&](int64_t panel, Range blocks, Range run) {
+    const int64_t column = panel * kWidth;
+    const Place to{p.out + product.rows_of(blocks.begin).begin * p.out_stride + column, p.out_stride,
+                   p.bias ? p.bias + column : nullptr, std::min(kWidth, p.outputs - column), nullptr};
+    product.multiply(panel, (panel + 1) % panels, blocks, run, to);
+  });
+}
+
+// A thread's share of SiLU(gate) * up, [rows, p.outputs / 2], which are the halves of p, of whole panels each. A panel of
+// gates stays in the next cache for its panel of ups; neither is written any farther.
+inline void multiply_gated_by_tiles(const Product<bf16>& p, int64_t rows, bf16* out, int64_t thread, int64_t threads) {
+  if (rows == 0) return;
+  const int64_t columns = p.outputs / 2, panels = columns / kWidth;
+  static thread_local Buffer<bf16> kept;
+  bf16* gates = kept.of(rows * kWidth);
+  TileProduct product(p, rows);
+  product.each(panels, thread, threads, [&](int64_t panel, Range blocks, Range run) {
+    const int64_t column = panel * kWidth, row = product.rows_of(blocks.begin).begin;
+    const bf16 *bias = p.bias ? p.bias + column : nullptr, *up_bias = p.bias ? bias + columns : nullptr;
+    product.multiply(panel, panels + panel, blocks, run, {gates, kWidth, bias, kWidth, nullptr});
+    product.multiply(panels + panel, (panel + 1) % panels, blocks, run,
+                     {out + row * columns + column, columns, up_bias, kWidth, gates});
+  });
 }
 
 }  // namespace

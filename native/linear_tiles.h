@@ -7,12 +7,13 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "tile_unit.h"
 
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kPanel = 48;
+template <class T>
+constexpr int64_t kPanel = kTileUnit<T> ? 2 * kTileWidth : 48;
 constexpr int kVectors = kLanes == 16 ? 3 : 2;    // of a tile's columns
 constexpr int kTileRows = kLanes == 16 ? 8 : 4;   // so that sums, weights and one input fit the registers
 constexpr int64_t kTileColumns = kVectors * kLanes;
@@ -34,7 +35,7 @@ struct Product {
   T* out;
   int64_t out_stride;
   int64_t inputs, outputs;
-  int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel; }
+  int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel<T>; }
 };
 
 // Rows x kTileColumns of the product; `ahead` and `also` are memory that will be wanted soon.
@@ -44,7 +45,7 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
   F32 sums[Rows][kVectors];
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
-  const T* weights = p.packed + (column / kPanel) * p.panel_elements() + (column % kPanel) * G;
+  const T* weights = p.packed + (column / kPanel<T>) * p.panel_elements() + (column % kPanel<T>) * G;
   const T* x = p.x + row * p.x_stride;
   const int64_t whole = p.inputs / G;
   // Long sums of floats are made of short ones, or their rounding errors would pile up; next to the rounding of a
@@ -54,7 +55,7 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
   for (int64_t k = 0, stop = 0; k < whole;) {
     for (stop = whole - k > kShort ? k + kShort : whole; k < stop; ++k) {
       decltype(load_group(weights)) w[kVectors];
-      for (int v = 0; v < kVectors; ++v) w[v] = load_group(weights + k * kPanel * G + v * kLanes * G);
+      for (int v = 0; v < kVectors; ++v) w[v] = load_group(weights + k * kPanel<T> * G + v * kLanes * G);
       _mm_prefetch(ahead.at + k * ahead.step, _MM_HINT_T1);
       _mm_prefetch(also.at + k * also.step, _MM_HINT_T1);
 #pragma GCC unroll 8
@@ -75,7 +76,7 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
     for (int r = 0; r < Rows; ++r) {
       T last[2] = {x[r * p.x_stride + whole * G], T{}};
       for (int v = 0; v < kVectors; ++v)
-        sums[r][v] = dot(sums[r][v], splat_group(last), load_group(weights + whole * kPanel * G + v * kLanes * G));
+        sums[r][v] = dot(sums[r][v], splat_group(last), load_group(weights + whole * kPanel<T> * G + v * kLanes * G));
     }
   }
   for (int v = 0; v < kVectors; ++v) {

@@ -359,4 +359,7 @@ inline F32 exp(F32 x) {
   return scale_by_power(p, n);
 }
 
+// x * sigmoid(x)
+inline F32 silu(F32 x) { return div(x, add(splat(1.0f), exp(sub(zero(), x)))); }
+
 }  // namespace lorikeet

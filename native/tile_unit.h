@@ -66,6 +66,12 @@ inline void load_tile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
 }
 
+// The same of rows that will not be wanted again soon: the first cache keeps others rather.
+template <int Tile>
+inline void load_passing_tile(const void* rows, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
+}
+
 // Tile `Sum` += tile 6 . tile 7. (GCC's intrinsic takes no template's argument.)
 template <int Sum>
 inline void add_product() {

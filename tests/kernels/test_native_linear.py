@@ -14,8 +14,8 @@ from tests.kernels.exactness import check_error
 
 DTYPES = (torch.bfloat16, torch.float32)
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-# On both sides of every size that the kernel cuts at: tiles of 4, 8 and 16 rows, blocks of 32 and 64, panels of 48
-# columns, steps of 32 inputs.
+# On both sides of every size that the kernel cuts at: tiles of 4, 8 and 16 rows, blocks of 32 and 64, panels of 32
+# or 48 columns, steps of 32 inputs.
 sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 130, 257]))
 
 
@@ -72,6 +72,25 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     packed = alone.pack(weight)
     for row in (0, 7, 8, 37, 69, 511, 512, 1042):
         assert torch.equal(alone.linear(x[row : row + 1], packed, None)[0], together[row])
+
+
+@instruction_sets
+@given(sizes, sizes, st.one_of(sizes, st.sampled_from([32, 64, 128])), st.booleans(), st.integers(1, 3))
+@settings(max_examples=80)
+def test_gated_at_once_has_the_bits_of_one_after_the_other(
+    instruction_set: str, rows: int, inputs: int, columns: int, biased: bool, threads: int
+) -> None:
+    native, generator = kernels(instruction_set, threads), torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, 2 * columns))
+    bias = torch.randn(2 * columns, generator=generator).bfloat16() if biased else None
+    packed, out = native.pack(weight), torch.full((rows, columns), 7.0).bfloat16()
+    assert isinstance(packed, PanelWeight)
+    address = None if bias is None else bias.data_ptr()
+    gated = load_library(instruction_set).lorikeet_linear_gated(
+        x.data_ptr(), inputs, packed.address, address, out.data_ptr(), rows, threads
+    )
+    assert gated is (instruction_set == "amx" and columns % 32 == 0)
+    assert torch.equal(out, native.silu_mul(native.linear(x, packed, bias)) if gated else torch.full_like(out, 7.0))
 
 
 @instruction_sets

@@ -30,7 +30,8 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
     "llama-mha": (LlamaConfig, {"num_key_value_heads": 4}),
-    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    # 96: whole panels of the native kernels, which gate them at once.
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}),
     "llama-head-dim": (LlamaConfig, {"head_dim": 16}),
     "llama-linear": (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0}}),
     "llama-llama3": (

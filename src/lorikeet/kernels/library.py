@@ -16,6 +16,7 @@ _SIGNATURES = {
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
+    "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
     + (_INT,) * 3,
@@ -27,7 +28,7 @@ _SIGNATURES = {
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
 }
-_RESULTS = {"lorikeet_supported": _INT, "lorikeet_packed_elements": _INT}
+_RESULTS = {"lorikeet_supported": _INT, "lorikeet_packed_elements": _INT, "lorikeet_linear_gated": ctypes.c_bool}
 
 
 class NativeUnavailableError(RuntimeError):
