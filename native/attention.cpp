@@ -37,12 +37,13 @@ using Query = std::conditional_t<Unpacked, T, K>;
 // Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
 template <class T>
 int64_t see(const Call<T>& c, const Step& step, Range part, Seen* seen) {
-  int64_t end = 0;
+  const int64_t group = c.group();
+  int64_t end = 0, position = step.item->position + part.begin / group, head = part.begin % group;
   for (int64_t row = part.begin; row < part.end; ++row, ++seen) {
-    const int64_t position = step.item->position + row / c.group();
     *seen = {std::max<int64_t>(0, c.seen_from(position) - step.tile),
              std::clamp<int64_t>(position + 1 - step.tile, 0, step.tokens())};
     if (seen->begin < seen->end) end = std::max(end, seen->end);
+    if (++head == group) head = 0, ++position;
   }
   return end;
 }
@@ -87,13 +88,15 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     float factors[kBlock<P>];
     const int64_t end = see(c, step, part, seen);
     const bool first = step.tile == step.item->begin;
-    if (first && (sizeof(P) == 2 || end == 0)) state.clear_sums(part);
-    if (end == 0) continue;
+    if (end == 0) {
+      if (first) state.clear_sums(part);
+      continue;
+    }
     const int64_t width = round_up(end, kTileUnit<P> ? kTileDepth : kLanes);
     if constexpr (kTileUnit<P>) {
       score_by_tiles(queries + row * stride, stride, keys, width, work.scores, ahead);
       weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
-      accumulate_by_tiles(weights, values.values, width, factors, state, row, count, ahead);
+      accumulate_by_tiles(weights, values.values, width, first ? nullptr : factors, state, row, count, ahead);
     } else {
       const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, pairs = (end + kGroup<P> - 1) / kGroup<P>;
       if constexpr (Unpacked)
@@ -112,8 +115,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
       for (int64_t column = 0; column < stride; column += kVectors * kLanes)
         with_constant<kRows>(count, [&](auto r) {
           with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
-            accumulate<r(), s()>(weights, values, pairs, sizeof(P) == 4 && first ? nullptr : factors, state, row,
-                                  column, ahead);
+            accumulate<r(), s()>(weights, values, pairs, first ? nullptr : factors, state, row, column, ahead);
           });
         });
     }

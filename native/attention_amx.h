@@ -59,6 +59,7 @@ void score_by_tiles(const bf16* queries, int64_t columns, const bf16* keys, int6
 }
 
 // sums = factor * sums + weights . values, of `rows` rows from `row`, over `width` tokens, a multiple of kTileDepth.
+// Without factors there are no sums yet.
 template <class T>
 void accumulate_by_tiles(const bf16* weights, const bf16* values, int64_t width, const float* factors,
                          const State& state, int64_t row, int64_t rows, Ahead<T>& ahead) {
@@ -72,9 +73,11 @@ void accumulate_by_tiles(const bf16* weights, const bf16* values, int64_t width,
     else
       multiply<2>(weights, weight, from, group, width, products[0], sizeof products[0], ahead, kAccumulateFetch);
     for (int64_t r = 0; r < rows; ++r) {
-      const F32 factor = splat(factors[r]);
       float* sums = state.sums(row + r) + column;
-      for (int64_t i = 0; i < columns; i += kLanes) store(sums + i, fma(load(sums + i), factor, load(products[r] + i)));
+      for (int64_t i = 0; i < columns; i += kLanes) {
+        const F32 product = load(products[r] + i);
+        store(sums + i, factors ? fma(load(sums + i), splat(factors[r]), product) : product);
+      }
     }
   }
 }

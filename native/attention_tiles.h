@@ -117,8 +117,7 @@ struct State {
 };
 
 // sums = factor * sums + weights . values, of Rows rows from `row` and Spans spans from `column`, over `groups`
-// groups of tokens. If P is float there may be no factors: then there are no sums yet. (Zeros would do, but the sums of
-// pieces are not in the cache.)
+// groups of tokens. Without factors there are no sums yet. (Zeros would do, but the sums of pieces are not in the cache.)
 template <int Rows, int Spans, class P, class V, class T>
 void accumulate(const P* weights, const V& values, int64_t groups, const float* factors, const State& state,
                 int64_t row, int64_t column, Ahead<T>& ahead) {
@@ -144,7 +143,7 @@ void accumulate(const P* weights, const V& values, int64_t groups, const float* 
   for (int r = 0; r < Rows; ++r)
     for (int s = 0; s < Spans; ++s) {
       float* sum = state.sums(row + r) + column + s * kSpan;
-      if (sizeof(P) == 4 && !factors) {
+      if (!factors) {
         store(sum, low[r][s]);
         store(sum + kLanes, high[r][s]);
       } else {
@@ -159,6 +158,11 @@ struct Seen {
   int64_t begin, end;
 };
 
+// Overwrites the scores [begin, end), seldom many.
+inline void hide(float* scores, int64_t begin, int64_t end, F32 unseen) {
+  for (int64_t t = begin; t < end; t += kLanes) store_n(scores + t, unseen, int(std::min<int64_t>(kLanes, end - t)));
+}
+
 // weights[r][token] = 2^(scale * score - m), m the largest such exponent so far of row `row + r`; 0 outside of what it
 // sees. At most Rows rows, `width` tokens, a multiple of kLanes. Writes by what each row's earlier sums must be
 // multiplied.
@@ -167,11 +171,12 @@ void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* s
            int64_t row, float* factors) {
   float now[Rows];
   F32 changes = zero();
+  const F32 unseen = splat(kUnseen / scale);
   static_assert(Rows <= kLanes);
   for (int64_t r = 0; r < rows; ++r) {
     float* s = scores + r * kTile;
-    std::fill(s, s + std::min(seen[r].begin, width), kUnseen / scale);
-    std::fill(s + std::min(seen[r].end, width), s + width, kUnseen / scale);
+    hide(s, 0, std::min(seen[r].begin, width), unseen);
+    hide(s, std::min(seen[r].end, width), width, unseen);
     F32 most = load(s);
     for (int64_t t = kLanes; t < width; t += kLanes) most = max(most, load(s + t));
     const float before = state.largest(row + r);
