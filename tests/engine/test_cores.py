@@ -70,3 +70,15 @@ def test_files_left_behind_are_cleared_away(tmp_path: Path) -> None:
     os.utime(left, (0, 0))
     assert CoreShare(folder=tmp_path).threads(0.0) == 8
     assert not left.exists()
+
+
+def test_a_disk_that_takes_no_files_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shut = tmp_path / "shut"
+    share = CoreShare(folder=shut / "cores")
+    shut.write_text("")  # not a folder, as if it were full
+    assert [share.threads(now) for now in (0.0, 1.0)] == [8, 8]
+    assert len(caplog.records) == 1
+    shut.unlink()
+    assert share.threads(2.0) == 8
+    assert CoreShare(folder=shut / "cores").threads(0.0) == 4
+    share.close()

@@ -190,6 +190,25 @@ def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
     assert target.memory.host_counts().kv == len(departed.keys)
 
 
+def test_a_block_that_was_lost_comes_back_in_the_room_of_what_lies_behind_it() -> None:
+    source = bench()
+    begun(source)
+    exported, departed = let_go(source)
+    target = bench(host_blocks=2)
+    tree, tiers = target.memory.tree, target.memory.tiers
+    target.engine.bring_kv(BringKv(exported.adapter, departed.keys[:2], departed.blocks[:2]))
+    lost = tree.find(departed.keys[0])
+    assert lost is not None
+    tiers.drop_kv_from_host([lost])
+    taken = tiers.host.lease(1)  # by something that does not give way
+    target.engine.bring_kv(BringKv(exported.adapter, departed.keys[:1], departed.blocks[:1]))
+    assert tree.find(departed.keys[0]) == lost
+    assert tree.on_host[lost]
+    assert tree.find(departed.keys[1]) is None
+    tiers.host.release(taken)
+    target.memory.check_integrity()
+
+
 def test_a_recording_has_the_keys_and_not_the_bytes() -> None:
     class Kept:
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from lorikeet.memory.memory import Memory
 from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import Prefetch
 from lorikeet.memory.rules import MemoryRules
-from lorikeet.memory.tree import BASE, Kind
+from lorikeet.memory.tree import BASE, Kind, Moving
 from lorikeet.rows import ROWS, Row
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
@@ -101,6 +101,35 @@ def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks
     assert bench.memory.host_counts().adapter == 18, "six of three blocks each; a seventh does not fit"
     ask(bench, "x", [1, 2], "a0", blocks=3)
     assert routes(bench)["host-device"] == 1
+
+
+def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
+    bench = Bench(blocks=30, host_blocks=20, row=ROWS["elora:s-lora"])
+    bench.engine.know_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
+    fill_host(bench)
+    assert bench.memory.host_counts().adapter == 6
+
+
+def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier() -> None:
+    bench = Bench(blocks=30, host_blocks=2, row=ROWS["elora:s-lora"])
+    bench.engine.know_adapters((adapter("b", 2),))
+    fill_host(bench)
+    bench.engine.submit(request("long", [1, 2], 0.0, adapter("b", 2), max_tokens=40))
+    bench.engine.know_adapters((adapter("c", 2), adapter("a", 2)))
+    bench.engine.submit(request("first", [1, 2], 0.0, adapter("a", 2), max_tokens=1))
+    while RequestId("first") not in bench.finished():
+        bench.step()
+    assert routes(bench)["source-device"] == 1, "the host is full of an adapter in use"
+    bench.engine.abort(RequestId("long"))
+    for name in ("b", "c"):
+        bench.engine.drop_adapter(AdapterDigest(f"digest-{name}"))
+    node = bench.memory.tree.adapter(AdapterDigest("digest-a"))
+    while bench.memory.tree.moving[node] != Moving.READ:
+        bench.engine.step()
+    bench.engine.submit(request("second", [1, 2], bench.clock.now(), adapter("a", 2), max_tokens=2))
+    bench.engine.step()
+    assert bench.memory.tree.moving[node] == Moving.READ
+    assert [step.request_id for step in bench.plans[-1].sequences] == ["second"]
 
 
 def test_host_victims_are_childless_kv_first_and_then_other_adapters() -> None:

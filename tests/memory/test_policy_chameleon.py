@@ -108,6 +108,13 @@ def test_uses_count_for_five_minutes() -> None:
     assert policy.scores(nodes, 1300.0).tolist() == [0.0, 0.0]
 
 
+def test_uses_are_forgotten_though_nobody_asks_for_scores() -> None:
+    policy, (node,) = used([(8, 1, 0)])
+    for second in range(1000, 5000):
+        policy.admitted(node, [], float(second))
+    assert len(policy._uses) <= 300
+
+
 def test_recency_and_frequency_are_relative_to_who_is_resident_now() -> None:
     tree = Tree()
     here = [add_adapter(tree, last_use_s=last) for last in (10.0, 20.0)]

@@ -7,6 +7,7 @@ and takes its part of the cores: alone all of them, half beside a second. A rank
 
 import contextlib
 import ctypes
+import logging
 import os
 import tempfile
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+
+_LOG = logging.getLogger(__name__)
 
 REFRESH_S = 0.25
 """How old a rank's own sign of life, and its count of the others, may be."""
@@ -47,11 +50,11 @@ class CoreShare:
         self._asked = asked
         self.all = sorted(usable_cores())
         self._folder = folder or Path(tempfile.gettempdir()) / f"lorikeet-cores-{os.getuid()}"
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
         self._announcement = msgspec.json.encode(_Team(self.all, asked))
         self._due_s = float("-inf")
         self._threads = asked or len(self.all)
+        self._told = False
 
     def threads(self, now: float) -> int:
         """Return how many threads to compute with; to be asked before every step.
@@ -60,11 +63,21 @@ class CoreShare:
             now: seconds of a monotonic clock.
         """
         if now >= self._due_s:
-            self._path.write_bytes(self._announcement)
-            if not self._asked:
-                self._threads = self._fair_threads()
+            try:
+                self._meet()
+            except OSError as error:  # a disk that is full, perhaps: it costs time and must not cost the engine
+                if not self._told:
+                    _LOG.warning("ranks on this machine cannot share its cores: %s", error)
+                self._told = True
             self._due_s = now + REFRESH_S
         return self._threads
+
+    def _meet(self) -> None:
+        """Give a sign of life, and count the others'."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.write_bytes(self._announcement)
+        if not self._asked:
+            self._threads = self._fair_threads()
 
     def close(self) -> None:
         """Leave the cores to the others."""

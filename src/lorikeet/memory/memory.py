@@ -257,7 +257,8 @@ class Memory:
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
-        for flight in tiers.want([adapter]):
+        # An adapter that is on the device may be on its way to the host, too, for which nobody has to wait.
+        for flight in tiers.want([] if tree.on_device[adapter] else [adapter]):
             lease.adapter_transfers.add(flight.transfer.transfer_id)
             lease.assisted = bool(flight.transfer.groups)
         for flight in tiers.want(path):

@@ -195,9 +195,9 @@ class Swapper:
         while self._unread:
             node = self._unread[0]
             entry = tree.adapters.get(node)
-            if entry is None or entry.retired or tree.on_host[node] or tree.moving[node]:
+            most = share * host.total  # one that is larger by itself must not keep those behind it from being read
+            if entry is None or entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
                 self._unread.popleft()
                 continue
-            fits = host.total - host.free + entry.host_size <= share * host.total
-            return node if fits else None
+            return node if host.total - host.free + entry.host_size <= most else None
         return None

@@ -88,14 +88,15 @@ class KvTravel:
             if node is None:
                 ((node,),) = tree.add_kv([path[-1]], [[keys[index]]], now)
             is_known = tree.on_host[node] or tree.on_device[node] or tree.moving[node] != Moving.NO
+            self._tiers.pin([node])  # or it would be forgotten with what is below it when that makes room
             if not is_known:  # what is, lies behind a block that was lost
                 if not room.make_host_room_for_kv():
+                    self._tiers.unpin([node])
                     room.forget_if_empty([node])
                     break
                 block = self._tiers.host.lease(1)[0]
                 self._tiers.adopt_on_host(node, block)
                 places.append((index, block))
-            self._tiers.pin([node])
             path.append(node)
         self._tiers.unpin(path)
         room.rescore(np.asarray(path), now)

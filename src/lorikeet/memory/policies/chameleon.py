@@ -67,7 +67,7 @@ class Chameleon(Eviction):
 
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
         """Count a use. A prefetch is none."""
-        self._frequency = by_node(self._frequency, self.view.tree, 0.0)
+        self._forget_uses(now)  # here, too, as nobody asks for scores while there is room for everybody
         self._frequency[adapter] += 1
         self._uses.append((now, adapter))
 
