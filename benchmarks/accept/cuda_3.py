@@ -236,7 +236,7 @@ def _pairs(built: Replica, name: str, work: tuple[int, int, int], refs: Sequence
     with twins(built) as executor:
         run_all(built, make_requests(name, *work, refs))
     pairs: list[Pair] = executor.decodes
-    return [list(pair) for pair in pairs[STEPS // 4 :]]  # graphs are captured in the first
+    return [list(pair) for pair in pairs[len(pairs) // 4 :]]  # graphs are captured in the first
 
 
 def spread(count: int, wanted: int) -> list[int]:

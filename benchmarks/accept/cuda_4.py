@@ -1,8 +1,11 @@
 """cuda.4: a profile of a GPU by the product's own command, and the modelled executor beside the engine there."""
 
+import gc
 import tempfile
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from benchmarks.accept.costs_2 import WITHIN, Bed, twin_result
 from benchmarks.accept.gpu_rig import SHAPE, GpuRig, gpu_rig, why_no_gpu
@@ -32,4 +35,7 @@ def run(runs: StoredRuns) -> Result:
 def gpu_profile(rig: GpuRig, part: str = "profile") -> CostProfile:
     """Return the GPU's profile, measured once and kept as a part of this line."""
     flags = ("--device", "cuda", "--model", str(rig.model), "--load-format", "dummy", "--max-step-tokens", "2048")
-    return machine_profile(StoredRuns(LINE), part, flags=flags)
+    # The command has a process of its own, which needs what engines of this one had. Quick, as there are four of them.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return machine_profile(StoredRuns(LINE), part, quick=True, flags=flags)

@@ -315,6 +315,12 @@ class _Model:
         logits = self._model.decoder.forward(batch, self._kv)
         self._model.kernels.choose(logits, _choices(len(logits)).on(META))
 
+    def edit(self, count: int) -> None:
+        """Choose tokens by logits that were edited, which are floats."""
+        self._compiler.step = f"{self._name} edited logits of {count}"
+        logits = torch.empty(count, self._model.config.vocab_size, device=META)
+        self._model.kernels.choose(logits, _choices(count).on(META))
+
     def _rows(self, sequences: Sequence[tuple[int, int, str]]) -> list[BatchRow]:
         made = []
         for number, (rows, tokens, name) in enumerate(sequences):
@@ -341,11 +347,16 @@ def serve_after_start(compiler: Compiler) -> list[Kernel]:
         for rank in (8, 16, 64, 128):
             model.decode(count, f"all{rank}.*")
             model.decode(count, f"qv{rank}.0")
+            model.decode(count, *(f"all{rank}.{i}" for i in range(max(1, count - 1))))
+            model.decode(count, *(f"all{rank}.{i}" for i in range(3)))
     for tokens in (3, 20, 100, 512):
         model.call((tokens, tokens, ""))
         for rank in (8, 16, 32, 64, 128):
             model.call((tokens, tokens, f"all{rank}.0"))
             model.call((tokens, tokens, f"all{rank}.0"), (1, 900, f"all{rank}.1"), (1, 800, ""))
+    for others, rank in product((4, 11, 22, 44), (8, 128)):
+        model.call((17, 17, f"all{rank}.0"), *((1, 900, f"all{rank}.{i + 1}") for i in range(others)))
+    model.edit(3)
     model.decode(5, context=8000)
     return compiler.kernels[started:]
 

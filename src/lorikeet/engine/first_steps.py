@@ -28,6 +28,8 @@ from lorikeet.rows import resolve_row
 
 _RANKS = (16, 32, 64)
 """There are tiles of these; of larger ranks there are several."""
+_MANY_ROWS = 17
+"""Of one adapter: its tiles are larger then, for all that share the step, and their number tells how sums are split."""
 
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
@@ -72,13 +74,19 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
     """
     most_tokens = min(engine.max_step_tokens, longest_tokens)
     most_rows = min(engine.max_running, engine.max_step_tokens)
+    most_others = min(most_rows - 1, most_tokens - _MANY_ROWS)
     ranks = sorted({min(ranks, rank) for ranks in (0, *_RANKS, rank)})
     for each in ranks:
         for tokens in _multiples(2, 4 if each else 2, most_tokens):
             run_step(model, engine, each, [tokens])
+        for others in _multiples(1, 2, most_others) if each and most_others > 0 else ():
+            run_step(model, engine, each, [_MANY_ROWS, *[1] * others])
     for rows in sorted({min(padded_rows(rows), most_rows) for rows in range(1, most_rows + 1)}):
         for each in ranks:
             run_decodes(model, engine, each, rows, longest_tokens)
+    for rows in _multiples(1, 2, most_rows):
+        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # as those that are edited are floats
+        model.kernels.choose(logits, _drawn(rows).on(model.device))
 
 
 def _multiples(least: int, factor: int, most: int) -> list[int]:
@@ -111,7 +119,7 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
 
 
 def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: int, longest_tokens: int) -> None:
-    """Decode once as graphs do, which have other tables: under an adapter for each sequence, and one for all.
+    """Decode as graphs do, which have other tables: under one adapter, two, four and so on, the last one for the rest.
 
     Where no graphs are used, this is a step of :func:`run_step`.
 
@@ -130,9 +138,9 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
         run_step(model, engine, rank, [1] * sequences)
         return
     names = [row.sequence.adapter for row in rows]
-    for shared in (False, True) if rank else (False,):
-        for row, name in zip(rows, names, strict=True):
-            row.sequence.adapter = names[0] if shared else name
+    for adapters_used in sorted({*_multiples(1, 2, sequences), max(1, sequences - 1)} if rank else {sequences}):
+        for i, row in enumerate(rows):
+            row.sequence.adapter = names[min(i, adapters_used - 1)]
         adapters = {name: weights for name in names if name is not None}
         graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
     if not rank and longest_tokens > LONG_TOKENS:

@@ -18,6 +18,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.parts import Part, parts_of
 from lorikeet.kernels.segments import MOST_ROWS, Segment, cut_segments
+from lorikeet.kernels.sending import send
 
 if TYPE_CHECKING:
     from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
@@ -82,7 +83,7 @@ class LoraWeights:
         if device.type == "cpu":
             return self.table, self.index
         if self._on_device is None:
-            self._on_device = self.table.to(device), self.index.to(device)
+            self._on_device = send(self.table, device), send(self.index, device)
         return self._on_device
 
 
@@ -125,7 +126,7 @@ class LoraTargets:
         if device.type == "cpu":
             return self.numbers
         if self._on_device is None:
-            self._on_device = self.numbers.to(device)
+            self._on_device = send(self.numbers, device)
         return self._on_device
 
 
@@ -199,7 +200,7 @@ class LoraBatch:
         """Return :attr:`table` where kernels on a device can read it and what it names; cut and copied once."""
         if self._on_device is None:
             rows = cut_segments(self.rows_on(device), MOST_ROWS)
-            self._on_device = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+            self._on_device = send(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
         return self._on_device
 
     def rows_on(self, device: torch.device) -> list[Segment]:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lorikeet.kernels.sending import send
+
 LONG_TOKENS = 8192
 """A context that may be longer is worth more programs, whoever shares its step; graphs for such are others."""
 
@@ -34,7 +36,7 @@ def parts_of(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tupl
     if ones in (0, len(rows)):
         return (Part(None, len(rows), int(rows.amax()), int(contexts.amax())),)
     order = (rows != 1).argsort(stable=True)
-    numbers, ordered = order.to(device, non_blocking=True), contexts[order]
+    numbers, ordered = send(order, device), contexts[order]
     return (
         Part(numbers[:ones], ones, 1, int(ordered[:ones].amax())),
         Part(numbers[ones:], len(rows) - ones, int(rows.amax()), int(ordered[ones:].amax())),
