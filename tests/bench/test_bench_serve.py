@@ -73,6 +73,17 @@ def test_a_search_prints_its_probes(server: FakeServer, tmp_path: Path) -> None:
     assert [probe["rate"] for probe in report["probes"]] == [400.0, 200.0, 100.0]
 
 
+def test_a_search_says_that_its_workload_has_ended_it(server: FakeServer, tmp_path: Path) -> None:
+    workload = tmp_path / "w.jsonl"
+    line = {"arrival_s": 0.0, "adapter": None, "input_tokens": 4, "output_tokens": 3}
+    workload.write_text("".join(json.dumps(line | {"arrival_s": 0.01 * number}) + "\n" for number in range(12)))
+    flags = f"--find-peak --rate 60 --probe-s 0.1 --slo ttft=60 --workload {workload}".split()
+    result = bench(server.url, *flags)
+    assert result.exit_code == 0, result.output
+    assert "peak load: above 120 requests/s" in result.output
+    assert "holds too few requests for probes of 0.1 s at higher rates" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -84,6 +95,7 @@ def test_a_search_prints_its_probes(server: FakeServer, tmp_path: Path) -> None:
         "--endpoint embeddings",
         "--prompt-tokens many",
         "--rate 0 --find-peak --slo ttft=1",
+        "--find-peak --slo ttft=1 --requests 500",
         "--workload /dev/null",
         "--adapters all --model other",
         "--adapter-as {name}",

@@ -134,6 +134,19 @@ def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer
     assert [run.figures.requests for run in runs] == [10, 10]
 
 
+def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(server: FakeServer) -> None:
+    """50 requests last a tenth of a second at 500/s, and no longer."""
+    plan = Recipe(trace=tuple(request(arrival_s=0.1 * number) for number in range(50)))
+    runner = LoadRunner(Target(server.url, "base"), plan, Slo(ttft_s=60))
+    peak, runs = runner.find_peak(0.9, start=200.0, probe_s=0.1)
+    assert (peak.rate, peak.missed_rate) == (400.0, None)
+    assert [run.figures.requests for run in runs] == [20, 40]
+    with pytest.raises(ChoiceError, match=r"at 600 requests/s takes 60 requests, and the workload holds 50"):
+        runner.find_peak(0.9, start=600.0, probe_s=0.1)
+    with pytest.raises(ChoiceError, match=r"takes 10 requests, and the workload holds 5"):
+        LoadRunner(Target(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(0.9, 1.0, 0.1)
+
+
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
     with pytest.raises(ChoiceError, match="no limits"):
         LoadRunner(Target(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

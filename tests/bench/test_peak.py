@@ -46,5 +46,11 @@ def test_a_server_that_always_meets_it_ends_the_search_by_its_number_of_probes()
     assert (peak.rate, peak.missed_rate, len(peak.probes)) == (8.0, None, 4)
 
 
+def test_nothing_is_tried_beyond_the_bounds() -> None:
+    assert [probe.rate for probe in find_peak(knee(9.0), 0.9, start=1.0, highest=5.0).probes] == [1.0, 2.0, 4.0]
+    assert find_peak(knee(9.0), 0.9, start=1.0, highest=5.0).missed_rate is None
+    assert find_peak(knee(3.0), 0.9, start=1.0, highest=5.0) == find_peak(knee(3.0), 0.9, start=1.0)
+
+
 def test_reaching_the_target_exactly_is_meeting_it() -> None:
     assert find_peak(lambda rate: 0.9, 0.9, start=1.0, max_probes=1).rate == 1.0

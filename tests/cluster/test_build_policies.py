@@ -257,3 +257,4 @@ def test_a_placement_made_by_hand_says_what_it_lacks(name: str) -> None:
 def test_a_target_of_zero_is_none() -> None:
     assert ClusterOptions().slo == Slo()
     assert ClusterOptions(ttft_s=0.5).slo == Slo(ttft_s=0.5)
+    assert ClusterOptions(ttft_s=10.0, e2e_s=60.0).slo == Slo(ttft_s=10.0, e2e_s=60.0)

@@ -167,6 +167,26 @@ def test_who_comes_later_does_not_overtake_one_that_waits_for_room() -> None:
     assert actions.sends == (Send(RequestId("large"), S1), Send(RequestId("small"), S1))
 
 
+def test_places_of_those_whom_a_provision_has_failed_are_taken_at_once() -> None:
+    dispatcher = Dispatcher(FirstFit())
+    dispatcher.join(ReplicaInfo(S1, max_batch=1), 0.0)
+    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    assert dispatcher.arrive(asked("r2", None), 0.0) == Actions()
+    actions = dispatcher.provision_failed(provision, 0.0)
+    assert actions == Actions(sends=(Send(RequestId("r2"), S1),), failed=(RequestId("r1"),))
+
+
+def test_places_of_those_who_go_to_another_holder_are_taken_at_once() -> None:
+    dispatcher = Dispatcher(FirstFit())
+    dispatcher.join(ReplicaInfo(S1, max_batch=1), 0.0, [A])
+    dispatcher.join(ReplicaInfo(S2, max_batch=1), 0.0)
+    dispatcher.arrive(asked("r1"), 0.0)
+    provision = only_provision(dispatcher.fetch_failed(only_fetch(dispatcher.arrive(asked("r2"), 0.0))))
+    assert dispatcher.arrive(asked("r3", None), 0.0) == Actions()
+    actions = dispatcher.provision_failed(provision, 0.0)
+    assert actions == Actions(sends=(Send(RequestId("r2"), S1), Send(RequestId("r3"), S2)))
+
+
 def test_requests_of_a_replica_that_left_arrive_again() -> None:
     dispatcher = dispatcher_of(S1, S2, A=[S1])
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
@@ -237,6 +257,14 @@ def test_a_retired_adapter_goes_though_a_replica_comes_back_with_a_copy() -> Non
     assert not dispatcher.uses(A)
     assert dispatcher.join(ReplicaInfo(S3), 3.0, [A]) == Actions(deletes=((A, S3),))
     assert not dispatcher.uses(A)
+
+
+def test_so_many_retired_adapters_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.cluster.dispatcher.RETIRED_KNOWN", 2)
+    dispatcher = dispatcher_of(S1)
+    for name in ("A", "B", "C"):
+        dispatcher.retire(digest(name))
+    assert dispatcher.join(ReplicaInfo(S2), 0.0, [A, B, digest("C")]).deletes == ((B, S2), (digest("C"), S2))
 
 
 def test_an_adapter_that_is_known_again_stays() -> None:

@@ -104,6 +104,28 @@ async def test_what_was_seen_while_the_orchestrator_is_gone_is_told_later() -> N
     running.cancel()
 
 
+async def test_of_a_long_absence_no_more_than_one_period_is_kept() -> None:
+    class Gone(Service):
+        """Whenever it does not answer, one more request comes, of as many tokens as calls will fail from here on."""
+
+        async def period(self, seen: Seen) -> RoutingTable:
+            if self.errors:
+                placer.arrived(A.adapter, len(self.errors))
+                placer.answered(A.adapter, len(self.errors))
+            return await super().period(seen)
+
+    service = Gone()
+    placer, _ = placer_of(service, period_s=0.001)
+    service.errors = [OrchestratorGone("it was killed")] * 50
+    placer.arrived(None, 0)
+    running = asyncio.create_task(placer.run())
+    await placer.period()
+    assert service.periods[0] == Seen(((A.adapter, 2), (A.adapter, 1)), ((A.adapter, 2), (A.adapter, 1)))
+    await placer.period()
+    assert service.periods[1] == Seen()
+    running.cancel()
+
+
 async def test_the_first_request_begins_a_period_which_is_looked_at_before_its_end() -> None:
     service = Service()
     placer, tables = placer_of(service, period_s=0.01)

@@ -1,7 +1,7 @@
 """Simulated clusters: what is known when, what is charged, and what one engine alone would do."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.in_process import Watch, run_workload
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import Modelled, build_modelled
+from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.asked import Asked
 from lorikeet.cluster.build import MigrationCosts
@@ -26,14 +27,19 @@ from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request
-from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.devices import DEVICES
+from lorikeet.costs.profile import CostProfile, Figure, Link, Transfers
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.rows import resolve_row
 from lorikeet.simulator import cluster_run
+from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile, seconds
+
+PCIE = DEVICES["a100-40"].host_bytes_per_s
 
 
 def asks(arrival_s: float, adapter: str | None = None, prompt: int = 5, answer: int = 3) -> WorkloadRequest:
@@ -196,16 +202,52 @@ def test_a_fetch_is_charged_once_for_two_that_wait_for_it() -> None:
 
 def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
     adapters = some_adapters(1)
+    load = Link(seconds(0.0), Figure(256.0, "bytes/s"))
     found = simulated(
         [asks(0.0, adapters[0].name)],
         2,
         adapters,
+        profile=round_profile(transfers=Transfers(source_to_device=load)),
         router=Always("replica-1"),
         placement=Fixed(names(2), "replica-0"),
         copies=slow(FetchForm.PIPELINED),
     )
-    assert found.run.exchanges[0].ttft_s == pytest.approx(0.05 + 0.014 + 0.02)
+    assert found.run.exchanges[0].ttft_s == pytest.approx(1.0 + 0.014 + 0.02), "both at once, as fast as either"
     assert found.figures.fetches == 1
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 100 * 10**9])
+@pytest.mark.parametrize(
+    ("fetch", "taken_s"),
+    [
+        (FetchForm.PIPELINED, lambda part: 50e-6 + part / 24e9),
+        (FetchForm.STORE_AND_FORWARD, lambda part: 50e-6 + part / 24e9 + part / PCIE),
+    ],
+)
+def test_a_fetched_adapter_comes_to_the_device_from_its_new_host_and_from_no_drive(
+    fetch: FetchForm, taken_s: Callable[[float], float], host_memory_bytes: int
+) -> None:
+    """Two requests at once, one of which overflows, in LoRAServe's setting: rank 128 over four devices."""
+    profile = load_profile("a100-40x4-llama-2-7b")
+    (ref,) = synthetic_adapters(1, (128,), profile.geometry)
+    of = settings(row="lorikeet:plain,placement=random,routing=loraserve", host_memory_bytes=host_memory_bytes)
+    workload = [asks(at_s, ref.name, 512) for at_s in (0.0, 0.0, 9.0)]
+    found = simulate_cluster(of, profile, workload, {ref.name: ref}, Prompts(0), ClusterChoice(2, fetch=fetch))
+    assert found.cluster is not None
+    assert found.cluster.fetches == 1
+    (at_home, elsewhere, warm), part = found.run.exchanges, ref.weight_bytes / 4
+    assert at_home.ttft_s == pytest.approx(warm.ttft_s + part / PCIE)
+    assert elsewhere.ttft_s == pytest.approx(warm.ttft_s + taken_s(part))
+
+
+def test_an_adapter_that_was_read_from_its_files_is_not_read_again() -> None:
+    profile = load_profile("a100-40x4-llama-2-7b")
+    (ref,) = synthetic_adapters(1, (128,), profile.geometry)
+    twice = [asks(0.0, ref.name, 512), asks(9.0, ref.name, 512)]
+    choice = ClusterChoice(2, provisioned=False)
+    found = simulate_cluster(settings(), profile, twice, {ref.name: ref}, Prompts(0), choice)
+    (cold, warm), part = found.run.exchanges, ref.weight_bytes / 4
+    assert cold.ttft_s == pytest.approx(warm.ttft_s + 50e-6 + part / 2e9 + part / PCIE)
 
 
 def test_what_nobody_holds_is_read_from_its_files_once() -> None:

@@ -1,6 +1,7 @@
 """LoRAServe beside the placements that it is compared with, in a small setting like its own."""
 
 import msgspec
+import pytest
 
 from lorikeet.bench.choices import Range
 from lorikeet.bench.prompts import Prompts
@@ -21,14 +22,14 @@ POINTS = {8: 11660.0, 16: 9700.0, 32: 7560.0, 64: 5200.0, 128: 3320.0}
 """Found by ``operating_points_for`` at ranks 8, 32 and 128; those between are near the line."""
 
 
-def run(row: str) -> Simulated:
+def run(row: str, slo: Slo = SLO, count: int = COUNT) -> Simulated:
     settings = Settings(engine=EngineSettings(row=row, max_repeat=1, max_running=256, max_step_tokens=2048))
-    loads = OperatingLoads(KernelForm.PADDED, SLO, 256, 64, 256, 2048, POINTS)
+    loads = OperatingLoads(KernelForm.PADDED, slo, 256, 64, 256, 2048, POINTS)
     profile = msgspec.structs.replace(load_profile("a100-80-llama-2-7b"), operating_points=(loads,))
     adapters = synthetic_adapters(ADAPTERS, PAPER_RANKS, profile.geometry)
     workload = Recipe(
         rates=Rates.constant(RATE),
-        count=COUNT,
+        count=count,
         adapters=tuple(adapter_names(ADAPTERS)),
         ranks=tuple(spread(PAPER_RANKS, ADAPTERS)),
         adapter_choice="rank-power:1:1",
@@ -36,7 +37,11 @@ def run(row: str) -> Simulated:
         output_tokens=Range(64, 64),
     ).requests()
     refs = {ref.name: ref for ref in adapters}
-    return simulate_cluster(settings, profile, workload, refs, Prompts(0), ClusterChoice(4, slo=SLO))
+    return simulate_cluster(settings, profile, workload, refs, Prompts(0), ClusterChoice(4, slo=slo), show=searched)
+
+
+def searched(stage: str, done: int, total: int) -> None:
+    raise AssertionError(f"{stage}: the profile has it")
 
 
 def ttft_p95_s(found: Simulated) -> float:
@@ -53,3 +58,8 @@ def test_loraserve_brings_the_first_token_sooner_than_placements_that_know_no_lo
     assert 0.25 <= found.cluster.held_share < 0.4, "one copy of each is a quarter, and few are beside it"
     for rival in ("loraserve:random", "loraserve:contiguous"):
         assert ttft_p95_s(found) < 0.7 * ttft_p95_s(run(rival))
+
+
+@pytest.mark.parametrize("slo", [Slo(e2e_s=20.0), Slo(ttft_s=10.0, e2e_s=60.0)])
+def test_operating_points_with_a_limit_on_e2e_are_those_of_a_simulation_with_it(slo: Slo) -> None:
+    assert len(run("loraserve", slo, 20).run.exchanges) == 20

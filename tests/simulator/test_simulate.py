@@ -234,6 +234,36 @@ def test_adapters_are_assisted_if_they_change_what_host_workers_compute() -> Non
     assert part.figures.ttft_s.p50 < whole.figures.ttft_s.p50
 
 
+def test_the_plot_of_a_search_is_that_of_its_peak(profile: str, tmp_path: Path) -> None:
+    flags = ["simulate", "--profile", profile, "--count", "200", "--adapters", "4", "--ranks", "1,2"]
+    flags += ["--prompt-tokens", "1-20", "--output-tokens", "1-30", "--slo", "ttft=1", "--find-peak"]
+    report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    result = CliRunner().invoke(app, [*flags, "--json", str(report), "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_bytes())
+    assert found["probes"][-1]["rate"] == found["missed_rate"], "the last probe is not the one to show"
+    assert f"at {found['peak_rate']:.4g} requests/s" in plot.read_text()
+    at_peak = tmp_path / "at_peak.svg"
+    once = [*flags[:-1], "--rate", repr(found["peak_rate"]), "--plot", str(at_peak)]
+    assert CliRunner().invoke(app, once).exit_code == 0
+    assert polylines(plot) == polylines(at_peak)
+
+
+def polylines(plot: Path) -> list[str]:
+    return re.findall("<polyline[^>]*>", plot.read_text())
+
+
+def test_turns_that_waited_for_an_answer_are_told_of_as_such(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    talk = [WorkloadRequest(0.0, None, 64, 40, (1, 2), "talk"), WorkloadRequest(0.01, None, 160, 4, (1, 2, 3), "talk")]
+    write_workload(trace, talk)
+    flags = ["simulate", "--profile", profile, "--trace", str(trace), "--block-tokens", "32"]
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    assert "held for the answer before" in result.output
+    assert "--concurrency" not in result.output
+
+
 def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text('profile = "x"\nadaptors = 3\n')

@@ -89,7 +89,8 @@ class LoadFigures(msgspec.Struct, frozen=True):
         fairness: Jain's index over the adapters' mean E2E per output token.
         most_under_way: requests under way at once.
         lateness_s: by how much the client sent late.
-        held_s: how long the limit on requests under way held requests back.
+        held_s: how long requests were held back that were due: by the limit on requests under way, or, where turns
+            hold answers, until the answer before was there.
         cached_share: share of prompt tokens found in the server's prefix cache, None if it does not say.
         adapters: by number of requests.
     """

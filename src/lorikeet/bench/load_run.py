@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -96,15 +97,27 @@ class LoadRunner:
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
         """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
 
+        Where the recipe has a trace, no rate is tried at which it holds too few requests for a probe: a shorter one
+        would end before queues are as long as they get.
+
         Args:
             attainment: share of the requests that must.
             start: first rate.
             probe_s: length of a probe; longer if fewer than ten requests would come.
 
         Raises:
-            ChoiceError: there are no limits, or a rule of the recipe has no meaning for so many requests.
+            ChoiceError: there are no limits, a rule of the recipe has no meaning for so many requests, or its trace
+                holds too few for the first probe.
         """
         runs: list[Run] = []
+        trace_requests = len(self._recipe.trace) or inf
+        highest = trace_requests / probe_s
+        if start > highest or trace_requests < _LEAST_PROBE_REQUESTS:
+            count = max(_LEAST_PROBE_REQUESTS, round(start * probe_s))
+            raise ChoiceError(
+                f"a probe of {probe_s:g} s at {start:.3g} requests/s takes {count} requests, and the workload holds "
+                f"{trace_requests}: begin at a lower rate, or with shorter probes"
+            )
 
         def probe(rate: float) -> float:
             count = max(_LEAST_PROBE_REQUESTS, round(rate * probe_s))
@@ -114,7 +127,7 @@ class LoadRunner:
                 raise ChoiceError("the requests have no limits to meet")
             return attained
 
-        return find_peak(probe, attainment, start, lowest=1 / probe_s), runs
+        return find_peak(probe, attainment, start, lowest=1 / probe_s, highest=highest), runs
 
     def _requests(self, count: int, rate: float | None) -> list[WorkloadRequest]:
         rates = None if rate is None else Rates.constant(rate)

@@ -1,6 +1,7 @@
 """Peak load: the highest request rate that still meets the SLO."""
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 
@@ -31,6 +32,7 @@ def find_peak(
     start: float,
     *,
     lowest: float = 0.0,
+    highest: float = inf,
     precision: float = 0.1,
     max_probes: int = 20,
 ) -> Peak:
@@ -40,7 +42,7 @@ def find_peak(
         probe: measures the attainment at a rate.
         target: attainment that must be reached.
         start: first rate.
-        lowest: rate below which nothing is tried.
+        lowest, highest: rates below and above which nothing is tried.
         precision: the search ends when met and missed rates are closer than this, relative to the met one.
         max_probes: it also ends after so many.
     """
@@ -48,7 +50,7 @@ def find_peak(
     met: float | None = None
     missed: float | None = None
     rate = start
-    while len(probes) < max_probes and rate >= lowest:
+    while len(probes) < max_probes and lowest <= rate <= highest:
         probes.append(Probe(rate, probe(rate)))
         if probes[-1].attainment >= target:
             met = rate

@@ -39,8 +39,8 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seed: of whatever is drawn.
-        ttft_s, tpot_s: the SLO; 0 for no limit.
-        memory_bytes: of each replica, for adapters and KV; 0 for what the profile says.
+        ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no target for E2E.
+        memory_bytes: of each replica, for adapters and KV, over all ranks; 0 for what the profile says.
         kv_token_bytes: of a token of KV, over all ranks; 0 for what the profile says.
         link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
         prompt_tokens, output_tokens: of a mean request.
@@ -50,6 +50,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    e2e_s: float = 0.0
     memory_bytes: int = 0
     kv_token_bytes: float = 0.0
     link_bytes_per_s: float = 0.0
@@ -60,7 +61,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def slo(self) -> Slo:
         """The SLO as requests carry it."""
-        return Slo(self.ttft_s or None, self.tpot_s or None)
+        return Slo(self.ttft_s or None, self.tpot_s or None, self.e2e_s or None)
 
 
 class MigrationCosts(NamedTuple):

@@ -88,7 +88,7 @@ class ClusterClient:
         self._dispatcher = Dispatcher(router, prefetch=prefetch)
         self._placer = Placer(placement, period_s, self._follow)
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._do)
-        self._joining = Joining(self._dispatcher, self._files, settings.engine.max_running, self._do)
+        self._joining = Joining(self._dispatcher, self._files, settings.engine, self._do)
         self._moves = Moves(self._streams, self._replicas, self._hand_on, kv_speed or KvSpeed())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []

@@ -23,6 +23,10 @@ from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs
 
+RETIRED_KNOWN = 10_000
+"""So many retired adapters are remembered, the last ones: a copy of theirs may still turn up, with a replica that comes
+back or for a request that goes on, and is not to stay."""
+
 
 @dataclass
 class _Known:
@@ -63,7 +67,7 @@ class Dispatcher:
         self._requests: dict[RequestId, _Known] = {}
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
-        self._retired: set[AdapterDigest] = set()
+        self._retired: dict[AdapterDigest, None] = {}  # in the order in which they were
         self._numbers = count()
 
     @property
@@ -92,7 +96,7 @@ class Dispatcher:
             self.pool.seed(adapter, info.replica)
         collected = Collected()
         self._try_waiting(collected, now)
-        for adapter in sorted(held & self._retired):  # one that comes back with a copy does not make it wanted again
+        for adapter in sorted(held & self._retired.keys()):  # coming back with a copy does not make it wanted again
             self._take(self.pool.retire(adapter), collected)
         return collected.actions()
 
@@ -236,20 +240,21 @@ class Dispatcher:
     def provision_failed(self, provision: Provision, now: float) -> Actions:
         """A provision has ended badly.
 
-        Those who wait go to a replica that has the adapter from elsewhere, if there is one; else it is tried where else
-        somebody waits, and at last all who wait have failed.
+        Those who wait for it go to a replica that has the adapter from elsewhere, if there is one; else it is tried
+        where else somebody waits, and at last all who wait for it have failed. Others may have their places.
         """
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is None or provisioning.provision != provision:
             return Actions()
+        collected = Collected()
         if holders := self.pool.table.holders(provision.adapter) & self.fleet.open_index.keys():
             del self._provisioning[provision.adapter]
-            collected = Collected()
             for request_id in provisioning.waiting:
                 known = self._requests[request_id]
                 least = min(holders, key=lambda each: (self.fleet.loads.requests[self.fleet.open_index[each]], each))
                 self.fleet.dispatched(known.asked, least)
                 self._begin(known, least, collected)
+            self._try_waiting(collected, now)
             return collected.actions()
         provisioning.tried.add(provision.replica)
         where = {request_id: self._where(request_id) for request_id in provisioning.waiting}
@@ -261,18 +266,22 @@ class Dispatcher:
         for request_id, replica in where.items():
             self.fleet.ended(replica, request_id, now, is_complete=False)
             del self._requests[request_id]
-        return Actions(failed=tuple(where))
+        collected.failed += where
+        self._try_waiting(collected, now)
+        return collected.actions()
 
     def know(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = ()) -> None:
         """An adapter may be asked for, perhaps again after it was retired; these replicas have it from before."""
-        self._retired.discard(adapter)
+        self._retired.pop(adapter, None)
         self.pool.keep(adapter)
         for replica in holders:
             self.pool.seed(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> Actions:
         """An adapter is not wanted any longer; its copies are deleted when no request uses them."""
-        self._retired.add(adapter)
+        self._retired[adapter] = None
+        if len(self._retired) > RETIRED_KNOWN:
+            del self._retired[next(iter(self._retired))]
         return self._done(self.pool.retire(adapter))
 
     def swap(self, table: RoutingTable, now: float) -> Actions:

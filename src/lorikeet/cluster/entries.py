@@ -18,7 +18,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
         epoch: its incarnation; raised when it is started again.
         total_tokens: tokens of KV that it has room for, infinity if unknown.
         max_batch: most requests in a step.
-        kv_token_bytes: of a token of KV, 0 if unknown: adapters then take no room.
+        kv_token_bytes: of a token of KV, over all ranks; 0 if unknown: adapters then take no room.
     """
 
     replica: ReplicaId

@@ -23,16 +23,16 @@ class FetchForm(StrEnum):
 class CopyCosts(msgspec.Struct, frozen=True):
     """What the times of copies are made of.
 
-    A replica that has an adapter still brings it from its host to its device when it is asked for; the engine itself
-    takes that time (``local_s``), so it is no part of what comes before.
+    What a replica has lies in its host's memory, and still comes from there to its device when it is asked for; the
+    engine itself takes that time (``local_s``), so it is no part of what comes before.
 
     Attributes:
         form: of fetches.
-        host_bytes_per_s: between a host and a device: PCI Express 4.0 with 16 lanes, of whose 32 GB/s about 25 are
-            reached.
+        host_bytes_per_s: between a host and each rank's device: PCI Express 4.0 with 16 lanes, of whose 32 GB/s about
+            25 are reached. Must be what engines take.
         network_bytes_per_s: between two machines: InfiniBand HDR, 200 Gbit/s less what protocols take.
         drive_bytes_per_s: from an adapter's own files: a solid-state drive in a cloud machine.
-        latency_s: of each copy.
+        latency_s: of each copy between machines, or from files.
         ranks: of a replica; each moves its part, all at once.
     """
 
@@ -44,8 +44,8 @@ class CopyCosts(msgspec.Struct, frozen=True):
     ranks: int = 1
 
     def local_s(self, size_bytes: int) -> float:
-        """Return the time from a replica's host to its device."""
-        return self._over(size_bytes, self.host_bytes_per_s)
+        """Return the time that the engine takes from a replica's host to its device."""
+        return size_bytes / self.ranks / self.host_bytes_per_s
 
     def link_s(self, size_bytes: int) -> float:
         """Return how long a fetch occupies the link of its source."""
@@ -56,7 +56,7 @@ class CopyCosts(msgspec.Struct, frozen=True):
     def fetch_s(self, size_bytes: int) -> float:
         """Return the time from the beginning of a fetch until its request can be handed over."""
         link_s = self.link_s(size_bytes)
-        return max(0.0, link_s - self.local_s(size_bytes)) if self.form is FetchForm.PIPELINED else link_s
+        return link_s - self.local_s(size_bytes) if self.form is FetchForm.PIPELINED else link_s
 
     def carry_s(self, size_bytes: int) -> float:
         """Return the time that KV of a request takes from one host's memory to another's."""

@@ -11,6 +11,7 @@ from lorikeet.cluster.adapter_files import AdapterFiles
 from lorikeet.cluster.dispatcher import Dispatcher
 from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.transport import TransportError
+from lorikeet.config import EngineSettings
 
 _AGAIN_S = 1.0
 
@@ -23,16 +24,16 @@ class Joining:
     Args:
         dispatcher: hears of those that are there.
         files: knows what lies at each.
-        max_batch: most requests in a step of theirs.
+        engine: settings of theirs.
         do: carries out what the dispatcher then wants.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, files: AdapterFiles, max_batch: int, do: Callable[[Actions], None]
+        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, do: Callable[[Actions], None]
     ) -> None:
         self._dispatcher = dispatcher
         self._files = files
-        self._max_batch = max_batch
+        self._engine = engine
         self._do = do
 
     async def keep(self, replica: Replica) -> None:
@@ -65,4 +66,4 @@ class Joining:
             return
         keeper.know(carrier.placed_at(keeper.replica))
         replica.is_joined = True
-        self._do(self._dispatcher.join(replica.info(self._max_batch), time.monotonic(), held))
+        self._do(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))

@@ -19,6 +19,7 @@ from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placing import InProcess, PlacementService
 from lorikeet.cluster.registry import ClusterRegistry
+from lorikeet.cluster.replica import memory_ranks
 from lorikeet.cluster.scaler import Scaler
 from lorikeet.cluster.scaling import Scaling
 from lorikeet.config import ReplicaStart, Settings
@@ -44,6 +45,17 @@ class _MakeOrchestrator:
         return Orchestrator(placement, now, self.points, self.row.placement)
 
 
+def cluster_options(settings: Settings) -> ClusterOptions:
+    """Return what the policies of a live cluster are made with."""
+    engine = settings.engine
+    return ClusterOptions(
+        ttft_s=settings.server.slo_ttft_s,
+        tpot_s=settings.server.slo_tpot_s,
+        memory_bytes=engine.memory_bytes * memory_ranks(engine),
+        link_bytes_per_s=engine.link_bytes_per_s,
+    )
+
+
 def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     """Return the client of a cluster that is not started yet.
 
@@ -59,12 +71,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     """
     cluster, (_, row) = settings.cluster, resolve_row(settings.engine.row)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
-    options = ClusterOptions(
-        ttft_s=settings.server.slo_ttft_s,
-        tpot_s=settings.server.slo_tpot_s,
-        memory_bytes=settings.engine.memory_bytes,
-        link_bytes_per_s=settings.engine.link_bytes_per_s,
-    )
+    options = cluster_options(settings)
     router = build_router(row, profile, options)
     kv_speed = KvSpeed()
     migration = build_migration(settings.engine, profile, lambda: kv_speed.bytes_per_s)

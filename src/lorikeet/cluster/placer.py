@@ -23,7 +23,8 @@ class Placer:
     """See the module. While the orchestrator is gone, the last table counts.
 
     What it has missed it is told before anything newer: of two calls about one adapter the later must have the last
-    word.
+    word. Of what was asked for meanwhile it is told one period beside the newest: it may have been started anew, and
+    then takes all that it is told for what one period asks.
 
     Args:
         service: the orchestrator.
@@ -43,6 +44,7 @@ class Placer:
         self._missed: list[_Call] = []
         self._arrivals: list[tuple[AdapterDigest | None, int]] = []
         self._answers: list[tuple[AdapterDigest | None, int]] = []
+        self._untold = Seen()  # what the last call that failed told anew
         self._ended = asyncio.Event()
         self._asked = asyncio.Event()
 
@@ -101,10 +103,12 @@ class Placer:
 
     async def _tell(self, seen: Seen) -> None:
         """Tell of a period, or its beginning. What fails is logged, and what was seen in it may count or not."""
+        before, self._untold = self._untold, Seen()
+        told = Seen(before.arrivals + seen.arrivals, before.answers + seen.answers, seen.is_over)
         try:
             async with self._lock:
-                if not (await self._catch_up() and await self._follow(partial(self._service.period, seen))):
-                    self._arrivals[:0], self._answers[:0] = seen.arrivals, seen.answers
+                if not (await self._catch_up() and await self._follow(partial(self._service.period, told))):
+                    self._untold = seen
                 elif seen.is_over:
                     self._ended.set()  # wakes all who wait now; whoever comes later waits for the next one
                     self._ended.clear()

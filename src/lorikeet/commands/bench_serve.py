@@ -97,6 +97,8 @@ def bench_serve(
         fail(f"a rate of {rate} is not positive", code=2)
     if find_peak and not slo and workload is None:
         fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
+    if find_peak and requests is not None:
+        fail("--requests has no effect on --find-peak: --probe-s says how long its probes are", code=2)
     url = url.rstrip("/").removesuffix("/v1")
     try:
         given_requests = tuple(read_any(workload)) if workload else ()
@@ -153,6 +155,8 @@ def bench_serve(
         _print_run(console, runs[0], top)
     else:
         _print_peak(console, peak, runs, slo_target)
+        if given_requests and peak.missed_rate is None:
+            note(f"{workload} holds too few requests for probes of {probe_s:g} s at higher rates")
     if json_file is not None:
         setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
         setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
@@ -188,7 +192,7 @@ def _print_run(console: Console, run: "Run", top: int) -> None:
     from lorikeet.commands.load_tables import adapters_table, errors_table, times_table, totals_table
 
     figures = run.figures
-    console.print(times_table(figures))
+    console.print(times_table(figures, "held by --concurrency"))
     console.print(totals_table(figures, run.cpu_share, run.server))
     if top and any(each.adapter is not None for each in figures.adapters):
         console.print(adapters_table(figures.adapters, top))

@@ -43,7 +43,7 @@ def simulate(
     output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
     length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
     block_tokens: Annotated[
-        Whole, typer.Option(min=2, help="Of a prefix block, before scaling, if --trace does not say.")
+        Whole, typer.Option(min=2, help="Of a prefix block, before scaling; else what --trace says, or 32.")
     ] = None,
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_tokens: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
@@ -64,7 +64,9 @@ def simulate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write distributions there, as SVG.", dir_okay=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write distributions there, as SVG; of a search at the peak.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Run a workload through engines on a virtual clock: the same scenario, the same answer."""
     from lorikeet.commands.load_tables import peak_words, probes_table
@@ -88,16 +90,17 @@ def simulate(
     except ValueError as error:
         fail(str(error), code=2)
     console = Console(highlight=False)
-    if peak is not None:
+    if peak is None:
+        (shown,) = outcomes
+        _print_outcome(console, shown, top)
+    else:
+        shown = _at_peak(peak, outcomes)
         console.print(probes_table([(outcome.rate or 0.0, outcome.figures) for outcome in outcomes], slo_target))
         console.print(peak_words(peak))
-    last = outcomes[-1]
-    if peak is None:
-        _print_outcome(console, last, top)
     if json_file is not None:
         json_file.write_bytes(_json(outcomes, peak))
     if plot is not None:
-        plot.write_text(_plot(last), encoding="utf-8")
+        plot.write_text(_plot(shown), encoding="utf-8")
 
 
 _NOT_OF_THE_SCENARIO = ("scenario", "engine", "find_peak", "slo_target", "top", "json_file", "plot")
@@ -134,7 +137,7 @@ def _print_outcome(console: Console, outcome: "Outcome", top: int) -> None:
     )
     for text in outcome.simulated.notes:
         console.print(f"  {escape(text)}", soft_wrap=True)
-    console.print(times_table(figures))
+    console.print(times_table(figures, "held for the answer before"))
     console.print(totals_table(figures, None, {}))
     table = Table("engine", title="Engine", title_justify="left")
     table.add_column("count", justify="right")
@@ -188,6 +191,12 @@ def _json(outcomes: "list[Outcome]", peak: "Peak | None") -> bytes:
     return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
 
 
+def _at_peak(peak: "Peak", outcomes: "list[Outcome]") -> "Outcome":
+    """Return the probe at the highest rate that met the SLO; if none did, at the lowest that was tried."""
+    rate = peak.missed_rate if peak.rate is None else peak.rate
+    return next(outcome for outcome in outcomes if outcome.rate == rate)
+
+
 def _plot(outcome: "Outcome") -> str:
     from lorikeet.simulator.plot import distribution_panels
 
@@ -197,4 +206,5 @@ def _plot(outcome: "Outcome") -> str:
         ("TPOT", [exchange.tpot_s or 0.0 for exchange in whole]),
         ("E2E", [exchange.e2e_s for exchange in whole]),
     ]
-    return distribution_panels(f"{outcome.scenario.preset} by {outcome.profile.name}, modelled", panels)
+    rate = "" if outcome.rate is None else f" at {outcome.rate:.4g} requests/s"
+    return distribution_panels(f"{outcome.scenario.preset}{rate} by {outcome.profile.name}, modelled", panels)

@@ -129,8 +129,11 @@ async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
     name, row = resolve_row(options.row)
     profile = load_profile(options.profile) if options.profile else None
-    slo = ClusterOptions(seed=options.seed, ttft_s=options.slo.ttft_s or 0.0, tpot_s=options.slo.tpot_s or 0.0)
-    router, placement = build_cluster_policies(row, replicas, profile, slo)
+    slo = options.slo
+    cluster = ClusterOptions(
+        seed=options.seed, ttft_s=slo.ttft_s or 0.0, tpot_s=slo.tpot_s or 0.0, e2e_s=slo.e2e_s or 0.0
+    )
+    router, placement = build_cluster_policies(row, replicas, profile, cluster)
     log.info("routing and placement", row=name, routing=row.routing, placement=row.placement)
     if row.comigration:
         log.info("requests stay where they are while their backend lives: only engines of one's own can hand them over")

@@ -1,6 +1,7 @@
 """Runs a workload through several engines on a virtual clock, as a scenario says."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
@@ -19,12 +20,14 @@ from lorikeet.cluster.build import (
     needs_operating_points,
 )
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
-from lorikeet.config import Settings
+from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.garbage import rarely_searched
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.slo import Slo
-from lorikeet.costs.profile import CostProfile
+from lorikeet.costs.profile import CostProfile, Figure, Link
+from lorikeet.costs.transfers import Way
+from lorikeet.engine.modelled_build import transfer_model
 from lorikeet.rows import resolve_row
 from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
 from lorikeet.simulator.operating_points import Show, operating_points_for
@@ -66,8 +69,8 @@ def simulate_cluster(
 
     Args:
         settings: of every engine.
-        profile: what things cost. If the row's placement needs operating points and the profile has none, they are
-            searched first (see ``operating_points_for``).
+        profile: what things cost; what a replica holds comes from its host's memory. If the row's placement needs
+            operating points and the profile has none, they are searched first (see ``operating_points_for``).
         workload: by arrival, at least one request.
         adapters: by the names in the workload.
         prompts: makes the prompts.
@@ -83,6 +86,7 @@ def simulate_cluster(
         UnknownAdapter: the workload names an adapter that there is not.
     """
     name, row = resolve_row(settings.engine.row)
+    profile = _with_copies_on_host(profile, settings.engine)
     arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predict=predict)
     collector = Collector(workload, arrivals, on_finished)
     replicas = [
@@ -91,7 +95,7 @@ def simulate_cluster(
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
     router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
-    copies = CopyCosts(choice.fetch, ranks=profile.tensor_parallel)
+    copies = CopyCosts(choice.fetch, _rank_bytes_per_s(profile, settings.engine), ranks=profile.tensor_parallel)
     migration = build_migration(settings.engine, profile, lambda: copies.carried_bytes_per_s, copies)
     setup = ClusterSetup(
         router,
@@ -106,6 +110,27 @@ def simulate_cluster(
     note = f"{choice.replicas} replicas of {name}: placement {row.placement}, routing {row.routing}"
     stats = tuple(replica.engine.stats() for replica in replicas)
     return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
+
+
+def _with_copies_on_host(profile: CostProfile, engine: EngineSettings) -> CostProfile:
+    """Return the profile of an engine whose adapters' files lie in its host's memory, as those of a replica do.
+
+    What brings them there, over the network or from a drive, is charged by the cluster (``CopyCosts``) before the
+    engine hears of them, and must not be charged again. So a load takes what the link to the device takes, and what is
+    read into the host tier is there at once.
+
+    Raises:
+        ProfileError: the profile does not know the link from the host to the device, and the settings declare none.
+    """
+    link = transfer_model(engine, profile).link(Way.IN)
+    at_once = Link(Figure(0.0, "s"), Figure(inf, "bytes/s"))
+    transfers = msgspec.structs.replace(profile.transfers, source_to_device=link, source_to_host=at_once)
+    return msgspec.structs.replace(profile, transfers=transfers)
+
+
+def _rank_bytes_per_s(profile: CostProfile, engine: EngineSettings) -> float:
+    """Return how fast each rank's device is reached from its host."""
+    return transfer_model(engine, profile).link(Way.IN).bandwidth.value / profile.tensor_parallel
 
 
 def _options(
@@ -126,6 +151,7 @@ def _options(
         seed=choice.seed,
         ttft_s=slo.ttft_s or 0.0,
         tpot_s=slo.tpot_s or 0.0,
+        e2e_s=slo.e2e_s or 0.0,
         memory_bytes=replica.sizes.total_blocks * replica.sizes.block_bytes,
         kv_token_bytes=info.kv_token_bytes,
         link_bytes_per_s=settings.engine.link_bytes_per_s,
