@@ -189,7 +189,8 @@ void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* s
     P* w = weights + r * kTile;
     F32 total = mul(load(state.totals(row + r)), splat(factors[r]));
     for (int64_t t = 0; t < width; t += kLanes) {
-      F32 weight = exp2(fma(load(s + t), splat(scale), splat(-now[r])));
+      const F32 power = fma(load(s + t), splat(scale), splat(-now[r]));
+      F32 weight = sizeof(P) == 2 ? coarse_exp2(power) : exp2(power);
       total = add(total, weight);
       store(w + t, weight);
     }

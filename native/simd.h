@@ -343,6 +343,21 @@ inline F32 exp2(F32 x) {
   return scale_by_power(p, n);
 }
 
+#if defined(__AVX512BF16__)
+// 2^x for x <= 127 to one part in 2^13, for what is rounded to bfloat16 then; 0 below -125, exactly 1 at 0, and as large on
+// both sides of a whole number. (A minimax polynomial of degree 3 of the fraction.)
+inline F32 coarse_exp2(F32 x) {
+  F32 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  F32 p = splat(7.826797e-2f);
+  p = fma(p, r, splat(2.2630768e-1f));
+  p = fma(p, r, splat(6.9542435e-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale_by_power(p, x);  // to a power that is rounded down
+}
+#else
+inline F32 coarse_exp2(F32 x) { return exp2(x); }
+#endif
+
 // exp(x) to about 1 ulp of float; 0 below -87, inf above 88.7, NaN of NaN. (Cephes' reduction and a polynomial of degree 6.)
 inline F32 exp(F32 x) {
   x = min(splat(90.0f), max(splat(-110.0f), x));  // in this order of operands a NaN passes
