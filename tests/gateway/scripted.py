@@ -46,6 +46,7 @@ class ScriptedBackend:
         bad_paths: that it cannot load.
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
+        key: without which it does not tell its models; None for none.
         streaming: answers under way.
         hung_up: clients that left before the end.
     """
@@ -70,6 +71,7 @@ class ScriptedBackend:
         self.bad_paths: set[str] = set()
         self.lists = True
         self.health = 200
+        self.key: str | None = None
         self.streaming = self.hung_up = 0
         self.port = 0
         self._server: uvicorn.Server | None = None
@@ -127,7 +129,9 @@ class ScriptedBackend:
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
-    async def _models(self) -> dict[str, Any]:
+    async def _models(self, http: Request) -> Any:
+        if self.key is not None and http.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, 401)
         cards: list[dict[str, Any]] = [{"id": "base", "object": "model", "root": "/models/base", "parent": None}]
         shown = self.adapters if self.lists else {}
         cards += [{"id": name, "root": path, "parent": "base"} for name, path in shown.items()]

@@ -106,6 +106,18 @@ def test_a_backend_that_does_not_count_is_counted_by_its_chunks() -> None:
     assert answer.counts is None
 
 
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("asked", [{}, {"include_usage": None}, {"include_usage": False}])
+def test_who_wants_counts_along_gets_them_at_the_end_too_unless_they_are_refused(
+    asked: dict[str, bool | None], counts: bool
+) -> None:
+    answer = Answer(completion(stream_options={**asked, "continuous_usage_stats": counts}))
+    answer.next_body()
+    chunks = read(answer.feed(text_event("a", 1, "length") + event(choices=[], usage=usage(1)) + DONE))
+    wanted = counts and asked.get("include_usage") is None
+    assert ["usage" in chunk for chunk in chunks] == ([True, True] if wanted else [False])
+
+
 def test_the_client_sees_one_answer_of_one_id_without_counts_that_it_did_not_ask_for() -> None:
     answer = Answer(chat(max_tokens=9))
     answer.next_body()

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import structlog
 
 from lorikeet.config import ConfigError
 from lorikeet.gateway.proxy import MOST_FAILURES
@@ -242,6 +243,19 @@ async def test_a_backend_that_fails_again_and_again_is_not_asked_for_ever(start:
         assert len(backend.bodies) == MOST_FAILURES + 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("status", [501, 504])
+async def test_what_is_not_implemented_or_took_too_long_is_not_tried_again(
+    start: Start, status: int, stream: bool
+) -> None:
+    async with start() as router:
+        for backend in router.backends:
+            backend.fails_with = status
+        reply = await router.http.post(COMPLETIONS, json=body(stream=stream))
+        assert (reply.status_code, reply.json()["error"]["message"]) == (status, "it is as it is")
+        assert sum(len(backend.bodies) for backend in router.backends) == 1
+
+
 async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: Start) -> None:
     async with start() as router:
         for backend in router.backends:
@@ -354,6 +368,39 @@ async def test_a_gateway_starts_before_its_backends() -> None:
         await router.up(1)
         assert (await router.http.post(COMPLETIONS, json=body())).status_code == 200
         await backend.kill()
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [("", "it wants a key; --backend-key gives it"), ("other", "it does not take the key of --backend-key")],
+)
+async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, key: str, reason: str
+) -> None:
+    monkeypatch.setattr("lorikeet.gateway.head.WAIT_S", 0.05)
+    backend = ScriptedBackend()
+    await backend.start()
+    await backend.kill()
+    backend.key = "secret"
+    with structlog.testing.capture_logs() as logged:
+        async with routing([backend.url], [backend], backend_key=key, adapters=adapters("french")) as router:
+            assert reason not in (await router.http.post(COMPLETIONS, json=body())).json()["error"]["message"]
+            await backend.start()
+            told = f"{backend.url}: /v1/models answers 401: {reason}"
+            for model in ("base", "french"):
+                while told not in (reply := await router.http.post(COMPLETIONS, json=body(model))).text:
+                    assert reply.status_code == 503
+            assert reply.json()["error"]["message"] == f"No backend has been there for 0.05 s ({told})."
+            backend.health = 503
+            while "it takes no requests" not in router.parts.head.troubles():
+                await asyncio.sleep(0.001)
+            backend.health, backend.key = 200, key or None
+            await router.up(1)
+            assert router.parts.head.troubles() == ""
+            await backend.kill()
+    warnings = [entry for entry in logged if entry["event"] == "backend not there"]
+    assert len(warnings) == 2, "each reason once"
+    assert reason in warnings[1]["reason"]
 
 
 async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:

@@ -95,8 +95,10 @@ class Answer:
         self.is_done = False
         self._question = question
         self._options: dict[str, Any] = question.fields.get("stream_options") or {}
-        self._wants_usage = self._options.get("include_usage") is True
-        self._wants_counts = self._wants_usage and self._options.get("continuous_usage_stats") is True
+        wants_along = self._options.get("continuous_usage_stats") is True
+        said = self._options.get("include_usage")
+        self._wants_usage = wants_along if said is None else said is True
+        self._wants_counts = self._wants_usage and wants_along
         self._text: list[str] = []
         self._before = 0
         """Tokens of the text that earlier backends gave."""

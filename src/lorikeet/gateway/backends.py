@@ -63,7 +63,7 @@ class Backend:
         epoch: raised whenever it comes back.
         is_up: it answers.
         is_open: it takes new requests.
-        was_missed: it did not answer at least once.
+        trouble: why it was not there when it was last asked; empty since it has come.
         adapters: by name, the versions that it has loaded for this gateway, as far as is known.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
@@ -75,7 +75,7 @@ class Backend:
         self.epoch = -1
         self.is_up = False
         self.is_open = False
-        self.was_missed = False
+        self.trouble = ""
         self.adapters: dict[str, AdapterDigest] = {}
         self.base_cards: list[dict[str, Any]] = []
         self.loads = self.unloads = self.refusals = 0
@@ -115,7 +115,7 @@ class Backend:
         async with asyncio.timeout(ANSWER_S):
             status, _ = await self._ask("GET", "/health")
             if status not in (200, 503):
-                raise Refused(status, f"/health answers {status}")
+                raise self._refusal("/health", status)
             requests = await self._count_requests() if self._has_metrics else None
         return Health(status == 200, requests)
 
@@ -136,11 +136,13 @@ class Backend:
         before, last = set(self.adapters), set(self._last)
         async with asyncio.timeout(ANSWER_S):
             status, text = await self._ask("GET", "/v1/models")
+        if status != 200:
+            raise self._refusal("/v1/models", status)
         try:
-            cards: Any = msgspec.json.decode(text)["data"] if status == 200 else None
+            cards: Any = msgspec.json.decode(text)["data"]
             known = msgspec.convert(cards, list[Card])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise Refused(status, f"/v1/models answers {status}, and no list of models: {error}") from error
+            raise Refused(status, f"/v1/models answers no list of models: {error}") from error
         bases = [card for card in known if card.parent is None]
         self.base_cards = [card for card in cards if card["id"] in {base.id for base in bases}]
         self._listed = {card.id: card.root for card in known if card.parent is not None}
@@ -149,10 +151,18 @@ class Backend:
         for name in last - self._listed.keys() - self.adapters.keys():
             self._last.pop(name, None)
 
+    def _refusal(self, path: str, status: int) -> Refused:
+        """Return what an answer of that status means, and what helps where that is known."""
+        if status not in (401, 403):
+            return Refused(status, f"{path} answers {status}")
+        why = "it does not take the key of --backend-key" if self._key else "it wants a key; --backend-key gives it"
+        return Refused(status, f"{path} answers {status}: {why}")
+
     def joined(self) -> None:
         """It answers again. What it has loaded is not known, but for what it lists."""
         self.epoch += 1
         self.is_up = self.is_open = True
+        self.trouble = ""
         self.adapters.clear()
         self._has_metrics = True
 

@@ -90,7 +90,8 @@ class Catalog:
         if not model or any(card["id"] == model for card in bases):
             return None
         if not bases:
-            raise ApiError(503, "No backend has answered yet.", headers={"Retry-After": "1"})
+            why = f"No backend has been there yet{self._head.troubles()}."
+            raise ApiError(503, why, headers={"Retry-After": "1"})
         raise model_not_found(model)
 
     async def add(self, adapter: KnownAdapter) -> None:

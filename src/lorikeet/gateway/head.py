@@ -112,7 +112,7 @@ class Head:
         except BaseException as error:
             self.release(ride)
             if isinstance(error, TimeoutError):
-                raise ApiError(503, f"No backend has been there for {WAIT_S:g} s.") from None
+                raise ApiError(503, f"No backend has been there for {WAIT_S:g} s{self.troubles()}.") from None
             raise
         return ride.backend
 
@@ -176,6 +176,11 @@ class Head:
             self._do(self.dispatcher.hear(ride.backend.replica, outputs, time.monotonic()))
 
     # --- backends ------------------------------------------------------------------------------------
+
+    def troubles(self) -> str:
+        """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""
+        known = [f"{backend.url}: {backend.trouble}" for backend in self.backends.values() if backend.trouble]
+        return f" ({'; '.join(known)})" if known else ""
 
     def down(self, backend: Backend, why: str) -> None:
         """A backend is gone, with all that was there. Its requests go on elsewhere."""

@@ -30,6 +30,9 @@ MOST_FAILURES = 3
 """A request is given up after so many failures in a row that are not the end of a backend."""
 _PAUSE_S = 0.1
 """Before a request is tried for the third time; longer before the next."""
+_FINAL = (501, 504)
+"""Failures that are not tried again: what one backend does not know no other does, and what took too long would only
+take that long once more."""
 _BUSY = 429
 _BUSY_PAUSE_S, _MOST_BUSY_PAUSE_S = 1.0, 10.0
 """Before a stream asks again where a backend was busy: if that does not say how long, and at most."""
@@ -154,7 +157,7 @@ class Passage:
             except (Lost, ServerLost) as error:
                 await self._leave(error)
                 continue
-            if reply.status < 500 or self._failures == MOST_FAILURES:
+            if reply.status < 500 or reply.status in _FINAL or self._failures == MOST_FAILURES:
                 return reply
             await self._leave(Cut(f"{backend.url} answers {reply.status}"))
 

@@ -66,9 +66,9 @@ class Watch:
                 await backend.list_models()
         except (ServerLost, TimeoutError, Refused) as error:
             why = str(error) or type(error).__name__
-            if backend.epoch < 0 and not backend.was_missed:
-                log.warning("backend not there yet", backend=backend.url, reason=why)
-            backend.was_missed = True
+            if not backend.is_up and why != backend.trouble:
+                log.warning("backend not there", backend=backend.url, reason=why)
+            backend.trouble = why
             head.down(backend, why)
             return
         if health.is_open and not backend.is_up:
@@ -77,5 +77,7 @@ class Watch:
             head.reopen(backend)
         elif backend.is_open and not health.is_open:
             head.drain(backend)
+        elif not backend.is_up:
+            backend.trouble = "it takes no requests"
         if backend.is_up and health.requests is not None:
             head.gauge(backend, health.requests)
