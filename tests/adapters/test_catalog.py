@@ -11,7 +11,14 @@ from sqlalchemy.engine import Engine
 
 from lorikeet.adapters import store as store_module
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.adapters.errors import AdapterBusy, AdapterError, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.errors import (
+    AdapterBusy,
+    AdapterError,
+    AdapterExists,
+    AdapterFilesMissing,
+    AdapterStoreError,
+    UnknownAdapter,
+)
 from lorikeet.adapters.registry import RegistryRow
 from lorikeet.adapters.weights import load_weights
 from lorikeet.config import AdapterSettings
@@ -391,6 +398,43 @@ def test_rows_of_another_base_are_kept_but_not_served(open_catalog: Open, settin
     again = open_catalog()
     assert again.names() == ["x"]
     assert not again.notes
+
+
+def test_a_row_under_a_name_that_the_base_has_now_is_kept_but_not_served(
+    open_catalog: Open, settings: AdapterSettings
+) -> None:
+    first = open_catalog()
+    digest = first.register("prod", "french").record.digest
+    first.register("other", "pirate")
+    first.close()
+    renamed = open_catalog(reserved_names=("prod",))
+    assert renamed.get("prod") is None
+    assert (renamed.names(), len(renamed.versions()), renamed.has(digest)) == (["other"], 1, False)
+    assert renamed.notes == ("1 adapter (prod) registered under what is now a name of the base model: not served",)
+    renamed.close()
+    assert digest in versions(settings)
+    again = open_catalog()
+    assert again.names() == ["prod", "other"]
+    assert not again.notes
+
+
+def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
+    open_catalog: Open, settings: AdapterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = open_catalog()
+    fetch = store_module.fetch
+
+    def fetch_late(*arguments: object) -> None:
+        catalog.close()
+        fetch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_module, "fetch", fetch_late)
+    with pytest.raises(AdapterStoreError, match="the server stops"):
+        catalog.register("x", "french")
+    with pytest.raises(AdapterStoreError, match="the server stops"):
+        catalog.remove("x")
+    assert not versions(settings)
+    assert not open_catalog().names()
 
 
 def test_ten_thousand_adapters_open_with_a_handful_of_queries(

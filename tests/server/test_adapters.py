@@ -318,3 +318,22 @@ async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> 
     assert (await load(server, "pirate", "pirate"))[0] == 200
     assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
     assert (await server.http.delete("/v1/adapters/pirate")).status_code == 200
+
+
+async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    register = server.service.catalog.register
+
+    def register_late(*arguments: Any, **options: Any) -> Registered:
+        go_on.wait()
+        return register(*arguments, **options)
+
+    monkeypatch.setattr(server.service.catalog, "register", register_late)
+    most = int(server.service.loads.total_tokens)
+    loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
+    try:
+        await until(lambda: server.service.loads.statistics().tasks_waiting == 1)
+        assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+    finally:
+        go_on.set()
+    assert [status for status, _ in await asyncio.gather(*loading)] == [200] * (most + 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from aiohttp import web
 
 from tests.models.checkpoints import make_checkpoint
 from tests.server.conftest import TEMPLATE, TOKENIZER
@@ -193,6 +194,70 @@ async def test_a_request_that_would_wait_too_long_is_shed_and_the_others_carry_t
         assert 'lorikeet:shed_requests_total{adapter="",engine="0",model_name="tiny"} 1.0' in page
     first = json.loads(log.read_text().splitlines()[0])
     assert (first["tenant"], first["priority"], first["slo"]) == ("blue", 3, {"ttft_s": 1e-9})
+
+
+@asynccontextmanager
+async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An HTTP server from which an adapter comes as far as the middle of its weights, and what is set then."""
+    asked = 0
+    hangs, go_on = asyncio.Event(), asyncio.Event()
+
+    async def config(request: web.Request) -> web.Response:
+        return web.json_response({"peft_type": "LORA"})
+
+    async def weights(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        reply = web.StreamResponse(headers={"Content-Length": str(2**24)})
+        await reply.prepare(request)
+        if request.method == "GET":
+            asked += 1
+            await reply.write(bytes(2**20))
+            if asked == 2:  # the first one only looks whether it is there
+                hangs.set()
+                await go_on.wait()
+        return reply
+
+    app = web.Application()
+    app.router.add_get("/one/adapter_config.json", config)
+    app.router.add_get("/one/adapter_model.safetensors", weights)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/", hangs
+    finally:
+        go_on.set()
+        await runner.cleanup()
+
+
+async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Path, tmp_path: Path) -> None:
+    async with hanging_source() as (url, hangs):
+        flags = ("--allow-source", url, "--drain-timeout", "1")
+        async with serving(model, tmp_path, *flags) as server:
+            content = {"name": "one", "source": f"{url}one"}
+            loading = asyncio.create_task(server.http.post("/v1/adapters", json=content))
+            await hangs.wait()
+            server.signal(signal.SIGTERM)
+            async with asyncio.timeout(60):  # six seconds: the drain, and five for what goes on after it
+                assert await server.process.wait() == 0
+            await asyncio.gather(loading, return_exceptions=True)
+
+
+async def test_a_download_that_hangs_does_not_keep_a_server_that_is_stopped_while_it_starts(
+    model: Path, tmp_path: Path
+) -> None:
+    async with hanging_source() as (url, hangs):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--lora-modules", f"one={url}one"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+        )
+        await hangs.wait()
+        process.terminate()
+        async with asyncio.timeout(60):
+            _, printed = await process.communicate()
+        assert process.returncode == 1
+        assert "stopped before it was ready" in printed.decode()
 
 
 async def _metrics(server: Server) -> str:

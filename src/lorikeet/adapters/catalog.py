@@ -13,7 +13,13 @@ from pathlib import Path
 import msgspec
 
 from lorikeet.adapters.database import sqlite_url
-from lorikeet.adapters.errors import AdapterBusy, AdapterExists, AdapterFilesMissing, UnknownAdapter
+from lorikeet.adapters.errors import (
+    AdapterBusy,
+    AdapterExists,
+    AdapterFilesMissing,
+    AdapterStoreError,
+    UnknownAdapter,
+)
 from lorikeet.adapters.records import AdapterRecord, Registered, base_identity, check_name
 from lorikeet.adapters.registry import Registry, RegistryRow
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
@@ -80,6 +86,7 @@ class AdapterCatalog:
         self._accept, self._on_drop, self._now = accept, on_drop, now
         self._changes = threading.Lock()  # one change of store and registry at a time; held while they are written
         self._state = threading.Lock()  # guards what follows; never held during input or output
+        self._is_closed = False  # under ``_changes``
         self._busy: set[str] = set()
         self._records: dict[str, AdapterRecord] = {}
         self._names: Counter[str] = Counter()  # by digest
@@ -112,6 +119,7 @@ class AdapterCatalog:
             if name in self._records and not replace:
                 raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or ask to replace it")
             with self._store.stage(source, trusted) as staged, self._changes:
+                self._check_open()
                 return self._point(name, source, staged, replace, persistent=not trusted)
 
     def remove(self, name: str) -> AdapterRecord:
@@ -123,6 +131,7 @@ class AdapterCatalog:
             AdapterStoreError: the registry cannot be written.
         """
         with self._reserve(name), self._changes:
+            self._check_open()
             if name not in self._records:
                 raise UnknownAdapter(f"no adapter is called {name!r}")
             self._registry.remove(name)
@@ -195,14 +204,24 @@ class AdapterCatalog:
             self._cleaner.submit(self._clean, digest)
 
     def close(self) -> None:
-        """Wait for deletions in progress and close the registry."""
+        """Wait for what is being changed and close the registry. Adapters that are still being read come to nothing."""
+        with self._changes:
+            self._is_closed = True
         self._cleaner.shutdown()
         self._registry.close()
         self._store.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise AdapterStoreError("the adapter store is closed, since the server stops")
+
     def _load(self) -> tuple[str, ...]:
         present = self._collect()
+        hidden = []
         for row in self._registry.load():
+            if row.name in self._reserved:  # requests mean the base model by it
+                hidden.append(row.name)
+                continue
             record = AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
             self._records[row.name] = record
             self._names[row.digest] += 1
@@ -213,6 +232,8 @@ class AdapterCatalog:
             for name, record in self._records.items()
             if record.digest in self._missing
         ]
+        if hidden:
+            notes.append(f"{_some(hidden)} registered under what is now a name of the base model: not served")
         if others := self._registry.names_of_other_bases():
             notes.append(f"{_some(others)} registered for another base model: not served")
         return tuple(notes)

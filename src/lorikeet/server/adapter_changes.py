@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from anyio import to_thread
+from anyio import CapacityLimiter
 
 from lorikeet.adapters.catalog import AdapterRecord
 from lorikeet.adapters.errors import (
@@ -19,6 +19,7 @@ from lorikeet.engine.connection import EngineError
 from lorikeet.server.errors import ApiError
 from lorikeet.server.logs import log
 from lorikeet.server.service import Service
+from lorikeet.server.threads import in_daemon_thread
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,7 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
     if parts.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        record, old = await _in_thread(parts, lambda: parts.catalog.register(name, source, replace=replace))
+        record, old = await _in_thread(parts.loads, lambda: parts.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -70,7 +71,7 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
     """
     _check_enabled(parts)
     try:
-        record = await _in_thread(parts, lambda: parts.catalog.remove(name))
+        record = await _in_thread(parts.removals, lambda: parts.catalog.remove(name))
     except UnknownAdapter:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
@@ -86,8 +87,9 @@ async def unload_adapter(parts: Service, name: str) -> int | None:
         return None
 
 
-async def _in_thread(parts: Service, work: Callable[[], _T]) -> _T:
-    return await to_thread.run_sync(work, abandon_on_cancel=True, limiter=parts.adapter_threads)
+async def _in_thread(limiter: CapacityLimiter, work: Callable[[], _T]) -> _T:
+    async with limiter:
+        return await in_daemon_thread(work)
 
 
 def _forget(parts: Service, name: str) -> None:

@@ -36,6 +36,7 @@ from lorikeet.server.request_log import RequestLog
 from lorikeet.server.sampling import ModelLimits, SamplingDefaults
 from lorikeet.server.service import Service
 from lorikeet.server.texts import Texts, read_generation_config
+from lorikeet.server.threads import in_daemon_thread
 
 _KEEP_ALIVE_S = 75
 
@@ -204,7 +205,7 @@ async def _preload(catalog: AdapterCatalog, pairs: tuple[str, ...], announcer: A
             raise ConfigError(f"adapter {pair!r}: not of the form name=source")
         announcer.show("adapters", done, len(pairs))
         try:
-            await to_thread.run_sync(partial(catalog.register, name, source, replace=True, trusted=True))
+            await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
         announcer.show("adapters", done + 1, len(pairs))

@@ -31,8 +31,8 @@ from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, samp
 from lorikeet.server.targets import Targets
 from lorikeet.server.texts import Texts
 
-_ADAPTER_THREADS = 4
-"""How many adapters are loaded or unloaded at once."""
+_LOADS_AT_ONCE = 4
+"""Of adapters."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ class Service:
     """Requests under way."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Adapters being dropped; kept here so that nobody collects the tasks."""
-    adapter_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_ADAPTER_THREADS))
-    """Apart from the threads that tokenize: slow downloads delay no request."""
+    loads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LOADS_AT_ONCE))
+    """Of adapters. Apart from the threads that tokenize: slow downloads delay no request."""
+    removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    """Of adapters: one after the other, as the catalog does them, and none after a slow download."""
 
     async def start(self, body: GenerationBody, target: Target, job: Job, sender: Sender) -> Generation:
         """Accept a request and hand its sequences, ``n`` for each prompt, to the engine.
