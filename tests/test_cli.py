@@ -15,9 +15,12 @@ from lorikeet.commands.api import ServerApi
 from lorikeet.commands.chat import Conversation
 from lorikeet.commands.serve import build_settings
 from lorikeet.commands.sizes import format_size, parse_size
-from lorikeet.config import Settings
+from lorikeet.config import ConfigError, Settings
+from tests.models.checkpoints import make_checkpoint
+from tests.server.conftest import TEMPLATE, TOKENIZER
 
 runner = CliRunner(env={"COLUMNS": "200"})
+NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}
 
 
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
@@ -59,6 +62,18 @@ def test_flags_of_vllm_reach_their_settings(monkeypatch: pytest.MonkeyPatch) -> 
     assert (settings.server.port, settings.server.api_keys) == (1, ("k1", "k2"))
 
 
+def test_names_of_flags_may_have_underscores_and_values_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(
+        monkeypatch,
+        *"org/my_model --max_model_len 1024 --served_model_name=my_name --max_loras 4 --quantization none".split(),
+        *"--lora_modules my_sql=/a/my_sql my_chat=/b --no_enable_prefix_caching".split(),
+    )
+    assert (settings.model.model, settings.model.max_model_tokens) == ("org/my_model", 1024)
+    assert settings.model.served_names == ("my_name",)
+    assert settings.adapters.preload == ("my_sql=/a/my_sql", "my_chat=/b")
+    assert settings.engine.row == "lorikeet:plain-no-reuse"
+
+
 def test_an_adapter_can_be_given_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps({"name": "sql", "path": "/a/sql", "base_model_name": "m"})
     assert settings_of(monkeypatch, "--lora-modules", text).adapters.preload == ("sql=/a/sql",)
@@ -71,6 +86,14 @@ def test_an_adapter_in_another_form_is_an_error(text: str) -> None:
     result = runner.invoke(app, ["serve", "--lora-modules", text])
     assert result.exit_code == 2
     assert "--lora-modules" in result.output
+
+
+def test_origins_are_given_one_by_one_or_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--allowed-origins", '["https://a", "http://b:3000"]', "--allowed-origins", "app://c")
+    assert settings_of(monkeypatch, *flags).server.allowed_origins == ("https://a", "http://b:3000", "app://c")
+    assert settings_of(monkeypatch, "--allowed-origins", '["*"]').server.allowed_origins == ("*",)
+    by_environment = settings_of(monkeypatch, LORIKEET_SERVER__ALLOWED_ORIGINS="https://a,https://b")
+    assert by_environment.server.allowed_origins == ("https://a", "https://b")
 
 
 def test_sizes_are_read_with_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +135,8 @@ def test_flags_win_over_the_environment_and_both_over_the_file(monkeypatch: pyte
 def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, VLLM_API_KEY="v").server.api_keys == ("v",)
     assert settings_of(monkeypatch, "--api-key", "k", VLLM_API_KEY="v").server.api_keys == ("k",)
+    with pytest.raises(ConfigError, match="an API key or admin key is empty"):
+        build_settings(None, None, None, NO_FLAGS, {"VLLM_API_KEY": ""})
 
 
 def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +155,11 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
         ["--api-key", ""],
         ["--api-key", "key", "--admin-key", " "],
         ["--port", "http"],
+        ["--allowed-origins", "example.org"],
+        ["--allowed-origins", "https://example.org/"],
+        ["--allowed-origins", '["https://example.org", 1]'],
+        ["--allowed-origins", '{"https://example.org": 1}'],
+        ["--allowed-origins", "["],
         ["--frobnicate"],
     ],
 )
@@ -178,6 +208,34 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--no-enable-chunked-prefill", "always computed in parts"),
+        ("--enable-log-requests", "--request-log FILE"),
+        ("--no-enable-log-requests", None),
+        ("--disable-uvicorn-access-log", "--log-level warning"),
+        ("--download-dir /d", "HF_HUB_CACHE"),
+        ("--max-logprobs 20", None),
+        ("--max-logprobs -1", "at most 20"),
+        ("--reasoning-parser deepseek_r1", "in the text of its answer"),
+        ("--root-path /llm", "take its prefix off"),
+        ("--allow-credentials", "no cookies"),
+        ('--allowed-methods ["*"]', None),
+        ('--allowed-headers ["X"]', "may use any"),
+        ("--revision main", None),
+        ("--generation-config auto", None),
+    ],
+)
+def test_common_flags_of_vllm_are_taken_off_with_a_note_where_there_is_something_to_say(
+    arguments: str, said: str | None
+) -> None:
+    kept, notes = compat.translate(["m", *arguments.split()])
+    assert kept == ["m"]
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [("--model", "/no/such/folder", "no such folder"), ("--row", "x", "no row is called"), ("--dtype", "int4", "int4")],
 )
@@ -208,9 +266,35 @@ def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> No
     assert "needs a model folder with a tokenizer.json" in result.output
 
 
+def make_model(folder: Path, template: str) -> Path:
+    """Write a tiny random model for contexts that no machine has memory for."""
+    make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=2**40)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+def test_an_answer_takes_memory_for_itself_not_for_the_models_whole_context(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, TEMPLATE)
+    result = runner.invoke(app, ["generate", "hello", "--model", str(folder), "--max-tokens", "3"])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_prompt_that_the_template_refuses_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "{{ raise_exception('only questions') }}")
+    result = runner.invoke(app, ["generate", "hello", "--model", str(folder)])
+    assert isinstance(result.exception, SystemExit)
+    assert "only questions" in result.output
+
+
 def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
-    with pytest.raises(compat.CompatError, match="--quantization: only bfloat16"):
-        compat.translate(["--quantization", "awq"])
+    for flag, value, reason in (
+        ("--quantization", "awq", "only bfloat16"),
+        ("--revision", "v2", "the hub's main revision is served"),
+        ("--generation-config", "vllm", "comes from the generation_config.json"),
+    ):
+        with pytest.raises(compat.CompatError, match=f"{flag}: .*{reason}"):
+            compat.translate([flag, value])
 
 
 def test_a_foreign_flag_without_its_value_is_an_error() -> None:
@@ -230,8 +314,7 @@ def test_the_model_may_be_named_as_sglang_does() -> None:
 
 
 def test_settings_are_built_without_touching_the_environment_of_the_process() -> None:
-    given: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}
-    assert build_settings(None, None, None, given, {}) == Settings()
+    assert build_settings(None, None, None, NO_FLAGS, {}) == Settings()
 
 
 def test_help_needs_neither_torch_nor_the_web_framework() -> None:

@@ -19,6 +19,7 @@ def test_flags_win_over_the_environment_the_file_and_the_defaults(tmp_path: Path
 def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None:
     settings = load_settings(environment={"LORIKEET_SERVER__API_KEYS": "a, b,"})
     assert settings.server.api_keys == ("a", "b")
+    assert load_settings(environment={"LORIKEET_ADAPTERS__ALLOWED_SOURCES": ""}).adapters.allowed_sources == ()
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: \[engine\]: .*threads"),
         ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),
         ({"server": {"admin_keys": [" "]}}, {}, "an API key or admin key is empty"),
+        ({}, {"LORIKEET_SERVER__API_KEYS": ""}, "environment: LORIKEET_SERVER__API_KEYS is set, and holds no key"),
+        (
+            {},
+            {"LORIKEET_SERVER__ADMIN_KEYS": " ,"},
+            "environment: LORIKEET_SERVER__ADMIN_KEYS is set, and holds no key",
+        ),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),

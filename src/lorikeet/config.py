@@ -5,6 +5,7 @@ Unknown keys are errors. Policies are chosen by the name of a row (``rows``).
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -167,6 +168,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host, port: where to listen; port 0 picks a free one.
         api_keys: bearer keys for all routes but health, ping, version, load and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; empty means the API keys do.
+        allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
+            none.
         max_queued: requests accepted and not finished, beyond which 429 is answered.
         max_body_bytes: larger bodies get 413.
         request_timeout_s: a request ends with an error after this time; 0 for never.
@@ -196,6 +199,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
     max_body_bytes: Positive = 8 * 2**20
     request_timeout_s: Seconds = 600.0
@@ -250,6 +254,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 ENVIRONMENT_PREFIX = "LORIKEET_"
+_KEYS = ("api_keys", "admin_keys")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
 def load_settings(
@@ -280,6 +286,7 @@ def load_settings(
     settings: Settings = convert(merged, Settings, "settings")
     _check_scaling(settings.cluster)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
+    _check_origins(settings.server.allowed_origins)
     return settings
 
 
@@ -291,6 +298,20 @@ def check_keys(keys: Iterable[str]) -> None:
     """
     if not all(map(str.strip, keys)):
         raise ConfigError("an API key or admin key is empty: is the variable set that it comes from?")
+
+
+def _check_origins(origins: Iterable[str]) -> None:
+    """Check that a browser may call itself so: it compares origins letter by letter.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"settings: [server]: allowed_origins: {origin!r} is neither * nor an origin such as "
+                "https://example.org or http://localhost:3000"
+            )
 
 
 def _check_scaling(cluster: ClusterSettings) -> None:
@@ -325,8 +346,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         section, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__", 1)
         struct = {field.name: field.type for field in msgspec.structs.fields(Settings)}.get(section)
         types = {f.name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
-        is_list = types.get(key) == tuple[str, ...]
-        tables.setdefault(section, {})[key] = tuple(filter(None, map(str.strip, text.split(",")))) if is_list else text
+        value: str | tuple[str, ...] = text
+        if types.get(key) == tuple[str, ...]:
+            value = tuple(filter(None, map(str.strip, text.split(","))))
+            if not value and key in _KEYS:  # an empty list would open what the variable was to guard
+                raise ConfigError(f"environment: {variable} is set, and holds no key")
+        tables.setdefault(section, {})[key] = value
     return tables
 
 

@@ -5,7 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 
+from lorikeet.server import errors
+from lorikeet.server.chat_template import ChatTemplate
+from lorikeet.server.errors import ApiError
 from tests.server.conftest import END, TOKENIZER, Running, Start
 
 CHAT = "/v1/chat/completions"
@@ -61,6 +65,22 @@ async def test_messages_go_through_the_chat_template(server: Running) -> None:
     assert prompts == [turns + "<|im_start|>assistant\n", turns]
 
 
+@pytest.mark.parametrize("nothing", [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "name": None}])
+async def test_fields_of_a_message_that_say_nothing_are_not_there_for_the_template(
+    start: Start, nothing: dict[str, Any]
+) -> None:
+    # As Llama 3.1's and Mistral's do, which take an answer with the field for a call of tools.
+    asks_for_field = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+    names = "{{ m.keys() | sort | join(' ') }} {{ m.content }}{% endfor %}"
+    async with start() as server:
+        server.service.texts.template = ChatTemplate(asks_for_field + names, {})
+        messages = [{"role": "assistant", "content": "hi", **nothing}, {"role": "user", "name": "me", "content": "you"}]
+        reply = await server.http.post(CHAT, json=body(messages=messages))
+        assert reply.status_code == 200, reply.text
+        prompt = TOKENIZER.decode(server.engine.submitted[0].prompt_token_ids)
+        assert prompt == "content role hicontent name role you"
+
+
 async def test_an_answer_can_go_on_where_the_last_message_ends(server: Running) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "hel"}]
     reply = await server.http.post(CHAT, json=body(messages=messages, continue_final_message=True))
@@ -91,6 +111,20 @@ async def test_usage_comes_last_or_in_every_chunk_as_asked(server: Running) -> N
     counts = [chunk["usage"]["completion_tokens"] for chunk in always]
     generated = counts[-1]
     assert counts == [*range(generated + 1), generated]
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": None, "continuous_usage_stats": None}])
+async def test_stream_options_that_say_nothing_ask_for_nothing(server: Running, options: dict[str, None]) -> None:
+    chunks = await events(server.http, CHAT, body(stream_options=options))
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("said", [{}, {"include_usage": None}, {"include_usage": False}])
+async def test_who_wants_usage_in_every_chunk_need_not_ask_twice(server: Running, said: dict[str, bool | None]) -> None:
+    chunks = await events(server.http, CHAT, body(stream_options={**said, "continuous_usage_stats": True}))
+    wanted = said.get("include_usage") is None
+    assert [("usage" in chunk) for chunk in chunks] == [wanted] * len(chunks)
+    assert (chunks[-1]["choices"] == []) is wanted
 
 
 async def test_several_choices_have_seeds_of_their_own(server: Running) -> None:
@@ -237,6 +271,7 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"adapter_source": "hub"}, "adapter_source"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages"),
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(server: Running, fields: dict[str, Any], param: str) -> None:
@@ -295,6 +330,41 @@ async def test_a_wrong_field_is_a_400_that_names_it(server: Running, fields: dic
     assert (error["type"], error["param"], error["code"]) == ("BadRequestError", param, 400)
     assert param in error["message"] or error["message"]
     assert server.engine.submitted == []
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "faults"),
+    [
+        ("/v1/completions", {"prompt": [0.5] * MANY}, "prompt", 4),
+        ("/v1/completions", {"prompt": [[0.5] * MANY]}, "prompt", 4),
+        ("/v1/completions", {"prompt": [["x"]] * MANY}, "prompt", 4),
+        ("/v1/completions", {"prompt": "x", "stop_token_ids": [0.5] * MANY}, "stop_token_ids", 1),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 200 for i in range(MANY)}}, "logit_bias", 1),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"x" * MANY: 200}}, "logit_bias", 1),
+        (CHAT, {"messages": [{}] * MANY}, "messages", 1),
+        (CHAT, {"messages": [{"role": "user", "content": [0] * MANY}]}, "messages", 2),
+        (CHAT, {"messages": MESSAGES, "stop": [0] * MANY}, "stop", 2),
+        ("/detokenize", {"tokens": [0.5] * MANY}, "tokens", 1),
+    ],
+)
+async def test_a_body_of_many_faults_is_refused_for_the_first(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str, faults: int
+) -> None:
+    seen: list[int] = []
+    read = errors._from_validation
+
+    def counting(error: RequestValidationError) -> ApiError:
+        seen.append(len(error.errors()))
+        return read(error)
+
+    monkeypatch.setattr(errors, "_from_validation", counting)
+    reply = await server.http.post(path, json=fields)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert len(reply.content) < 500
+    assert seen == [faults]
 
 
 async def test_stream_options_without_a_stream_are_refused(server: Running) -> None:

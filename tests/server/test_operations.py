@@ -280,6 +280,53 @@ async def test_half_a_request_and_no_more_leaves_the_server_unharmed(server: Run
     assert server.service.gate.active == 0
 
 
+def preflight(origin: str) -> dict[str, str]:
+    """Return what a browser asks before a page of that origin sends a chat completion with a key."""
+    headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    return {"Origin": origin, **headers, "Access-Control-Request-Headers": "authorization,content-type"}
+
+
+async def test_web_pages_may_use_the_server_only_where_their_origin_is_allowed(start: Start) -> None:
+    async with start(allowed_origins=("https://good", "http://localhost:1"), api_keys=("one",)) as server:
+        asked = await server.http.options(CHAT, headers=preflight("https://good"))
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://good"
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        for headers, status in (({}, 401), (bearer("one"), 200)):
+            reply = await server.http.post(CHAT, json=body(), headers={"Origin": "https://good", **headers})
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, "https://good")
+            assert "X-Request-Id" in reply.headers["access-control-expose-headers"]
+        for origin in ("https://bad", "http://localhost:2", "null"):
+            asked = await server.http.options(CHAT, headers=preflight(origin))
+            assert (asked.status_code, "access-control-allow-origin" in asked.headers) == (400, False)
+            reply = await server.http.get("/v1/models", headers={"Origin": origin, **bearer("one")})
+            assert "access-control-allow-origin" not in reply.headers
+    async with start(allowed_origins=("*",)) as server:
+        asked = await server.http.options(CHAT, headers=preflight("https://any"))
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "*")
+        assert "access-control-allow-credentials" not in asked.headers
+
+
+async def test_by_default_no_web_page_may_use_the_server(server: Running) -> None:
+    asked = await server.http.options(CHAT, headers=preflight("http://localhost:3000"))
+    reply = await server.http.get("/v1/models", headers={"Origin": "http://localhost:3000"})
+    for one in (asked, reply):
+        assert not [name for name in one.headers if name.startswith("access-control")]
+    assert asked.status_code == 405
+
+
+async def test_a_failure_that_nobody_expected_is_told_to_web_pages_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    async with start(allowed_origins=("*",)) as server:
+        monkeypatch.setattr(server.service.models, "cards", broken)
+        reply = await server.http.get("/v1/models", headers={"Origin": "https://any"})
+        assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (500, "*")
+
+
 async def test_polls_are_logged_quietly_and_changes_of_adapters_are_not(server: Running) -> None:
     with structlog.testing.capture_logs() as logged:
         for path in ("/health", "/health/ready", "/load", "/metrics"):

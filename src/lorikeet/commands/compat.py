@@ -36,6 +36,8 @@ _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
 _ADMISSION = "the row decides who is admitted next (--row lorikeet:priority, for one)"
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "models with experts are not served"
+_MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
+_ORIGINS = "pages of an allowed origin may use any"
 _TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
 
 FOREIGN: dict[str, Foreign] = {
@@ -65,16 +67,35 @@ FOREIGN: dict[str, Foreign] = {
     "--scheduling-policy": Foreign(_ADMISSION, same=("fcfs",)),
     "--schedule-policy": Foreign(_ADMISSION, same=("fcfs",)),
     "--enable-chunked-prefill": Foreign(_ALWAYS, value=False, same=("",)),
+    "--no-enable-chunked-prefill": Foreign("prompts longer than a step are always computed in parts", value=False),
     "--seed": Foreign("every request without a seed gets one of its own; weights of --load-format dummy are fixed"),
     "--trust-remote-code": Foreign("code from model repositories is never run", value=False),
     "--disable-log-requests": Foreign(_ALWAYS, value=False, same=("",)),
+    "--no-enable-log-requests": Foreign(_ALWAYS, value=False, same=("",)),
+    "--enable-log-requests": Foreign("use --request-log FILE, for texts with --request-log-text", value=False),
+    "--disable-uvicorn-access-log": Foreign(
+        "the log has a line for each request, unless --log-level warning", value=False
+    ),
     "--disable-log-stats": Foreign("figures are at /metrics", value=False),
     "--kv-cache-dtype": Foreign("KV has the model's dtype", same=("auto",)),
     "--enable-auto-tool-choice": Foreign(_TOOLS, value=False),
     "--tool-call-parser": Foreign(_TOOLS),
+    "--reasoning-parser": Foreign("what a model thinks stays in the text of its answer"),
+    "--max-logprobs": Foreign("requests may ask for at most 20", same=("20",)),
+    "--download-dir": Foreign("set HF_HUB_CACHE in the environment to keep what comes from the hub elsewhere"),
+    "--root-path": Foreign("routes begin with /v1; let the proxy in front take its prefix off", same=("", "/")),
+    "--allow-credentials": Foreign("keys are in a header, so pages need no cookies", value=False),
+    "--allowed-methods": Foreign(_ORIGINS, same=('["*"]',)),
+    "--allowed-headers": Foreign(_ORIGINS, same=('["*"]',)),
     "--distributed-executor-backend": Foreign("ranks are processes of one machine", same=("mp",)),
     "--pipeline-parallel-size": Foreign("pipeline parallelism is not there", same=("1",), refuse=True),
     "--quantization": Foreign("only bfloat16, float16 and float32 weights are served", same=("none",), refuse=True),
+    "--revision": Foreign(_MAIN, same=("main",), refuse=True),
+    "--generation-config": Foreign(
+        "what requests leave open comes from the generation_config.json in the model's folder",
+        same=("auto",),
+        refuse=True,
+    ),
     "--tokenizer": Foreign("the tokenizer is the one in the model's folder", refuse=True),
     "--speculative-config": Foreign("speculative decoding is not there", refuse=True),
     "--default-mm-loras": Foreign("only text models are served", refuse=True),
@@ -90,7 +111,7 @@ _MODEL_OPTIONS = ("--model", "--model-path")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Rewrite the arguments of ``lorikeet serve`` into its own.
+    """Rewrite the arguments of ``lorikeet serve`` into its own. Names of options may have underscores, as in vLLM.
 
     Several values after one option are taken as its own only where the model was named first; otherwise the
     last of them might be the model.
@@ -108,6 +129,9 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")
+            word = flag + equals + value
         if flag in FOREIGN:
             if FOREIGN[flag].value and not equals:
                 value = _take_value(flag, words)

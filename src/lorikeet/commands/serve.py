@@ -75,7 +75,7 @@ def build_settings(
     if prefix_caching is not None and tables["engine"]["row"] is None:
         tables["engine"]["row"] = "auto" if prefix_caching else "lorikeet:plain-no-reuse"
     settings = load_settings(tables, config, environment)
-    if not settings.server.api_keys and environment.get("VLLM_API_KEY"):
+    if not settings.server.api_keys and "VLLM_API_KEY" in environment:
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)
     resolve_row(settings.engine.row)

@@ -21,7 +21,7 @@ class Flag(NamedTuple):
         setting: ``section.key`` of the settings.
         kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
         help: for ``--help``.
-        parse: turns the text into the value, where the type alone does not.
+        parse: turns the text into the value, where the type alone does not; for ``list[str]`` into one, or a list.
         metavar: shown for the value.
     """
 
@@ -50,6 +50,20 @@ def preload_pair(text: str) -> str:
     if module.get("is_3d_lora_weight"):
         raise ValueError(f"{text!r}: adapters of experts (is_3d_lora_weight) are not served")
     return f"{module['name']}={module['path']}"
+
+
+def origins(text: str) -> list[str]:
+    """Return the origins that a value of ``--allowed-origins`` names: one, or vLLM's JSON list.
+
+    Raises:
+        ValueError: it looks like JSON, and is no list of strings.
+    """
+    if not text.startswith(("[", "{", '"')):
+        return [text]
+    named = json.loads(text)
+    if not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+        raise ValueError(f"{text!r} is no list of origins")
+    return named
 
 
 def _gigabytes(text: str) -> float:
@@ -145,6 +159,14 @@ FLAGS = (
         "Key for all routes but health, ping, version, load and metrics; repeatable.",
     ),
     Flag("--admin-key --admin-api-key", "server.admin_keys", list[str], "Key for changing adapters; repeatable."),
+    Flag(
+        "--allowed-origins",
+        "server.allowed_origins",
+        list[str],
+        "Origin whose web pages may use the server, or a JSON list of them; * for any; repeatable.",
+        origins,
+        "ORIGIN",
+    ),
     Flag("--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished requests before 429 is answered."),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
@@ -189,7 +211,9 @@ def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for flag in FLAGS:
         value = given[_variable(flag)]
         section, key = flag.setting.split(".")
-        tables.setdefault(section, {})[key] = list(value) if flag.kind == list[str] and value else value
+        if flag.kind == list[str] and value:
+            value = [one for each in value for one in (each if isinstance(each, list) else [each])]
+        tables.setdefault(section, {})[key] = value
     return tables
 
 

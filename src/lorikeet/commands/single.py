@@ -16,8 +16,9 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
-from lorikeet.models.config import read_model_config
+from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.server.announce import Announcer
+from lorikeet.server.errors import ApiError
 from lorikeet.server.model_folder import prepare_model
 from lorikeet.server.protocol import ChatMessage
 from lorikeet.server.text import TextStream
@@ -48,29 +49,44 @@ def stream_answer(
             folder = prepare_model(settings.model, announcer.stage).path
             config = read_model_config(folder)
             texts = Texts.read(folder)
-            located = msgspec.structs.replace(settings.model, model=str(folder))
-            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=located), announcer.show)
+            token_ids = _token_ids(texts, prompt, raw=raw)
+            sampling = _within(config, len(token_ids), sampling)
+            # No longer than needed: memory for a whole context is more than many machines have.
+            longest_tokens = len(token_ids) + sampling.max_tokens
+            model = msgspec.structs.replace(settings.model, model=str(folder), max_model_tokens=longest_tokens)
+            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), announcer.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
+        except ApiError as error:
+            raise GenerationError(error.message) from error
         except (AdapterError, ConfigError, OSError, ValueError) as error:
             raise GenerationError(str(error)) from error
-    if raw or texts.template is None:
-        token_ids = texts.tokenizer.encode(prompt).ids
-    else:
-        text = texts.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
-        token_ids = texts.tokenizer.encode(text, add_special_tokens=False).ids
-    room_tokens = config.context_tokens - len(token_ids)
-    if not token_ids or room_tokens < 1:
-        raise GenerationError(
-            f"the prompt has {len(token_ids)} tokens; the model takes 1 to {config.context_tokens - 1}"
-        )
-    sampling = msgspec.structs.replace(
-        sampling, stop_token_ids=config.eos_token_ids, max_tokens=min(sampling.max_tokens, room_tokens)
-    )
     request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
     try:
         yield from _decode(engine, request, TextStream(texts.tokenizer, token_ids))
     finally:
         engine.close()
+
+
+def _token_ids(texts: Texts, prompt: str, *, raw: bool) -> list[int]:
+    if raw or texts.template is None:
+        return texts.token_ids(prompt, add_special_tokens=True)
+    text = texts.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
+    return texts.token_ids(text, add_special_tokens=False)
+
+
+def _within(config: ModelConfig, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
+    """Return ``sampling`` with the model's stop tokens, and for no more tokens than a prompt of that length leaves.
+
+    Raises:
+        GenerationError: it leaves none, or is empty.
+    """
+    room_tokens = config.context_tokens - prompt_tokens
+    if not prompt_tokens or room_tokens < 1:
+        raise GenerationError(
+            f"the prompt has {prompt_tokens} tokens; the model takes 1 to {config.context_tokens - 1}"
+        )
+    most_tokens = min(sampling.max_tokens, room_tokens)
+    return msgspec.structs.replace(sampling, stop_token_ids=config.eos_token_ids, max_tokens=most_tokens)
 
 
 def _decode(engine: Engine, request: Request, text: TextStream) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The application: middleware, routes and error shapes around a :class:`Service`."""
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
@@ -103,4 +104,14 @@ def create_app(service: Service) -> FastAPI:
         tenant_header=service.settings.tenant_header,
     )
     app.add_middleware(RequestIds)
+    if service.settings.allowed_origins:
+        # No cookies: keys are in a header, which a page of an allowed origin must hold itself.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.allowed_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+            allow_private_network=True,
+        )
     return app

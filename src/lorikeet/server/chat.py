@@ -75,6 +75,7 @@ async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Pa
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs or {},
             continue_final_message=bool(body.continue_final_message),
+            limits=parts.limits,
         )
         return [token_ids]
 

@@ -95,7 +95,8 @@ async def completions(http: Request, body: CompletionRequest, parts: Parts, send
     prompts = _prompts(body)
 
     async def encode() -> list[list[int]]:
-        return await parts.texts.encode(prompts, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        return await parts.texts.encode(prompts, add_special_tokens=special, limits=parts.limits)
 
     job = Job(
         prompts=len(prompts),

@@ -25,6 +25,9 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 
+_LONGEST_SHOWN = 100
+"""Characters of a key of a body, which its sender has chosen."""
+
 
 class ApiError(HTTPException):
     """An answer other than success. As an HTTPException it also passes through FastAPI's reading of bodies.
@@ -114,5 +117,5 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     param = str(where[0])
     messages = [fault["msg"] for fault in faults if fault["loc"][: len(where)][1:2] == (param,)]
     reasons = " or ".join(dict.fromkeys(messages)) or first["msg"]
-    path = ".".join(str(part) for part in where)
+    path = ".".join(str(part)[:_LONGEST_SHOWN] for part in where)
     return bad_request(f"{path}: {reasons}.", param)

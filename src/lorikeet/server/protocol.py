@@ -1,4 +1,8 @@
-"""Bodies of requests. Types are strict; fields that need more than a type are checked in sampling.py."""
+"""Bodies of requests. Types are strict; fields that need more than a type are checked in sampling.py.
+
+Of what may have any number of entries only the first wrong one is reported: a body of millions of them would hold up
+the event loop, and every stream, for the better part of a minute.
+"""
 
 from typing import Annotated, Any
 
@@ -6,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Factors beyond would leave nothing of a logit in fp32, or infinity."""
@@ -20,10 +24,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """OpenAI's ``stream_options``, with vLLM's extension."""
+    """OpenAI's ``stream_options``, with vLLM's extension, which brings the usage at the end unless that is refused."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Generation(Body):
@@ -47,7 +51,7 @@ class Generation(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -69,19 +73,23 @@ class Generation(Body):
     @property
     def wants_usage(self) -> bool:
         """True if a stream shall end with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        options = self.stream_options
+        if options is None:
+            return False
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
 
     @property
     def wants_continuous_usage(self) -> bool:
         """True if every chunk shall carry usage."""
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(Generation):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
@@ -98,10 +106,10 @@ class ChatMessage(Body):
     """One message. Fields that only templates know (``name``, ``tool_call_id``) are passed on."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class ChatOptions(Body):

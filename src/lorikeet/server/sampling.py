@@ -52,6 +52,16 @@ class ModelLimits(msgspec.Struct, frozen=True):
     defaults: SamplingDefaults = SamplingDefaults()
 
 
+def check_text(fewest_tokens: int, limits: ModelLimits, param: str) -> None:
+    """Check a text that is not tokenized yet, by a number of tokens that it has at least.
+
+    Raises:
+        ApiError: 400; it leaves no room for an answer.
+    """
+    if fewest_tokens >= limits.max_model_tokens:
+        raise _too_long(f"at least {fewest_tokens}", limits, param)
+
+
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     """Check that a prompt can be served at all.
 
@@ -61,7 +71,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     if not token_ids:
         raise bad_request("The prompt is empty; at least one token is needed.", param)
     if len(token_ids) >= limits.max_model_tokens:
-        raise _too_long(len(token_ids), None, limits, param)
+        raise _too_long(str(len(token_ids)), limits, param)
     if max(token_ids) >= limits.vocabulary:
         raise bad_request(f"Token id {max(token_ids)} is outside the vocabulary of {limits.vocabulary}.", param)
 
@@ -95,7 +105,11 @@ def sampling_params(
     """
     room = limits.max_model_tokens - prompt_tokens
     if max_tokens is not None and max_tokens > room:
-        raise _too_long(prompt_tokens, max_tokens, limits, max_tokens_param)
+        raise bad_request(
+            f"{_context(limits)} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
+            f"input, {max_tokens} in the completion). Please reduce the length of the input or {max_tokens_param}.",
+            max_tokens_param,
+        )
     most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
     if (body.min_tokens or 0) > most:
         raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
@@ -141,17 +155,14 @@ def _logit_bias(biases: Mapping[str, float], vocabulary: int) -> tuple[tuple[int
     return tuple(pairs)
 
 
-def _too_long(prompt_tokens: int, max_tokens: int | None, limits: ModelLimits, param: str) -> ApiError:
-    """The words are those of OpenAI and vLLM, which clients search for."""
-    most = f"This model's maximum context length is {limits.max_model_tokens} tokens."
-    if max_tokens is None:
-        return bad_request(
-            f"{most} However, your request has {prompt_tokens} input tokens. "
-            "Please reduce the length of the input messages.",
-            param,
-        )
+def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
     return bad_request(
-        f"{most} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the input, "
-        f"{max_tokens} in the completion). Please reduce the length of the input or {param}.",
+        f"{_context(limits)} However, your request has {tokens} input tokens. "
+        "Please reduce the length of the input messages.",
         param,
     )
+
+
+def _context(limits: ModelLimits) -> str:
+    """The words are those of OpenAI and vLLM, which clients search for."""
+    return f"This model's maximum context length is {limits.max_model_tokens} tokens."

@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 
 from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
 from lorikeet.server.errors import bad_request, not_supported
-from lorikeet.server.protocol import ChatMessage
+from lorikeet.server.protocol import ChatMessage, TextPart
+from lorikeet.server.sampling import ModelLimits, check_text
+from lorikeet.server.token_bound import TokenBound
 
 _THREAD_LENGTH = 4096
 """Characters or tokens from which on a request is worked on off the event loop, so that it delays no stream."""
@@ -29,6 +31,7 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._bound = TokenBound(tokenizer)
 
     @classmethod
     def read(cls, folder: Path, chat_template: str = "") -> "Texts":
@@ -46,12 +49,27 @@ class Texts:
         tokenizer.no_padding()
         return cls(tokenizer, read_chat_template(folder, chat_template))
 
-    async def encode(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of every prompt; those that are token ids already stay as they are."""
+    async def encode(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        limits: ModelLimits | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of every prompt; those that are token ids already stay as they are.
+
+        Args:
+            prompts: text or token ids.
+            add_special_tokens: those that begin or end a text of this model.
+            limits: of the model, for text that is to be answered; None takes text of any length.
+
+        Raises:
+            ApiError: 400 for text that cannot be within the limits, however it is tokenized.
+        """
 
         def run() -> list[list[int]]:
             return [
-                self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
+                self.token_ids(prompt, add_special_tokens=add_special_tokens, limits=limits, param="prompt")
                 if isinstance(prompt, str)
                 else prompt
                 for prompt in prompts
@@ -59,9 +77,20 @@ class Texts:
 
         return await _off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
 
+    def token_ids(
+        self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
+    ) -> list[int]:
+        """Return the token ids of one text; arguments and errors as of :meth:`encode`, which errors name ``param``."""
+        if limits is not None:
+            check_text(self._bound.fewest(text), limits, param)
+        # Calls for single texts would keep Python to themselves until they are done, and every stream would wait.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ``token_ids``, all at once."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """Return the text of every prompt; those that are text already stay as they are."""
@@ -82,6 +111,7 @@ class Texts:
         add_generation_prompt: bool,
         extra: dict[str, Any],
         continue_final_message: bool = False,
+        limits: ModelLimits | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation.
 
@@ -90,9 +120,11 @@ class Texts:
             add_generation_prompt: end with what opens an answer.
             extra: further variables of the template.
             continue_final_message: end with the text of the last message instead.
+            limits: as of :meth:`encode`.
 
         Raises:
-            ApiError: 400 if the model has no template or it refuses the messages, 501 for content other than text.
+            ApiError: 400 if the model has no template, it refuses the messages, or they cannot be within the limits,
+                501 for content other than text.
         """
 
         def run() -> list[int]:
@@ -102,9 +134,9 @@ class Texts:
                 extra=extra,
                 continue_final_message=continue_final_message,
             )
-            return self.tokenizer.encode(prompt, add_special_tokens=False).ids
+            return self.token_ids(prompt, add_special_tokens=False, limits=limits, param="messages")
 
-        return await _off_the_loop(run, sum(map(_length, messages)))
+        return await _off_the_loop(run, _length(messages, extra))
 
     def chat_prompt(
         self,
@@ -131,15 +163,33 @@ async def _off_the_loop(work: Callable[[], _T], length: int) -> _T:
     return work() if length < _THREAD_LENGTH else await to_thread.run_sync(work)
 
 
-def _length(message: ChatMessage) -> int:
-    content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
+    """Return the size of all that a template sees, in characters and values; once it is large, no more is counted."""
+    length, left = 0, [extra, *messages]
+    while left and length < _THREAD_LENGTH:
+        part: Any = left.pop()
+        match part:
+            case ChatMessage():
+                left += (part.role, part.content, part.model_extra)
+            case TextPart():
+                left.append(part.text)
+            case dict():
+                left += (*part, *part.values())
+            case list():
+                left += part
+        length += len(part) if isinstance(part, str) else 1
+    return length
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one string, text parts joined by newlines as vLLM does."""
-    plain = {**(message.model_extra or {}), "role": message.role}
-    if plain.get("tool_calls"):
+    """A message as templates expect it: content as one string, text parts joined by newlines as vLLM does.
+
+    Fields that say nothing, which clients write into answers that they send back, are left out: to templates a field
+    that is there means something.
+    """
+    plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    plain["role"] = message.role
+    if plain.pop("tool_calls", None):
         raise not_supported("Tool calls are not supported yet.", "messages")
     if isinstance(message.content, list):
         for part in message.content:

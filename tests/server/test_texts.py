@@ -1,0 +1,111 @@
+"""Long texts: what they hold up, what is counted of them, and what is refused before it is tokenized."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lorikeet.server.chat_template import ChatTemplate
+from lorikeet.server.texts import Texts
+from tests.server.conftest import TEMPLATE, TOKENIZER, Running
+from tests.server.test_chat import CHAT
+
+TEXTS = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+LONG = " ".join(f"hello world {number}" for number in range(50_000))
+
+
+def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
+    """Return how long another thread stood still at most while ``work`` was done, and how long that took."""
+    pauses: list[float] = []
+    done = threading.Event()
+
+    def count() -> None:
+        last_s = time.perf_counter()
+        while not done.is_set():
+            now_s = time.perf_counter()
+            pauses.append(now_s - last_s)
+            last_s = now_s
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    began_s = time.perf_counter()
+    work()
+    took_s = time.perf_counter() - began_s
+    done.set()
+    counting.join()
+    return max(pauses), took_s
+
+
+def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
+    pause_s, took_s = longest_pause(lambda: TEXTS.token_ids(LONG, add_special_tokens=True))
+    assert pause_s < took_s / 2
+
+
+def test_python_goes_on_while_many_tokens_become_text() -> None:
+    token_ids = TOKENIZER.encode(LONG).ids * 8
+    pause_s, took_s = longest_pause(lambda: TEXTS.decode(token_ids))
+    assert pause_s < took_s / 2
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}, "messages"),
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["hello", LONG]}, "prompt"),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+    server: Running, path: str, content: dict[str, Any], param: str
+) -> None:
+    class Refusing:
+        def encode_batch_fast(self, texts: list[str], **_: bool) -> list[Any]:
+            assert texts != [LONG], "tokenized"
+            return TOKENIZER.encode_batch_fast(texts)
+
+    server.service.texts.tokenizer = Refusing()  # type: ignore[assignment]
+    reply = await server.http.post(path, json={"model": "base", **content})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert "maximum context length is 256 tokens. However, your request has at least " in error["message"]
+    assert server.service.gate.active == 0
+
+
+async def test_the_longest_prompt_that_fits_is_answered_and_any_is_tokenized_if_that_is_all(server: Running) -> None:
+    longest = max((word for word in TOKENIZER.get_vocab() if word.isascii()), key=len)
+    reply = await server.http.post("/v1/completions", json={"prompt": longest * 255, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 255)
+    reply = await server.http.post("/tokenize", json={"prompt": LONG})
+    assert reply.json()["tokens"] == TOKENIZER.encode(LONG).ids
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"messages": [{"role": "user", "content": "x", "reasoning": "y" * 5000}]},
+        {"messages": [{"role": "user", "content": "x", "notes": [{"y": [1] * 5000}]}]},
+        {"messages": [{"role": "y" * 5000, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "y"}] * 5000}]},
+        {"messages": [{"role": "user", "content": ""}] * 5000},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"y" * 5000: 1}},
+    ],
+)
+async def test_all_that_a_template_sees_counts_for_whether_it_is_worked_on_off_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
+) -> None:
+    calls = []
+
+    async def run_sync(work: Callable[[], object]) -> object:
+        calls.append(work)
+        return work()
+
+    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    assert (await server.http.post("/tokenize", json=content)).status_code == 200
+    assert len(calls) == 1
+    few = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me", "notes": [None]}]}
+    assert (await server.http.post("/tokenize", json=few)).status_code == 200
+    assert len(calls) == 1
