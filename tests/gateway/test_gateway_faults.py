@@ -391,16 +391,24 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
                 while told not in (reply := await router.http.post(COMPLETIONS, json=body(model))).text:
                     assert reply.status_code == 503
             assert reply.json()["error"]["message"] == f"No backend has been there for 0.05 s ({told})."
-            backend.health = 503
-            while "it takes no requests" not in router.parts.head.troubles():
-                await asyncio.sleep(0.001)
-            backend.health, backend.key = 200, key or None
+            backend.key = key or None
             await router.up(1)
             assert router.parts.head.troubles() == ""
             await backend.kill()
     warnings = [entry for entry in logged if entry["event"] == "backend not there"]
     assert len(warnings) == 2, "each reason once"
     assert reason in warnings[1]["reason"]
+
+
+async def test_a_backend_that_takes_no_requests_yet_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.gateway.head.WAIT_S", 0.05)
+    backend = ScriptedBackend()
+    backend.health = 503
+    await backend.start()
+    async with routing([backend.url], [backend]) as router:
+        reply = await router.http.post(COMPLETIONS, json=body())
+        assert (reply.status_code, f"({backend.url}: it takes no requests)." in reply.text) == (503, True)
+    await backend.kill()
 
 
 async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
