@@ -12,7 +12,6 @@ namespace {
 
 constexpr int64_t kRowBlock = 64;  // rows of one work item
 constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arithmetic
-constexpr int64_t kNextCacheBytes = 768 << 10;  // most of a second-level cache
 
 // The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
 // second-level cache, and what LoRA will read.

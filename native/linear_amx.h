@@ -1,7 +1,7 @@
 // A product of bfloat16 by the tile unit.
 //
 // A panel is what the unit wants on its right side: a row of a tile is a k-group of 16 columns. The left side is x
-// itself. So nothing is copied, and one layout of weights serves every instruction set.
+// itself. So nothing is copied for it.
 //
 // Rows go in blocks of up to 32, two tiles that share the panel's. All tiles of a call have one height, as a change
 // of shapes costs more than rows computed twice: the second tile of a block ends with it and may overlap the first.
@@ -27,7 +27,6 @@ constexpr int64_t kWidth = kPanel<bf16>;
 constexpr int64_t kLine = 64;                                              // bytes of a cache line
 constexpr int64_t kStepLines = kTileDepth * kWidth * sizeof(bf16) / kLine;  // of a panel
 constexpr int64_t kFewestToFetch = 2;  // blocks of a run; one takes no longer than memory does
-constexpr int64_t kRunBytes = 768 << 10;  // of x; most of a second-level cache
 static_assert(kWidth == 2 * kTileWidth && kLanes == kTileWidth);
 
 // Adds one step of inputs of one or two tiles of rows, x and y, times the panel's groups. Sums are tiles 0 and 1, 2 and 3.
@@ -145,7 +144,7 @@ class TileProduct {
   template <class F>
   void each(int64_t panels, int64_t thread, int64_t threads, const F& f) const {
     const int64_t bytes = blocks_ * kBlockRows * p_.inputs * int64_t(sizeof(bf16));
-    const int64_t runs = std::min(blocks_, (bytes + kRunBytes - 1) / kRunBytes);
+    const int64_t runs = std::min(blocks_, (bytes + kNextCacheBytes - 1) / kNextCacheBytes);
     const Range items = part_of(panels * blocks_, thread, threads);
     for (int64_t item = items.begin; item < items.end;) {
       const Range run = part_with(item / panels, blocks_, runs);
@@ -193,7 +192,8 @@ class TileProduct {
   }
 
   const Product<bf16>& p_;
-  const int64_t rows_, blocks_, most_, height_;  // rows of the largest block, of a tile
+  const int64_t rows_, blocks_;
+  const int64_t most_, height_;  // rows of the largest block, and of a tile
   Tiles tiles_;
   Writer writer_;
 };

@@ -17,6 +17,7 @@ constexpr int64_t kPanel = kTileUnit<T> ? 2 * kTileWidth : 48;
 constexpr int kVectors = kLanes == 16 ? 3 : 2;    // of a tile's columns
 constexpr int kTileRows = kLanes == 16 ? 8 : 4;   // so that sums, weights and one input fit the registers
 constexpr int64_t kTileColumns = kVectors * kLanes;
+constexpr int64_t kNextCacheBytes = 768 << 10;  // most of a second-level cache
 
 int64_t groups_of(int64_t inputs, int group) { return (inputs + group - 1) / group; }
 

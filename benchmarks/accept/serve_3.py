@@ -40,9 +40,7 @@ PARALLEL: tuple[tuple[str, int, int], ...] = (("llama", 2, 2), ("llama", 1, 2), 
 def run(runs: StoredRuns) -> Result:
     """Tiny random checkpoints: in one prefill, in chunks and in decodes; then on several ranks with adapters."""
     errors = runs.get("logits", lambda: {variant: _largest_error(variant) for variant in VARIANTS})
-    parallel = runs.get("ranks", lambda: {"cases": [_ranks(*case) for case in PARALLEL if _has_place(case[2])]})[
-        "cases"
-    ]
+    parallel = runs.get("ranks", lambda: {"cases": [_ranks(*case) for case in _cases()]})["cases"]
     left_out = len(PARALLEL) - len(parallel)
     different = sum(case["different"] for case in parallel)
     ties = sum(case["ties"] for case in parallel)
@@ -60,9 +58,10 @@ def run(runs: StoredRuns) -> Result:
     )
 
 
-def _has_place(ranks: int) -> bool:
-    """Whether so many ranks can run on the device of this line's engines."""
-    return not os.environ.get(DEVICE_VARIABLE, "cpu").startswith("cuda") or ranks <= torch.cuda.device_count()
+def _cases() -> list[tuple[str, int, int]]:
+    """Return those of several ranks that there are devices for."""
+    on_gpus = os.environ.get(DEVICE_VARIABLE, "cpu").startswith("cuda")
+    return [case for case in PARALLEL if not on_gpus or case[2] <= torch.cuda.device_count()]
 
 
 def _random_tokens(count: int, seed: int) -> list[int]:

@@ -136,6 +136,15 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_lora_workers: Count = 1
     record: str = ""
 
+    @property
+    def memory_ranks(self) -> int:
+        """How many ranks have as much memory as an engine tells of, and as ``memory_bytes`` asks for.
+
+        An engine speaks of one of its ranks, and each has its part of every adapter and of every token's KV. A paced
+        one speaks of all, whatever its profile stands for.
+        """
+        return 1 if self.executor is ExecutorKind.PACED else self.tensor_parallel
+
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where adapters may come from, and where they are kept.

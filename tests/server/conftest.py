@@ -101,3 +101,15 @@ async def server(start: Start) -> AsyncIterator[Running]:
     async with start() as running:
         running.service.catalog.register("french", str(running.sources / "french"))
         yield running
+
+
+def count_calls_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return a list that gets all work on texts that is done off the event loop from now on."""
+    calls: list[Callable[[], object]] = []
+
+    async def run_sync(work: Callable[[], object]) -> object:
+        calls.append(work)
+        return work()
+
+    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    return calls

@@ -1,12 +1,11 @@
 """Completions over HTTP."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lorikeet.server.texts import Texts
-from tests.server.conftest import TOKENIZER, Running
+from tests.server.conftest import TOKENIZER, Running, count_calls_off_the_loop
 from tests.server.test_chat import events
 
 URL = "/v1/completions"
@@ -101,13 +100,7 @@ async def test_an_echo_that_fails_frees_the_requests_place(server: Running, monk
 async def test_prompts_that_are_long_together_are_encoded_in_one_go_off_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-
-    async def run_sync(work: Callable[[], object]) -> object:
-        calls.append(work)
-        return work()
-
-    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    calls = count_calls_off_the_loop(monkeypatch)
     assert (await server.http.post(URL, json=body(prompt=["hello"] * 3))).status_code == 200
     assert not calls
     assert (await server.http.post(URL, json=body(prompt=["hello " * 20] * 40))).status_code == 200

@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.server.chat_template import ChatTemplate
 from lorikeet.server.texts import Texts
-from tests.server.conftest import TEMPLATE, TOKENIZER, Running
+from tests.server.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
 from tests.server.test_chat import CHAT
 
 TEXTS = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
@@ -95,13 +95,7 @@ async def test_the_longest_prompt_that_fits_is_answered_and_any_is_tokenized_if_
 async def test_all_that_a_template_sees_counts_for_whether_it_is_worked_on_off_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
 ) -> None:
-    calls = []
-
-    async def run_sync(work: Callable[[], object]) -> object:
-        calls.append(work)
-        return work()
-
-    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    calls = count_calls_off_the_loop(monkeypatch)
     assert (await server.http.post("/tokenize", json=content)).status_code == 200
     assert len(calls) == 1
     few = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me", "notes": [None]}]}

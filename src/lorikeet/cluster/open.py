@@ -19,7 +19,6 @@ from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.orchestrator import Orchestrator
 from lorikeet.cluster.placing import InProcess, PlacementService
 from lorikeet.cluster.registry import ClusterRegistry
-from lorikeet.cluster.replica import memory_ranks
 from lorikeet.cluster.scaler import Scaler
 from lorikeet.cluster.scaling import Scaling
 from lorikeet.config import ReplicaStart, Settings
@@ -51,7 +50,7 @@ def cluster_options(settings: Settings) -> ClusterOptions:
     return ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,
         tpot_s=settings.server.slo_tpot_s,
-        memory_bytes=engine.memory_bytes * memory_ranks(engine),
+        memory_bytes=engine.memory_bytes * engine.memory_ranks,
         link_bytes_per_s=engine.link_bytes_per_s,
     )
 

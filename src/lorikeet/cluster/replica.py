@@ -1,20 +1,11 @@
 """A replica of a live cluster, as its head knows it."""
 
 from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.config import EngineSettings, ExecutorKind
+from lorikeet.config import EngineSettings
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.drops import Drops
 from lorikeet.engine.keeper import EngineKeeper
-
-
-def memory_ranks(engine: EngineSettings) -> int:
-    """Return how many ranks have as much memory as an engine tells of, and as its settings ask for.
-
-    An engine speaks of one of its ranks, and each has its part of every adapter and of every token's KV. A paced one
-    speaks of all, whatever its profile stands for.
-    """
-    return 1 if engine.executor is ExecutorKind.PACED else engine.tensor_parallel
 
 
 class Replica:
@@ -43,7 +34,7 @@ class Replica:
             epoch=self.epoch,
             total_tokens=hello.total_blocks * hello.block_tokens,
             max_batch=engine.max_running,
-            kv_token_bytes=memory_ranks(engine) * hello.block_bytes / hello.block_tokens,
+            kv_token_bytes=engine.memory_ranks * hello.block_bytes / hello.block_tokens,
         )
 
     def hear(self, event: AdapterEvent) -> None:

@@ -105,7 +105,7 @@ def assemble(
     scheduler = Scheduler(memory, admission, limits, row, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, row.cold_start, on_ran, recorder)
-    arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.tensor_parallel / 2**20
+    arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.memory_ranks / 2**20
     notes = [
         f"row {settings.engine.row} is {name}: {row}",
         f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_tokens} tokens, "

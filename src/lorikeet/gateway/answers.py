@@ -13,6 +13,7 @@ import msgspec
 
 from lorikeet.bench.answer_stream import EventLines
 from lorikeet.gateway.questions import Question
+from lorikeet.server.protocol import usage_wanted
 
 DONE = b"data: [DONE]\n\n"
 
@@ -95,10 +96,8 @@ class Answer:
         self.is_done = False
         self._question = question
         self._options: dict[str, Any] = question.fields.get("stream_options") or {}
-        wants_along = self._options.get("continuous_usage_stats") is True
-        said = self._options.get("include_usage")
-        self._wants_usage = wants_along if said is None else said is True
-        self._wants_counts = self._wants_usage and wants_along
+        at_the_end, along = (self._options.get(name) for name in ("include_usage", "continuous_usage_stats"))
+        self._wants_usage, self._wants_counts = usage_wanted(at_the_end, along)
         self._text: list[str] = []
         self._before = 0
         """Tokens of the text that earlier backends gave."""

@@ -192,10 +192,10 @@ class Swapper:
         """Return the next adapter to read into the host tier, None if there is none or no room."""
         tree, host = self._tree, self._tiers.host
         share = _SHARE_FOR_READS if self._rules.host_kv and self._rules.keep_kv else 1.0
+        most = share * host.total  # one that is larger by itself must not keep those behind it from being read
         while self._unread:
             node = self._unread[0]
             entry = tree.adapters.get(node)
-            most = share * host.total  # one that is larger by itself must not keep those behind it from being read
             if entry is None or entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
                 self._unread.popleft()
                 continue

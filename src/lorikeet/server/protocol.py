@@ -23,8 +23,19 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+def usage_wanted(at_the_end: object, along: object) -> tuple[bool, bool]:
+    """Return whether a stream shall end with its usage, and whether every chunk shall carry it.
+
+    Args:
+        at_the_end: ``include_usage``, if it was given.
+        along: ``continuous_usage_stats``, if it was given; brings the usage at the end unless that is refused.
+    """
+    wanted = along is True if at_the_end is None else at_the_end is True
+    return wanted, wanted and along is True
+
+
 class StreamOptions(Body):
-    """OpenAI's ``stream_options``, with vLLM's extension, which brings the usage at the end unless that is refused."""
+    """OpenAI's ``stream_options``, with vLLM's extension."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -73,15 +84,17 @@ class Generation(Body):
     @property
     def wants_usage(self) -> bool:
         """True if a stream shall end with a usage chunk."""
-        options = self.stream_options
-        if options is None:
-            return False
-        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
+        return self._usage[0]
 
     @property
     def wants_continuous_usage(self) -> bool:
         """True if every chunk shall carry usage."""
-        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return self._usage[1]
+
+    @property
+    def _usage(self) -> tuple[bool, bool]:
+        options = self.stream_options or StreamOptions()
+        return usage_wanted(options.include_usage, options.continuous_usage_stats)
 
 
 class CompletionRequest(Generation):

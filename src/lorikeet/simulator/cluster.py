@@ -20,7 +20,7 @@ from lorikeet.cluster.build import (
     needs_operating_points,
 )
 from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
-from lorikeet.config import EngineSettings, Settings
+from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.garbage import rarely_searched
 from lorikeet.core.ids import ReplicaId
@@ -86,7 +86,8 @@ def simulate_cluster(
         UnknownAdapter: the workload names an adapter that there is not.
     """
     name, row = resolve_row(settings.engine.row)
-    profile = _with_copies_on_host(profile, settings.engine)
+    link = transfer_model(settings.engine, profile).link(Way.IN)
+    profile = _with_copies_on_host(profile, link)
     arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predict=predict)
     collector = Collector(workload, arrivals, on_finished)
     replicas = [
@@ -95,7 +96,7 @@ def simulate_cluster(
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
     router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
-    copies = CopyCosts(choice.fetch, _rank_bytes_per_s(profile, settings.engine), ranks=profile.tensor_parallel)
+    copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
     migration = build_migration(settings.engine, profile, lambda: copies.carried_bytes_per_s, copies)
     setup = ClusterSetup(
         router,
@@ -112,25 +113,16 @@ def simulate_cluster(
     return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
 
 
-def _with_copies_on_host(profile: CostProfile, engine: EngineSettings) -> CostProfile:
+def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
     """Return the profile of an engine whose adapters' files lie in its host's memory, as those of a replica do.
 
     What brings them there, over the network or from a drive, is charged by the cluster (``CopyCosts``) before the
-    engine hears of them, and must not be charged again. So a load takes what the link to the device takes, and what is
-    read into the host tier is there at once.
-
-    Raises:
-        ProfileError: the profile does not know the link from the host to the device, and the settings declare none.
+    engine hears of them, and must not be charged again. So a load takes what the ``link`` to the device takes, and what
+    is read into the host tier is there at once.
     """
-    link = transfer_model(engine, profile).link(Way.IN)
     at_once = Link(Figure(0.0, "s"), Figure(inf, "bytes/s"))
     transfers = msgspec.structs.replace(profile.transfers, source_to_device=link, source_to_host=at_once)
     return msgspec.structs.replace(profile, transfers=transfers)
-
-
-def _rank_bytes_per_s(profile: CostProfile, engine: EngineSettings) -> float:
-    """Return how fast each rank's device is reached from its host."""
-    return transfer_model(engine, profile).link(Way.IN).bandwidth.value / profile.tensor_parallel
 
 
 def _options(
