@@ -295,7 +295,7 @@ def load_settings(
     settings: Settings = convert(merged, Settings, "settings")
     _check_scaling(settings.cluster)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
-    _check_origins(settings.server.allowed_origins)
+    check_origins(settings.server.allowed_origins)
     return settings
 
 
@@ -309,7 +309,7 @@ def check_keys(keys: Iterable[str]) -> None:
         raise ConfigError("an API key or admin key is empty: is the variable set that it comes from?")
 
 
-def _check_origins(origins: Iterable[str]) -> None:
+def check_origins(origins: Iterable[str]) -> None:
     """Check that a browser may call itself so: it compares origins letter by letter.
 
     Raises:
@@ -318,8 +318,8 @@ def _check_origins(origins: Iterable[str]) -> None:
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"settings: [server]: allowed_origins: {origin!r} is neither * nor an origin such as "
-                "https://example.org or http://localhost:3000"
+                f"allowed origins: {origin!r} is neither * nor an origin such as https://example.org or "
+                "http://localhost:3000"
             )
 
 

@@ -68,7 +68,7 @@ async def routing(
     chosen = {"row": "lorikeet:round-robin", "health_s": 0.02, **options}
     asked = RouteOptions(backends=tuple(urls), **chosen)
     async with gateway(asked) as parts:
-        app = create_app(parts, asked.row, asked.api_keys, asked.admin_keys)
+        app = create_app(parts, asked.row, asked.api_keys, asked.admin_keys, asked.allowed_origins)
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", access_log=False))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

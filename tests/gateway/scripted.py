@@ -10,6 +10,7 @@ from zlib import crc32
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 
 
 def words(model: str, text: str, count: int) -> str:
@@ -108,6 +109,7 @@ class ScriptedBackend:
 
     def _app(self) -> FastAPI:
         app = FastAPI()
+        app.add_middleware(CORSMiddleware, allow_origins=("*",))  # vLLM's default
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/metrics", self._metrics, methods=["GET"])
         app.add_api_route("/v1/models", self._models, methods=["GET"])

@@ -312,6 +312,18 @@ async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> N
         assert routing.backends[0].keys == ["Bearer k"]
 
 
+async def test_the_gateway_says_whose_web_pages_may_use_it_whatever_backends_say(start: Start) -> None:
+    page = {"Origin": "https://good"}
+    async with start(allowed_origins=("https://good",)) as routing:
+        asked = await routing.http.options(COMPLETIONS, headers={**page, "Access-Control-Request-Method": "POST"})
+        reply = await routing.http.post(COMPLETIONS, json=body(), headers=page)
+        for each in (asked, reply):
+            assert (each.status_code, each.headers["access-control-allow-origin"]) == (200, "https://good")
+    async with start(count=1) as routing:
+        reply = await routing.http.post(COMPLETIONS, json=body(), headers=page)
+        assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (200, False)
+
+
 async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Start) -> None:
     async with start(count=1) as routing:
         (backend,) = routing.backends

@@ -31,11 +31,13 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         *"--backend http://a:1 --backend http://b:2/v1 --preset loraserve:random --slo ttft=2 --port 1".split(),
         *"--lora-modules one=hf://org/one,rank=8 --api-key k --admin-key a --backend-key b".split(),
+        *("--allowed-origins", "http://one", "--allowed-origins", '["http://two", "http://three"]'),
     )
     assert options.backends == ("http://a:1", "http://b:2/v1")
     assert [(each.name, each.source, each.rank) for each in options.adapters] == [("one", "hf://org/one", 8)]
     assert (options.row, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
     assert (options.api_keys, options.admin_keys, options.backend_key) == (("k",), ("a",), "b")
+    assert options.allowed_origins == ("http://one", "http://two", "http://three")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,8 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "--backend http://a --slo fast",
         "--backend http://a --api-key=",
         "--backend http://a --admin-key=",
+        "--backend http://a --allowed-origins example.org",
+        "--backend http://a --allowed-origins {}",
         "--backend http://a --lora-modules one",
         "--backend http://a --lora-modules one=hf://org/one",
     ],

@@ -1,13 +1,14 @@
 """``lorikeet route``: one address for servers that somebody else started."""
 
 import re
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lorikeet.commands.console import fail
-from lorikeet.commands.serve_flags import preload_pair
+from lorikeet.commands.serve_flags import origins, preload_pair
 
 if TYPE_CHECKING:
     from lorikeet.gateway.adapters import KnownAdapter
@@ -33,6 +34,13 @@ def route(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help="Key that clients need; repeatable.")] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="Key for changing adapters; repeatable.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose web pages may use the gateway, or a JSON list of them; * for any; repeatable.",
+            metavar="ORIGIN",
+        ),
+    ] = None,
     backend_key: Annotated[
         str,
         typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
@@ -47,7 +55,7 @@ def route(
     another.
     """
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.config import ConfigError, check_keys
+    from lorikeet.config import ConfigError, check_keys, check_origins
     from lorikeet.core.slo import SloError, parse_slo
     from lorikeet.gateway.run import RouteOptions
     from lorikeet.gateway.run import route as run_gateway
@@ -56,6 +64,8 @@ def route(
     try:
         resolve_row(preset)
         check_keys((*(api_key or ()), *(admin_key or ())))
+        pages = tuple(chain.from_iterable(map(origins, allowed_origins or ())))
+        check_origins(pages)
         options = RouteOptions(
             backends=tuple(backend),
             adapters=tuple(map(read_adapter, lora_modules or ())),
@@ -67,6 +77,7 @@ def route(
             port=port,
             api_keys=tuple(api_key or ()),
             admin_keys=tuple(admin_key or ()),
+            allowed_origins=pages,
             backend_key=backend_key,
             drain_timeout_s=drain_timeout,
             log_level=log_level,

@@ -16,10 +16,9 @@ from lorikeet.gateway.adapters import know_adapter
 from lorikeet.gateway.describe import describe
 from lorikeet.gateway.proxy import Parts, pass_on
 from lorikeet.gateway.questions import CHAT, COMPLETIONS
-from lorikeet.server.auth import Auth
 from lorikeet.server.errors import ApiError, bad_request, install_handlers, model_not_found
-from lorikeet.server.limits import BodyLimit
-from lorikeet.server.logs import RequestIds, log
+from lorikeet.server.logs import log
+from lorikeet.server.middleware import add_middleware
 
 MOST_BODY_BYTES = 64 * 2**20
 """Larger bodies get 413; most backends allow less."""
@@ -36,7 +35,13 @@ class _Unload(msgspec.Struct):
     lora_name: str = ""
 
 
-def create_app(parts: Parts, row: str, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> Starlette:
+def create_app(
+    parts: Parts,
+    row: str,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
     """Return the ASGI application.
 
     Args:
@@ -44,6 +49,7 @@ def create_app(parts: Parts, row: str, api_keys: Sequence[str] = (), admin_keys:
         row: name of the system that routes and places, for ``/v1/cluster``.
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for those that change adapters; empty means the API keys do.
+        allowed_origins: of web pages that may use the gateway, whatever the backends allow.
     """
     app = Starlette()
     routes = _Routes(parts, row)
@@ -63,9 +69,13 @@ def create_app(parts: Parts, row: str, api_keys: Sequence[str] = (), admin_keys:
     for method in ("GET", "POST", "PUT", "DELETE"):
         serve("/{path:path}", method, routes.nothing)
     install_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=MOST_BODY_BYTES)
-    app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys)
-    app.add_middleware(RequestIds)
+    add_middleware(
+        app,
+        max_body_bytes=MOST_BODY_BYTES,
+        api_keys=api_keys,
+        admin_keys=admin_keys,
+        allowed_origins=allowed_origins,
+    )
     return app
 
 

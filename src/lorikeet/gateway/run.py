@@ -49,7 +49,7 @@ class RouteOptions(msgspec.Struct, frozen=True, kw_only=True):
         slo: what such rows keep to.
         seed: of whatever is drawn.
         host, port: where to listen; port 0 picks a free one.
-        api_keys, admin_keys: as of ``lorikeet serve``.
+        api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
         backend_key: sent to the backends instead of what clients send; empty for none.
         health_s: time between two calls to a backend.
         drain_timeout_s: how long requests may go on after SIGTERM.
@@ -66,6 +66,7 @@ class RouteOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
     health_s: float = HEALTH_S
     drain_timeout_s: float = 120.0
@@ -92,7 +93,7 @@ def route(options: RouteOptions) -> None:
 async def _route(options: RouteOptions) -> None:
     async with gateway(options) as parts:
         row, _ = resolve_row(options.row)
-        app = create_app(parts, row, options.api_keys, options.admin_keys)
+        app = create_app(parts, row, options.api_keys, options.admin_keys, options.allowed_origins)
         config = uvicorn.Config(
             app,
             host=options.host,

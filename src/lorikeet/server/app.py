@@ -1,7 +1,6 @@
 """The application: middleware, routes and error shapes around a :class:`Service`."""
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
@@ -10,13 +9,13 @@ from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.engine.client import Engines
 from lorikeet.rows import resolve_row
 from lorikeet.server import adapter_aliases, adapters, chat, cluster, completions, info
-from lorikeet.server.auth import Auth
 from lorikeet.server.engine_metrics import UsageCollector
 from lorikeet.server.errors import install_handlers
 from lorikeet.server.lengths import LengthCollector, Lengths
-from lorikeet.server.limits import BodyLimit, Gate
-from lorikeet.server.logs import RequestIds, log
+from lorikeet.server.limits import Gate
+from lorikeet.server.logs import log
 from lorikeet.server.metrics import Metrics
+from lorikeet.server.middleware import add_middleware
 from lorikeet.server.models import Models
 from lorikeet.server.observer import Observer
 from lorikeet.server.replica_metrics import ClusterCollector, ReplicasCollector
@@ -95,23 +94,12 @@ def create_app(service: Service) -> FastAPI:
     for routes in (info, chat, completions, adapter_aliases, adapters, cluster):
         app.include_router(routes.router)
     install_handlers(app)
-    # The last one added sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
-    app.add_middleware(
-        Auth,
+    add_middleware(
+        app,
+        max_body_bytes=service.settings.max_body_bytes,
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
+        allowed_origins=service.settings.allowed_origins,
     )
-    app.add_middleware(RequestIds)
-    if service.settings.allowed_origins:
-        # No cookies: keys are in a header, which a page of an allowed origin must hold itself.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.settings.allowed_origins,
-            allow_methods=("*",),
-            allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
-            allow_private_network=True,
-        )
     return app
