@@ -22,6 +22,7 @@ from tests.server.test_chat import CHAT, text_of
 MESSAGES = [{"role": "user", "content": "hello world"}]
 LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 COMMAND = "from lorikeet.cli import main; main()"
+HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def make_model(folder: Path) -> Path:
@@ -255,6 +256,54 @@ async def test_a_download_that_hangs_does_not_keep_a_server_that_is_stopped_whil
         await hangs.wait()
         process.terminate()
         async with asyncio.timeout(60):
+            _, printed = await process.communicate()
+        assert process.returncode == 1
+        assert "stopped before it was ready" in printed.decode()
+
+
+@asynccontextmanager
+async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield the address of a hub whose one model's weights never end, and what is set once they are being fetched."""
+    hangs, go_on = asyncio.Event(), asyncio.Event()
+    files = [{"type": "file", "path": name, "rfilename": name, "size": 2**20, "oid": "0"} for name in HUB_FILES]
+    told = {"id": "org/tiny", "sha": "0" * 40, "siblings": files, "tags": [], "downloads": 0, "private": False}
+
+    async def model(request: web.Request) -> web.Response:
+        return web.json_response(files if "/tree/" in request.path else told)
+
+    async def content(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Length": str(2**20), "ETag": '"0"', "X-Repo-Commit": "0" * 40}
+        reply = web.StreamResponse(headers=headers)
+        await reply.prepare(request)
+        if request.method == "GET":
+            await reply.write(bytes(2**10))
+            hangs.set()
+            await go_on.wait()
+        return reply
+
+    app = web.Application()
+    app.router.add_get("/api/models/{path:.*}", model)
+    app.router.add_get("/org/tiny/{path:.*}", content)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", hangs
+    finally:
+        go_on.set()
+        await runner.cleanup()
+
+
+async def test_a_model_that_is_long_in_coming_does_not_keep_a_server_that_is_stopped(tmp_path: Path) -> None:
+    async with hanging_hub() as (url, hangs):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "serve", "org/tiny", "--port", "0"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"},
+        )
+        async with asyncio.timeout(60):
+            await hangs.wait()
+            process.terminate()
             _, printed = await process.communicate()
         assert process.returncode == 1
         assert "stopped before it was ready" in printed.decode()

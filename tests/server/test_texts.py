@@ -1,12 +1,15 @@
 """Long texts: what they hold up, what is counted of them, and what is refused before it is tokenized."""
 
+import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lorikeet.models.checkpoint import ModelConfigError
 from lorikeet.server.chat_template import ChatTemplate
 from lorikeet.server.texts import Texts
 from tests.server.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
@@ -40,6 +43,14 @@ def goes_on_during(work: Callable[[], object]) -> bool:
 def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
     assert not goes_on_during(lambda: sum(range(1_000_000))), "Python itself lets nobody"
     assert goes_on_during(lambda: TEXTS.token_ids(LONG, add_special_tokens=True))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ModelConfigError, match=re.escape(str(tmp_path / name))):
+        Texts.read(tmp_path)
 
 
 def test_python_goes_on_while_many_tokens_become_text() -> None:

@@ -93,13 +93,18 @@ def read_settings(path: Path) -> Settings:
     Raises:
         ModelConfigError: the file is missing or is not a JSON object.
     """
+    return Settings(read_object(path), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object as plain values; errors as of ``read_settings``."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ModelConfigError(f"{path}: cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelConfigError(f"{path}: must hold a JSON object")
-    return Settings(values, str(path))
+    return values
 
 
 def read_eos_token_ids(folder: Path, settings: Settings) -> tuple[int, ...]:

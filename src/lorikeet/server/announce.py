@@ -1,5 +1,6 @@
 """What ``serve`` tells the person who started it: progress while things load, then how to use it."""
 
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,8 +15,20 @@ _SHOWN_ADAPTERS = 20
 
 def fail(text: str) -> NoReturn:
     """Print why the server cannot run and end the process with code 1."""
-    Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+    _print_error(text)
     raise SystemExit(1)
+
+
+def give_up(text: str) -> NoReturn:
+    """Do the same at once: threads of libraries, which Python would wait for, may be downloading for an hour yet."""
+    _print_error(text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
 
 
 def shown_url(host: str, port: int) -> str:

@@ -25,7 +25,7 @@ from lorikeet.engine.client import EngineClient, Engines
 from lorikeet.engine.connection import EngineError
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
-from lorikeet.server.announce import Announcer, fail, shown_url
+from lorikeet.server.announce import Announcer, fail, give_up, shown_url
 from lorikeet.server.app import create_app, create_service
 from lorikeet.server.chat_template import TemplateError
 from lorikeet.server.lengths import open_lengths
@@ -54,7 +54,7 @@ def serve(settings: Settings) -> None:
     except (AdapterError, ConfigError, EngineError, ModelConfigError, OSError, TemplateError, ValueError) as error:
         fail(str(error))
     except (asyncio.CancelledError, KeyboardInterrupt):
-        fail("stopped before it was ready")
+        give_up("stopped before it was ready")
 
 
 async def _serve(settings: Settings) -> None:
@@ -65,7 +65,7 @@ async def _serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(listener.close)
         announcer = stack.enter_context(Announcer())
-        model = await to_thread.run_sync(prepare_model, settings.model, announcer.stage)
+        model = await in_daemon_thread(partial(prepare_model, settings.model, announcer.stage))
         config = read_model_config(model.path)
         texts = Texts.read(model.path, settings.model.chat_template)
 
@@ -177,7 +177,10 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
 
 
 def _limits(folder: Path, config: ModelConfig, hello: Hello) -> ModelLimits:
-    defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
+    try:
+        defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
+    except msgspec.ValidationError as error:
+        raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
     return ModelLimits(hello.max_model_tokens, config.vocab_size, config.eos_token_ids, defaults)
 
 

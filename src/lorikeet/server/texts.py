@@ -1,6 +1,5 @@
 """The text side of one model: prompts to tokens, tokens to strings."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 from anyio import to_thread
 from tokenizers import Tokenizer
 
+from lorikeet.models.checkpoint import ModelConfigError, read_object
 from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.protocol import ChatMessage, TextPart
@@ -40,11 +40,15 @@ class Texts:
         Raises:
             TemplateError: the template is missing or broken.
             FileNotFoundError: the folder has no ``tokenizer.json``.
+            ModelConfigError: one of the files cannot be read.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: the server needs a model folder with a tokenizer.json")
-        tokenizer = Tokenizer.from_file(str(file))
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers knows no other class
+            raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer, read_chat_template(folder, chat_template))
@@ -206,4 +210,4 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Return the model's own sampling defaults; empty if it has none."""
     file = folder / "generation_config.json"
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}

@@ -32,5 +32,5 @@ async def in_daemon_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(tell, settle, outcome)
 
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="adapters", daemon=True).start()
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="may hang", daemon=True).start()
     return await done
