@@ -5,7 +5,6 @@ collectives together; attention depends on the context of each sequence; adapter
 (section 5) and dLoRA (section 4) model LoRA by the sum of ranks or by the padded product, and so does this.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.interpolation import interpolate
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.profile import CostProfile, Curve, LoraCosts
 
@@ -194,23 +194,13 @@ def lora_s(costs: LoraCosts, work: LoraWork) -> float:
 
 
 class _Interpolation:
-    """A curve made ready to be asked for one integer after another."""
+    """A curve that remembers what it was asked for: nothing takes no time."""
 
     def __init__(self, curve: Curve) -> None:
-        self._counts = [count for count, _ in curve.points]
-        self._seconds = [seconds for _, seconds in curve.points]
+        self._points = curve.points
         self._known: dict[int, float] = {0: 0.0}
 
     def at(self, count: int) -> float:
         if count not in self._known:
-            self._known[count] = self._interpolate(count)
+            self._known[count] = interpolate(self._points, count)
         return self._known[count]
-
-    def _interpolate(self, count: int) -> float:
-        counts, seconds = self._counts, self._seconds
-        if len(counts) == 1 or count <= counts[0]:
-            return seconds[0]
-        # Beyond the last point the last stretch goes on.
-        right = min(bisect_left(counts, count), len(counts) - 1)
-        slope = (seconds[right] - seconds[right - 1]) / (counts[right] - counts[right - 1])
-        return seconds[right - 1] + slope * (count - counts[right - 1])

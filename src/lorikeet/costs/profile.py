@@ -43,7 +43,7 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds as a function of a count, linear between points.
+    """Seconds as a function of a count, as ``core.interpolation`` reads points.
 
     Attributes:
         unit: what is counted, such as ``tokens``.

@@ -1,11 +1,10 @@
 """What an assisted prefill costs on one replica, and whether it brings the first token sooner than waiting."""
 
-from bisect import bisect_left
-
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.interpolation import interpolate
 from lorikeet.scheduling.coldstart import pipeline
 from lorikeet.scheduling.coldstart.pipeline import Group, LayerTimes, PrefillCourse
 from lorikeet.scheduling.coldstart.slices import largest_share
@@ -23,7 +22,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     Attributes:
         layers: of the model.
         row_bytes: of one rank row of each of ``ASSISTED_MODULES`` (:func:`row_bytes`).
-        device_layer: (tokens, seconds) of a layer in a prefill, ascending, linear between points and beyond the last.
+        device_layer: (tokens, seconds) of a layer in a prefill, ascending; see ``core.interpolation``.
         qkv_share: share of that time in which the device computes q, k and v of the base model, beside which the host
             works. 0 where host workers take the cores that would compute it: then nothing is hidden.
         host_fixed_s: the rows to a worker and its result back, per layer.
@@ -64,12 +63,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
     def device_layer_s(self, tokens: int) -> float:
         """Return the time of a layer in a prefill of so many tokens on the device."""
-        points = self.device_layer
-        if len(points) == 1 or tokens <= points[0][0]:
-            return points[0][1]
-        right = min(bisect_left(points, (tokens, 0.0)), len(points) - 1)
-        (few, few_s), (many, many_s) = points[right - 1], points[right]
-        return few_s + (many_s - few_s) * (tokens - few) / (many - few)
+        return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float) -> float:
         """Return the time of a layer on which host workers compute for all ``tokens``.
