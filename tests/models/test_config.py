@@ -53,6 +53,18 @@ def test_the_oldest_spelling_of_linear_scaling_is_understood(tmp_path: Path) -> 
     assert config.rope == RopeScaling(10_000.0, "linear", 2.0)
 
 
+def test_what_both_spellings_say_alike_is_understood(tmp_path: Path) -> None:
+    both = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
+    both |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert config_of(tmp_path, **both).rope == RopeScaling(5e5, "linear", 2.0)
+
+
+def test_a_context_before_scaling_may_stand_beside_the_scaling(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    config = config_of(tmp_path, rope_scaling=scaling, original_max_position_embeddings=128)
+    assert (config.rope.original_tokens, config.context_tokens) == (128, 512)
+
+
 def test_yarn_lengthens_the_context_by_its_factor(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert config_of(tmp_path, rope_scaling=scaling).context_tokens == 2048
@@ -114,6 +126,19 @@ def test_each_architecture_has_its_own_rule_for_windows(
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be a positive integer"),
         ({"vocab_size": None}, "vocab_size: is missing"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 65}, "head_dim: must be even"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters: .* for some layers"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "linear", "factor": 4}},
+            "rope_scaling: says something else than rope_parameters",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 256},
+                "original_max_position_embeddings": 128,
+            },
+            "original_max_position_embeddings: is 128 here and 256 in rope_scaling",
+        ),
         ({"attention_bias": "yes"}, "attention_bias: must be true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         (
@@ -164,7 +189,11 @@ def test_ranks_beyond_the_kv_heads_hold_the_head_that_their_queries_use(tmp_path
     ("changes", "ranks", "complaint"),
     [
         ({}, 3, "8 attention heads cannot be split over 3"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 key/value heads cannot be split over 6"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8},
+            6,
+            "4 key/value heads cannot be split over 6",
+        ),
         ({"intermediate_size": 98}, 4, "intermediate size 98 cannot be split over 4"),
         ({}, 0, "at least one rank"),
     ],

@@ -71,10 +71,19 @@ def test_the_ranks_shares_put_together_are_the_whole(tmp_path: Path) -> None:
 
 def test_tied_embeddings_are_one_tensor_even_if_the_file_repeats_them(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama-tied")
-    change_tensors(tmp_path, lm_head__weight=torch.zeros(97, 48))
+    change_tensors(tmp_path, lm_head__weight=load(tmp_path).embedding)
     weights = load(tmp_path)
     assert weights.lm_head is weights.embedding
-    assert weights.embedding.any()
+
+
+def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    """Transformers would use it, and warn; others would use the embedding."""
+    make_checkpoint(tmp_path, "llama-tied")
+    head = load(tmp_path).embedding.clone()
+    head[3, 5] += 1
+    change_tensors(tmp_path, lm_head__weight=head)
+    with pytest.raises(WeightError, match=r"lm_head\.weight is not model\.embed_tokens\.weight.*tie_word_embeddings"):
+        load(tmp_path)
 
 
 def test_stored_rotary_frequencies_are_passed_over(tmp_path: Path) -> None:

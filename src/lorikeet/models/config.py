@@ -151,6 +151,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise settings.error("num_key_value_heads", f"{heads} heads do not divide into groups of {kv_heads}")
     layers = settings.integer("num_hidden_layers")
     head_dim = settings.integer("head_dim", 128 if architecture.startswith("Qwen3") else hidden_size // heads)
+    if head_dim % 2:
+        raise settings.error("head_dim", f"must be even, since rotary embeddings turn pairs, not {head_dim}")
     biased = settings.flag("attention_bias") if architecture.startswith(("Llama", "Qwen3")) else False
     rope, context_tokens = read_rope(settings)
     return ModelConfig(

@@ -11,6 +11,7 @@ from lorikeet.models.config import ROW_PARALLEL, ModelConfig
 from lorikeet.models.weights import DecoderWeights
 
 _WHOLE = slice(None)
+_EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 # Some checkpoints carry the rotary frequencies, which follow from the config.
@@ -42,6 +43,7 @@ class Layout:
     Attributes:
         weights: the tensors, to be filled through ``targets``.
         targets: by name in the checkpoint.
+        copies: tensors that the checkpoint may hold though they must equal others, by name: the other's name.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class Layout:
         self.targets: dict[str, Target] = {}
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
+        self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a checkpoint may hold ``name`` though the model does not need it."""
-        redundant = name == _LM_HEAD and self._config.tie_word_embeddings
-        return redundant or _ALWAYS_IGNORED.fullmatch(name) is not None
+        return name in self.copies or _ALWAYS_IGNORED.fullmatch(name) is not None
 
     def _decoder(self) -> DecoderWeights:
         config = self._config
-        embedding = self._plain("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = self._plain(_EMBEDDING, config.vocab_size, config.hidden_size)
         layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(config.layers))
         final_norm = self._plain("model.norm.weight", config.hidden_size)
         tied = config.tie_word_embeddings

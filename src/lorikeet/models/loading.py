@@ -84,6 +84,19 @@ def _fill_from_files(folder: Path, layout: Layout, progress: Progress) -> None:
             layout.targets[name].view.copy_(tensor)
             done += 1
             progress("loading weights", done, total)
+    for name, other in layout.copies.items():
+        if name in where:
+            _check_equal(where[name], name, other, layout.targets[other])
+
+
+def _check_equal(file: Path, name: str, other: str, target: Target) -> None:
+    """Check that a tensor which is not read into the model is what the model has in its place."""
+    for _, tensor in _read(file, {name: target}):
+        if not torch.equal(tensor.to(target.view), target.view):
+            raise WeightError(
+                f"{file}: {name} is not {other}, to which config.json ties it: if it was trained on its own, set "
+                "tie_word_embeddings to false"
+            )
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:

@@ -41,24 +41,44 @@ def read_rope(settings: Settings) -> tuple[RopeScaling, int]:
     Understands ``rope_theta`` beside ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 
     Raises:
-        ModelConfigError: a kind of scaling that is not supported, or one of its values is missing.
+        ModelConfigError: a kind of scaling that is not supported, one of its values is missing, or two places say
+            different things.
     """
-    context = settings.integer("max_position_embeddings", 2048)
-    name = "rope_parameters" if settings.get("rope_parameters") is not None else "rope_scaling"
-    section = settings.section(name) or Settings({}, name)
-    theta = section.number("rope_theta", settings.number("rope_theta", 10_000.0))
+    sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
+    if (partial := settings.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise settings.error("partial_rotary_factor", f"only 1.0 is supported, not {partial:g}")
+    thetas = (section.get("rope_theta") for section in sections.values() if section is not None)
+    theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
+    found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
+    if len(found) > 1 and found[0] != found[1]:
+        raise settings.error("rope_scaling", "says something else than rope_parameters; remove one of them")
+    return found[0] if found else (RopeScaling(theta), _context(settings))
+
+
+def _context(settings: Settings) -> int:
+    return settings.integer("max_position_embeddings", 2048)
+
+
+def _read_section(settings: Settings, name: str, section: Settings, base: float) -> tuple[RopeScaling, int]:
+    """See ``read_rope``; ``base`` is what holds if the section names none."""
+    context = _context(settings)
+    if any(isinstance(value, dict) for value in settings.get(name).values()):
+        raise settings.error(name, "embeddings of their own for some layers are not supported")
+    theta = section.number("rope_theta", base)
     kind = section.string("rope_type", section.string("type", "default"))
     if kind not in SCALINGS:
         raise settings.error(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
-    for owner in (section, settings):
-        if owner.number("partial_rotary_factor", 1.0) != 1.0:
-            raise owner.error("partial_rotary_factor", "only 1.0 is supported")
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.error("partial_rotary_factor", "only 1.0 is supported")
     if kind == "default":
         return RopeScaling(theta), context
     factor = section.number("factor")
     if kind == "linear":
         return RopeScaling(theta, kind, factor), context
-    original = section.integer("original_max_position_embeddings", context)
+    beside = settings.integer("original_max_position_embeddings", context)
+    original = section.integer("original_max_position_embeddings", beside)
+    if settings.get("original_max_position_embeddings") is not None and beside != original:
+        raise settings.error("original_max_position_embeddings", f"is {beside} here and {original} in {name}")
     if kind == "llama3":
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         return RopeScaling(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high), context

@@ -16,8 +16,12 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_END_OF_TEXT = str(secrets.randbits(128))
-"""Marks where the text of a message ends that is to be continued. Digits: no filter of a template changes them."""
+from lorikeet.models.checkpoint import read_object
+
+_END_OF_TEXT, _SPACE = str(secrets.randbits(128)), "  "
+"""Mark where the text of a message ends that is to be continued. Digits: no filter of a template changes them. The
+spaces behind them are gone where a template takes away what a message ends with; a template may add one.
+"""
 
 
 class TemplateError(ValueError):
@@ -66,11 +70,14 @@ class ChatTemplate:
             TemplateError: as :meth:`render`, or the template leaves the last message out.
         """
         *before, last = messages
-        marked = [*before, {**last, "content": last["content"] + _END_OF_TEXT}]
-        text, mark, _ = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_OF_TEXT)
+        marked = [*before, {**last, "content": last["content"] + _END_OF_TEXT + _SPACE}]
+        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_OF_TEXT)
         if not mark:
             raise TemplateError("the chat template does not show the last message, so it cannot be continued")
-        return text.replace(_END_OF_TEXT, "")  # of a template that shows it twice
+        if not rest.startswith(_SPACE):
+            text = text.rstrip()
+        # A template may show it twice.
+        return text.replace(_END_OF_TEXT + _SPACE, "").replace(_END_OF_TEXT, "")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
@@ -100,9 +107,10 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
 
     Raises:
         TemplateError: the file given is missing, or the template does not compile.
+        ModelConfigError: ``tokenizer_config.json`` cannot be read.
     """
     config_file = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    config = read_object(config_file) if config_file.is_file() else {}
     source: Any
     if override:
         if not Path(override).is_file():
