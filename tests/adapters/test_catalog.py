@@ -366,11 +366,15 @@ def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) 
         list(load_weights(record.ref, geometry(), "float32"))
 
 
-def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open) -> None:
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "version.json"])
+def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open, name: str) -> None:
+    """As by a machine that lost power before they were on its disk."""
     catalog = open_catalog()
     record = catalog.register("x", "french").record
-    weights = Path(record.folder, "adapter_model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-4])
+    file = Path(record.folder, name)
+    file.write_bytes(file.read_bytes()[:-4] if name.endswith("safetensors") else b"")
+    with pytest.raises(AdapterError, match=name):
+        list(load_weights(record.ref, geometry(), "float32"))
     catalog.register("x", "french", replace=True)
     assert len(list(load_weights(record.ref, geometry(), "float32"))) == 6
 

@@ -206,10 +206,11 @@ def test_a_url_below_an_allowed_one_is_copied(into: Path, bucket: str, tmp_path:
         "memory://bucket/team/french::zip://x",
         "memory://bucket/team/french?versionId=3",
         "hf://bucket/team@refs/pr/1",
+        "hf://bucket/team@0123456789abcdef/french",
     ],
 )
 def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
-    settings = AdapterSettings(allowed_sources=("memory://bucket/team/", "memory://", "hf://bucket/team@refs/"))
+    settings = AdapterSettings(allowed_sources=("memory://bucket/team/", "memory://", "hf://bucket/"))
     assert refusal(source, settings, into).startswith(source)
     assert not list(into.iterdir())
 

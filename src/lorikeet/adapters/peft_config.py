@@ -20,6 +20,8 @@ from lorikeet.adapters.errors import AdapterError
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 _MATCH_TIMEOUT_S = 1.0
+_MOST_PATTERNS = 2048
+"""Every module is held against each; a model of 126 layers has 882 modules."""
 _MAX_PATTERN_CHARS = 20_000
 
 _REFUSED = {
@@ -164,6 +166,8 @@ def _check_values(config: LoraConfig) -> None:
     for listing in (config.target_modules, config.exclude_modules):
         if isinstance(listing, str):
             _compile(listing)
+    if len(config.rank_pattern) + len(config.alpha_pattern) > _MOST_PATTERNS:
+        raise AdapterError(f"rank_pattern and alpha_pattern have more than {_MOST_PATTERNS} entries")
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         _compile(_ending(pattern))
 

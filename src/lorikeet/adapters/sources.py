@@ -113,11 +113,12 @@ def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
     segments = _segments(source)
     if any(part in ("..", ".", "") for part in segments[1:]) or "::" in source or any(c in source for c in "\\%?#\0"):
         raise AdapterError(f"{source}: '..', empty parts, '::', escapes and queries are not allowed in a URL")
-    if any("@refs" in part for part in segments):  # on the Hub anybody can open a pull request with own files
-        raise AdapterError(f"{source}: pull requests of a repository are not allowed")
     for prefix in allowed_sources:
         allowed = _segments(prefix)
         if len(allowed) > 1 and segments[: len(allowed)] == allowed:
+            # On the Hub anybody can open a pull request with files of their own, and its commits are revisions, too.
+            if segments[0] == "hf" and any("@" in part for part in segments[len(allowed) :]):
+                raise AdapterError(f"{source}: revisions are not allowed, unless an allowed source names them")
             return
     allowed_text = ", ".join(allowed_sources) or "none"
     raise AdapterError(f"{source}: not below an allowed source (--allow-source; allowed: {allowed_text})")

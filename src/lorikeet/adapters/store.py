@@ -89,7 +89,12 @@ def check_unchanged(ref: AdapterRef) -> None:
             f"registered were {ref.weight_bytes}; register it again"
         )
     if (folder / MANIFEST_FILE).exists():  # folders outside the store have none
-        manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
+        try:
+            manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
+        except (OSError, msgspec.DecodeError) as error:
+            raise AdapterError(
+                f"adapter {ref.name!r}: {folder / MANIFEST_FILE} cannot be read: {error}; register it again"
+            ) from error
         if found.st_mtime_ns != manifest.weight_mtime_ns:
             raise AdapterError(
                 f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} was changed after it was registered; register it again"
@@ -110,24 +115,31 @@ class AdapterStore:
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
+        self._turn = (root / "turn").open("a")
+        """Held by whoever changes its lock: whose change fails has none for a moment."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
         """Tell whether no other process uses the store; if so, none begins to until the block ends."""
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
         except BlockingIOError:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # a failed change of the lock has lost it
             alone = False
+        finally:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
         try:
             yield alone
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # a failed change of the lock has lost it, too
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Let others delete what only this process used."""
         self._lock.close()
+        self._turn.close()
 
     def clear_incoming(self) -> None:
         """Delete what an earlier process staged and never published. Only while alone."""
@@ -174,6 +186,7 @@ class AdapterStore:
                 check_unchanged(
                     AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, staged.weight_bytes)
                 )
+                inspect_adapter(place)
             except AdapterError:
                 self.remove(staged.digest)  # damaged since; what was just checked takes its place
             else:
@@ -181,7 +194,10 @@ class AdapterStore:
         with _writing():
             weights = (staged.folder / WEIGHTS_FILE).stat()
             manifest = Manifest(weights.st_size, weights.st_mtime_ns)
-            (staged.folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+            with (staged.folder / MANIFEST_FILE).open("wb") as file:
+                file.write(msgspec.json.encode(manifest))
+                file.flush()
+                os.fsync(file.fileno())
             os.rename(staged.folder, place)
         return place
 
