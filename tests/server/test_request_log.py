@@ -27,6 +27,17 @@ def write(log: RequestLog, arrival_s: float, name: str = "r") -> None:
     log.write(request, timings, 2, "stop", arrival_s + 1.5, "text")
 
 
+@pytest.mark.parametrize("whole", [0, 1, 2])
+@pytest.mark.parametrize("half", ["", '{"arr', "x" * 200_000])
+def test_half_a_line_of_a_process_that_was_killed_is_cut_off(tmp_path: Path, whole: int, half: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"arrival_s": 0.0, "unix_s": 5.0}\n' * whole + half)
+    log = RequestLog(path, max_bytes=10**6, keep=1)
+    write(log, 1.0)
+    log.close()
+    assert len(lines(path)) == whole + 1
+
+
 async def test_every_request_leaves_a_line(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     log = RequestLog(path, max_bytes=10**6, keep=1)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lorikeet.core.request import SamplingParams
@@ -47,6 +48,13 @@ def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields
 )
 def test_fields_become_parameters(fields: dict[str, Any], attribute: str, expected: Any) -> None:
     assert getattr(params(**fields), attribute) == expected
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_never_waited_for() -> None:
+    limits = msgspec.structs.replace(LIMITS, eos_token_ids=(2, 50))
+    assert params(limits=limits).stop_token_ids == (2,)
+    with pytest.raises(ApiError, match="Token id 50 is outside the vocabulary"):
+        params(limits=limits, stop_token_ids=[50])
 
 
 def test_the_models_own_defaults_fill_what_the_body_leaves_open() -> None:

@@ -81,12 +81,12 @@ def chat(
     api_key: ApiKey = None,
 ) -> None:
     """Talk to a running server; /adapter NAME changes the adapter in the middle of a conversation."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     conversation = Conversation(ServerApi(url, api_key), model, max_tokens=max_tokens, temperature=temperature)
     console.print(f"{conversation.model} at {url}. {_HELP}.", soft_wrap=True)
 
     def write(text: str) -> None:
-        console.print(text, end="", soft_wrap=True)
+        print(text, end="", flush=True)  # as it is: the console would turn tabs into spaces
 
     while True:
         try:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lorikeet.commands.console import fail
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
@@ -30,10 +29,9 @@ def generate(
         adapters=AdapterSettings(enabled=adapter is not None),
     )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    console = Console(highlight=False, markup=False)
     try:
         for piece in stream_answer(settings, prompt, adapter, sampling, raw=raw):
-            console.print(piece, end="", soft_wrap=True)
+            print(piece, end="", flush=True)
     except GenerationError as error:
         fail(str(error))
-    console.print()
+    print()

@@ -131,10 +131,13 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
-    """Count every prompt once, however many choices it has."""
-    prompts = {id(choice.handle.request.prompt_token_ids): choice for choice in generation.choices}
-    prompt_tokens = sum(len(choice.handle.request.prompt_token_ids) for choice in prompts.values())
-    cached_tokens = sum(choice.handle.timings.cached_tokens for choice in prompts.values())
+    """Count every prompt once, however many choices it has; what one computed, the next ones found."""
+    prompts: dict[int, tuple[int, int]] = {}
+    for choice in generation.choices:
+        token_ids, cached_tokens = choice.handle.request.prompt_token_ids, choice.handle.timings.cached_tokens
+        known = prompts.get(id(token_ids), (0, cached_tokens))
+        prompts[id(token_ids)] = len(token_ids), min(known[1], cached_tokens)
+    prompt_tokens, cached_tokens = map(sum, zip(*prompts.values(), strict=True))
     usage = _counts(prompt_tokens, sum(choice.completion_tokens for choice in generation.choices))
     return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
 

@@ -113,9 +113,11 @@ def sampling_params(
     most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
     if (body.min_tokens or 0) > most:
         raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
-    stop_token_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else set(limits.eos_token_ids))
+    stop_token_ids = set(body.stop_token_ids or ())
     if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
+    if not body.ignore_eos:  # checkpoints may name tokens that they have no room for, and never answer with
+        stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
     defaults = limits.defaults
     top_k = _given(body.top_k, defaults.top_k)
     return SamplingParams(
