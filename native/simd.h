@@ -26,17 +26,6 @@ inline float to_float(bf16 x) {
   return f;
 }
 
-// Rounds to nearest, ties to even; a NaN stays one.
-inline bf16 to_bf16(float x) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, 4);
-  if ((wide & 0x7fffffff) > 0x7f800000) return {uint16_t((wide >> 16) | 0x40)};
-  return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};
-}
-
-inline void put(float* p, float x) { *p = x; }
-inline void put(bf16* p, float x) { *p = to_bf16(x); }
-
 #if defined(__AVX512F__)
 
 constexpr int kLanes = 16;
@@ -298,7 +287,7 @@ inline void store_span(float* p, Span s) {
   store(p + kLanes, s.high);
 }
 
-// Four floats, rounded as put() does.
+// Four floats, rounded as store() does.
 inline void put4(float* p, __m128 x) { _mm_storeu_ps(p, x); }
 inline void put4(bf16* p, __m128 x) {
 #if defined(__AVX512BF16__)

@@ -51,6 +51,17 @@ def test_the_einsum_form_gives_what_the_reference_gives(
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_an_adapter_that_overflows_leaves_the_rows_of_others_alone() -> None:
+    large = LoraWeights({(1, "q"): ((torch.full((2, 12), 3e38), torch.ones(2, 10)),)}, layers=2)
+    segments = [LoraSegment(0, 1, large), LoraSegment(1, 2, weights({"q": [4], "k": []}, 0))]
+    x, out = torch.full((3, 12), 2.0), torch.zeros(3, 18)
+    add_lora_einsum(out, x, LoraDelta(LoraBatch(segments), 1, LoraTargets(*TARGETS)))
+    assert not out[0].isfinite().all()
+    assert out[1:].isfinite().all()
+    assert out[1].any()
+    assert not out[2].any()
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
     """W is the identity; x0 = (1, 2) under A = (1, 0), B = (1, 1); x1 = (3, 4) under A = (0, 1), B = (2, 0)."""

@@ -1,8 +1,18 @@
 """Pieces of slabs are zero, aligned, and nobody else's."""
 
+import mmap
+
+import pytest
 import torch
 
-from lorikeet.kernels.huge_pages import Slabs
+from lorikeet.kernels.huge_pages import Slabs, allocate
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # no advice that there is: refused, as by such a kernel
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(-1, 4096).madvise(12345)
+    assert not allocate(1000, torch.float32).any()
 
 
 def test_pieces_are_zero_aligned_and_do_not_overlap() -> None:

@@ -18,9 +18,9 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     """
     lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
-    types = x.new_zeros(len(x), len(adapters))
+    types = torch.zeros(len(x), len(adapters), dtype=torch.bool, device=x.device)
     for segment in lora.segments:
-        types[segment.start : segment.stop, adapters.index(segment.weights)] = 1
+        types[segment.start : segment.stop, adapters.index(segment.weights)] = True
     for module, column, outputs in targets.each:
         a = x.new_zeros(len(adapters), lora.largest_rank, x.shape[1])
         bt = x.new_zeros(len(adapters), lora.largest_rank, outputs)
@@ -29,5 +29,7 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
                 for padded, parts in zip((a, bt), zip(*pieces, strict=True), strict=True):
                     rows = torch.cat(parts)
                     padded[i, : len(rows)] = rows
-        inner = (x @ a.flatten(0, 1).T).unflatten(1, a.shape[:2]) * types[:, :, None]
+        inner = (x @ a.flatten(0, 1).T).unflatten(1, a.shape[:2])
+        # Chosen, not multiplied by 0: an adapter on which another's row overflows would make that row NaN.
+        inner = torch.where(types[:, :, None], inner, 0.0)
         out[:, column : column + outputs] += inner.flatten(1) @ bt.flatten(0, 1)

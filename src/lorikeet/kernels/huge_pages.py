@@ -1,6 +1,7 @@
 """Large tensors in the machine's memory, on huge pages where the system grants them."""
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ def allocate(elements: int, dtype: torch.dtype) -> Tensor:
     # Private, since Linux grants shared anonymous memory no huge pages unless told to for the whole machine.
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # of a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=elements)
 
 

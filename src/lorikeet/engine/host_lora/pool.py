@@ -5,6 +5,7 @@ Here is also how rows come and go where the rank's thread computes; for devices 
 """
 
 import ctypes
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -174,6 +175,7 @@ class HostPool:
         self._row_bytes = self.ring.x[0, :1].nbytes
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
         self._own = SliceWorker(self.ring, _RANK, blocks, geometry)
+        every_core = frozenset(os.sched_getaffinity(0))
         self._helpers = [
             Helper(
                 process,
@@ -183,7 +185,7 @@ class HostPool:
                     number,
                     geometry,
                     blocks[0].shape[1],
-                    core,
+                    every_core if core is None else frozenset((core,)),
                     SHARED_CORE_SPIN_S if core is None else OWN_CORE_SPIN_S,
                 ),
                 (self.ring.fd, *(arena.fd for arena in arenas)),

@@ -42,7 +42,7 @@ class Setup(msgspec.Struct, frozen=True):
         number: which worker it is.
         geometry: sizes of the rank's share of the model.
         elements: of a block of the host arena.
-        core: the only one that it may run on, None for any.
+        cores: that it may run on, whatever whoever starts it is held to at that moment.
         spin_s: how long it polls without rest for the next ticket.
     """
 
@@ -50,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True):
     number: int
     geometry: ModelGeometry
     elements: int
-    core: int | None
+    cores: frozenset[int]
     spin_s: float
 
 
@@ -124,8 +124,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     try:
         setup = _SETUP.decode(connection.recv_bytes())
-        if setup.core is not None:
-            os.sched_setaffinity(0, {setup.core})
+        os.sched_setaffinity(0, setup.cores)
         ring = Ring.attached(recv_handle(connection), setup.shape)
         dtype = torch_dtype(setup.shape.dtype)
         block_bytes = setup.elements * dtype.itemsize
