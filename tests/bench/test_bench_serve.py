@@ -96,6 +96,7 @@ def test_a_search_says_that_its_workload_has_ended_it(server: FakeServer, tmp_pa
         "--prompt-tokens many",
         "--rate 0 --find-peak --slo ttft=1",
         "--find-peak --slo ttft=1 --requests 500",
+        "--find-peak --slo ttft=1 --concurrency 8",
         "--workload /dev/null",
         "--adapters all --model other",
         "--adapter-as {name}",

@@ -134,6 +134,11 @@ def test_fairness_compares_the_adapters_latency_per_token() -> None:
     assert summarise(exchanges, Slo()).fairness == pytest.approx(2.0**2 / (2 * (0.5**2 + 1.5**2)))
 
 
+def test_there_is_no_fairness_where_an_adapter_got_nothing() -> None:
+    exchanges = [exchange(0.0, 0.5, 1.0, adapter="a"), failed(0.0, "timeout", adapter="b")]
+    assert summarise(exchanges, Slo()).fairness is None
+
+
 def test_errors_are_counted_by_kind_with_the_first_message() -> None:
     exchanges = [failed(0.0, "HTTP 429", "full"), failed(1.0, "timeout"), failed(2.0, "HTTP 429", "still full")]
     figures = summarise(exchanges, Slo())

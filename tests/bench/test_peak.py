@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.peak import find_peak
+from lorikeet.bench.peak import find_peak, probe_requests
+from lorikeet.core.slo import Slo
 
 
 def knee(at: float, seen: list[float] | None = None) -> Callable[[float], float]:
@@ -54,3 +55,17 @@ def test_nothing_is_tried_beyond_the_bounds() -> None:
 
 def test_reaching_the_target_exactly_is_meeting_it() -> None:
     assert find_peak(lambda rate: 0.9, 0.9, start=1.0, max_probes=1).rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rate", "slo", "requests"),
+    [
+        (5.0, Slo(ttft_s=2.0), 100),  # ten limits of two seconds
+        (50.0, Slo(ttft_s=2.0), 1000),
+        (50.0, Slo(ttft_s=2.0, e2e_s=3.0), 1500),
+        (5000.0, Slo(ttft_s=2.0), 2000),  # the most
+        (50.0, Slo(tpot_s=0.1), 100),
+    ],
+)
+def test_a_probe_is_long_beside_the_limit(rate: float, slo: Slo, requests: int) -> None:
+    assert probe_requests(rate, slo, 100, 10.0) == requests

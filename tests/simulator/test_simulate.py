@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -153,6 +154,19 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
     assert peak.missed_rate is not None
     assert peak.missed_rate <= peak.rate * 1.05
     assert len(outcomes) == len(peak.probes)
+
+
+def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
+    """A few requests at once are all answered within a limit that is long beside the probe."""
+    ask = partial(scenario, profile, slo="ttft=5", adapters=0, prompt_tokens="16", output_tokens="16")
+    peak, outcomes = find_peak_rate(ask(count=50), quiet, target=0.9, start=1.0)
+    assert peak.rate is not None
+    assert peak.missed_rate is not None
+    assert max(len(each.simulated.run.exchanges) for each in outcomes) > 50
+    lasting = run_scenario(ask(count=20 * round(5 * peak.rate)), quiet, peak.rate / 1.2)
+    attained = lasting.figures.slo_attainment
+    assert attained is not None
+    assert attained > 0.9
 
 
 @pytest.mark.parametrize(

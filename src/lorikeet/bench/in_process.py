@@ -194,7 +194,7 @@ class _Answer:
     first_s: float | None = None
     last_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
 
     def add(self, tokens: tuple[Token, ...], now: float, gaps_s: "array[float]") -> None:
         """Take in tokens that came by ``now``."""
@@ -237,7 +237,8 @@ class Collector:
         for event in outputs.events:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
-                answer.cached_tokens = answer.cached_tokens or event.cached_tokens
+                if answer.cached_tokens is None:  # later ones count what it computed itself before a preemption
+                    answer.cached_tokens = event.cached_tokens
         for output in outputs.tokens:
             self._answers[output.request_id].add(output.tokens, now, self._gaps_s)
         for event in outputs.events:

@@ -158,13 +158,20 @@ def summarise(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
         tokens_per_event=output_tokens / events if events else None,
         slo_attainment=attainment,
         goodput=None if attainment is None else attainment * len(exchanges) / duration_s,
-        fairness=jain_index([each.normalised_s for each in adapters if each.normalised_s is not None]),
+        fairness=_fairness(adapters),
         most_under_way=most_under_way(exchanges),
         lateness_s=distribution(exchange.lateness_s for exchange in exchanges),
         held_s=distribution(exchange.held_s for exchange in exchanges),
         cached_share=_cached_share(whole),
         adapters=sorted(adapters, key=lambda each: (-each.requests, each.adapter or "")),
     )
+
+
+def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
+    """Return Jain's index; None where an adapter has no whole answer, for which there is no time to compare."""
+    times = [each.normalised_s for each in adapters]
+    known = [each for each in times if each is not None]
+    return jain_index(known) if len(known) == len(times) else None
 
 
 def slo_attainment(exchanges: Sequence[Exchange], common: Slo) -> float | None:

@@ -23,6 +23,8 @@ Show = Callable[[str, int, int], None]
 """Called with a stage, and how much of it is done out of how much."""
 
 _LEAST_PROBE_REQUESTS = 10
+_LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
+"""Of the median TTFT, and of a core."""
 
 
 class Run(NamedTuple):
@@ -41,6 +43,14 @@ class Run(NamedTuple):
     cpu_share: float
     server: dict[str, float]
     exchanges: list[Exchange]
+
+    @property
+    def is_the_clients_own(self) -> bool:
+        """Whether the client was so late or so busy that the figures may not be the server's."""
+        late_s, ttft_s = self.figures.lateness_s, self.figures.ttft_s
+        if ttft_s is None:
+            return False
+        return self.cpu_share > _BUSY_SHARE or (late_s is not None and late_s.p99 > _LATE_SHARE * ttft_s.p50)
 
 
 class LoadRunner:

@@ -1,8 +1,13 @@
 """Peak load: the highest request rate that still meets the SLO."""
 
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
+
+from lorikeet.core.slo import Slo
+
+_MOST_TIMES = 20
+"""A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
 
 
 class Probe(NamedTuple):
@@ -24,6 +29,22 @@ class Peak(NamedTuple):
     rate: float | None
     missed_rate: float | None
     probes: tuple[Probe, ...]
+
+
+def probe_requests(rate: float, slo: Slo, fewest: int, limits: float) -> int:
+    """Return how many requests a probe needs to tell whether a rate can be sustained.
+
+    What is asked for beyond what can be served delays requests by that part of the probe, so a probe that is not long
+    beside the limit on their delay misses nothing.
+
+    Args:
+        rate: requests per second.
+        slo: has that limit: on TTFT or E2E.
+        fewest: requests of any probe.
+        limits: the probe is so many times as long as the limit, if that takes no more than 20 times ``fewest``.
+    """
+    limit_s = max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
+    return min(max(fewest, ceil(rate * limits * limit_s)), _MOST_TIMES * fewest)
 
 
 def find_peak(

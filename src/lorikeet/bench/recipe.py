@@ -1,7 +1,7 @@
 """Workloads by recipe: what ``lorikeet workload`` writes, as a function of plain values."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -20,7 +20,26 @@ from lorikeet.bench.workload import MADE_BLOCK_TOKENS, WorkloadRequest, block_to
 FUNCTION_ARRIVALS = "functions"
 SHAPE_NAMES = ("plain", "chat", *SHAPES)
 
-_DEFAULT_COUNT = 1000
+DEFAULT_COUNT = 1000
+
+_OF_MADE = ("arrivals", "cv", "prompt_tokens", "output_tokens")
+_OF_TRACES = ("length_scale", "most_tokens")
+
+
+def without_effect(given: Collection[str], shape: str, *, has_trace: bool) -> tuple[str, str] | None:
+    """Return which of the options that somebody gave has no effect, and why; None if all have one.
+
+    Args:
+        given: names, as ``Scenario`` and ``lorikeet workload`` have them.
+        shape: see ``Recipe``.
+        has_trace: whether there is one.
+    """
+    rules = (
+        (_OF_MADE if has_trace else (), "without effect on a trace, whose requests have their own"),
+        (() if has_trace else _OF_TRACES, "goes with a trace"),
+        (_OF_MADE[2:] if shape in SHAPES else (), f"without effect on the shape {shape}, which has lengths of its own"),
+    )
+    return next(((name, reason) for names, reason in rules for name in names if name in given), None)
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +240,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         At a rate as many dialogues as requests, so that none is missing before the last request; at once only as many
         as have these requests on average.
         """
-        count = _DEFAULT_COUNT if self.count is None else self.count
+        count = DEFAULT_COUNT if self.count is None else self.count
         return count if self.rates is not None else math.ceil(count / self._turns())
 
 

@@ -54,7 +54,6 @@ def bench_offline(
         _spin_as_others_do()
     from lorikeet.bench.offline import OfflineOptions, run_offline
     from lorikeet.bench.plot import offline_bars
-    from lorikeet.bench.worker_process import WorkerError
     from lorikeet.kernels.dtypes import torch_dtype
     from lorikeet.models.checkpoint import ModelConfigError
     from lorikeet.models.loading import WeightError
@@ -78,6 +77,8 @@ def bench_offline(
         seed=seed,
         vllm_python=vllm_python,
     )
+    if plot is not None and not plot.parent.is_dir():
+        fail(f"there is no folder {str(plot.parent)!r}", code=2)
     try:
         options.check()
         resolve_row(row)
@@ -88,7 +89,7 @@ def bench_offline(
         with Announcer() as announcer:
             folder = prepare_model(ModelSettings(model=model), announcer.stage).path
             report = run_offline(msgspec.structs.replace(options, model=str(folder)), announcer.show)
-    except (ConfigError, ModelConfigError, WeightError, WorkerError) as error:
+    except (ConfigError, ModelConfigError, RuntimeError, WeightError) as error:
         fail(str(error))
     if plot is not None:
         plot.write_text(offline_bars(report))

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 _REQUESTS = 100
 _FIRST_RATE = 1.0
-_LATE_SHARE = 0.1
-_BUSY_SHARE = 0.8
-"""Above these shares of the median TTFT and of a core, the client itself is worth a note."""
 
 
 def bench_serve(
@@ -99,6 +96,8 @@ def bench_serve(
         fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
     if find_peak and requests is not None:
         fail("--requests has no effect on --find-peak: --probe-s says how long its probes are", code=2)
+    if find_peak and concurrency:
+        fail("--concurrency would hold back the requests whose waiting --find-peak looks for", code=2)
     url = url.rstrip("/").removesuffix("/v1")
     try:
         given_requests = tuple(read_any(workload)) if workload else ()
@@ -198,9 +197,7 @@ def _print_run(console: Console, run: "Run", top: int) -> None:
         console.print(adapters_table(figures.adapters, top))
     if figures.errors:
         console.print(errors_table(figures.errors))
-    late_s, ttft_s = figures.lateness_s, figures.ttft_s
-    late = late_s is not None and ttft_s is not None and late_s.p99 > _LATE_SHARE * ttft_s.p50
-    if late or (ttft_s is not None and run.cpu_share > _BUSY_SHARE):
+    if run.is_the_clients_own:
         note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
 
 
@@ -211,6 +208,12 @@ def _print_peak(console: Console, peak: "Peak", runs: "list[Run]", target: float
         probes_table([(probe.rate, run.figures) for probe, run in zip(peak.probes, runs, strict=True)], target)
     )
     console.print(peak_words(peak))
+    doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_the_clients_own]
+    if doubtful:
+        note(
+            f"this client was late or busy from {min(doubtful):.3g} requests/s on: it may have sent fewer, and the "
+            "figures of those probes may be its own and not the server's"
+        )
 
 
 def _report(setup: dict[str, Any], runs: "list[Run]", peak: "Peak | None") -> bytes:

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 
 def workload(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="JSON Lines to write.", dir_okay=False)],
     source: Annotated[
         Path | None,
@@ -64,7 +65,7 @@ def workload(
     from lorikeet.bench.choices import ChoiceError, Range
     from lorikeet.bench.function_trace import read_function_trace
     from lorikeet.bench.rates import Rates
-    from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe
+    from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe, without_effect
     from lorikeet.bench.synthetic import parse_ranks, spread
     from lorikeet.bench.workload import WorkloadError, block_tokens_of, read_any, write_workload
     from lorikeet.bench.workload_summary import summarise
@@ -80,6 +81,11 @@ def workload(
     for flag, number in (("--length-scale", length_scale), ("--cv", cv), ("--duration-s", duration_s)):
         if number is not None and not number > 0:
             fail(f"{flag} {number:g} is not positive", code=2)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    named = [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]
+    useless = without_effect(named, shape, has_trace=source is not None)
+    if useless is not None:
+        fail(f"--{useless[0].replace('_', '-')}: {useless[1]}", code=2)
     if not file.parent.is_dir():
         fail(f"there is no folder {str(file.parent)!r}", code=2)
     if not rate and source is None and function_trace is None and arrivals != "now":

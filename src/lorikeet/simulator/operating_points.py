@@ -4,14 +4,13 @@ Source: LoRAServe, section IV-A, for what they are; how they are found is ours: 
 """
 
 from collections.abc import Callable
-from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
 from lorikeet.bench.choices import Range
 from lorikeet.bench.load_report import slo_attainment
-from lorikeet.bench.peak import find_peak
+from lorikeet.bench.peak import find_peak, probe_requests
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
@@ -35,8 +34,6 @@ _FIRST_RATE = 1.0
 _LOWEST_RATE = 2.0**-10
 """Requests per second where a search begins, and below which nothing is a load."""
 _MOST_PROBES = 24
-_MOST_TIMES = 20
-"""A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
 
 Show = Callable[[str, int, int], None]
 
@@ -59,8 +56,7 @@ class Search(msgspec.Struct, frozen=True):
         ranks: at which.
         adapters: all of one rank, asked for at random.
         requests: the fewest of one probe.
-        limits: a probe is so many times as long as the SLO's limit on TTFT or E2E. What is asked of a replica beyond
-            what it can do delays requests by that part of the probe, so less than one part in ``limits`` is not seen.
+        limits: see ``probe_requests``; less than one part in so many beyond what a replica can do is not seen.
         precision: met and missed rates are at most so far apart, relative to the met one.
     """
 
@@ -209,7 +205,7 @@ class _Probe(NamedTuple):
 
     def attainment(self, rate: float) -> float:
         """Return the share of the requests of a run at ``rate`` that meet the SLO."""
-        requests = self._requests(rate)
+        requests = probe_requests(rate, self.slo, self.search.requests, self.search.limits)
         refs = synthetic_adapters(self.search.adapters, (self.rank,), self.profile.geometry)
         adapters: dict[str, AdapterRef] = {ref.name: ref for ref in refs}
         recipe = Recipe(
@@ -232,10 +228,6 @@ class _Probe(NamedTuple):
         share = slo_attainment(simulated.run.exchanges[int(requests * _LEFT_OUT) :], self.slo)
         assert share is not None  # the SLO has limits
         return share
-
-    def _requests(self, rate: float) -> int:
-        fewest, limit_s = self.search.requests, max(self.slo.ttft_s or 0.0, self.slo.e2e_s or 0.0)
-        return min(max(fewest, ceil(rate * self.search.limits * limit_s)), _MOST_TIMES * fewest)
 
 
 def _peak(probe: _Probe, start: float) -> float:

@@ -9,8 +9,7 @@ import msgspec
 
 from lorikeet.bench.choices import Range, parse_slo
 from lorikeet.bench.rates import Rates
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.shapes import SHAPES
+from lorikeet.bench.recipe import Recipe, without_effect
 from lorikeet.bench.synthetic import (
     ATTENTION,
     adapter_names,
@@ -28,9 +27,6 @@ from lorikeet.core.slo import Slo
 
 _WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
 """Settings of an engine that computes: a modelled one takes all of that from its profile."""
-
-_OF_MADE = ("arrivals", "cv", "prompt_tokens", "output_tokens")
-_OF_TRACES = ("length_scale", "most_tokens")
 
 
 class ScenarioError(ValueError):
@@ -180,13 +176,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             ScenarioError: something has none.
         """
-        given = {name for name in (*_OF_MADE, *_OF_TRACES) if getattr(self, name) != _DEFAULTS[name]}
-        if self.trace and (useless := [name for name in _OF_MADE if name in given]):
-            raise ScenarioError(f"{useless[0]}: without effect on a trace, whose requests have their own")
-        if not self.trace and (useless := [name for name in _OF_TRACES if name in given]):
-            raise ScenarioError(f"{useless[0]}: goes with a trace")
-        if self.shape in SHAPES and (useless := [name for name in ("prompt_tokens", "output_tokens") if name in given]):
-            raise ScenarioError(f"{useless[0]}: without effect on the shape {self.shape}, which has lengths of its own")
+        given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
+        useless = without_effect(given, self.shape, has_trace=bool(self.trace))
+        if useless is not None:
+            raise ScenarioError(": ".join(useless))
         if self.arrivals == "now" and self.rate:
             raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have none")
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.bench.load_report import LoadFigures
-from lorikeet.bench.peak import Peak, find_peak
+from lorikeet.bench.peak import Peak, find_peak, probe_requests
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
+from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
@@ -21,6 +22,9 @@ from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 
 Show = Callable[[str, int, int], None]
+
+_PROBE_LIMITS = 10.0
+"""See ``probe_requests``."""
 
 
 class Outcome(NamedTuple):
@@ -132,7 +136,8 @@ def find_peak_rate(
 ) -> tuple[Peak, list[Outcome]]:
     """Search the highest request rate at which the share ``target`` of the requests meets the SLO.
 
-    Every probe has the same requests, only closer together or further apart.
+    Every probe begins with the same requests, only closer together or further apart. Where they are made, and no
+    duration says how many, those of a high rate are more, so that a queue that grows is long enough to be seen.
 
     Raises:
         ValueError: see :func:`run_scenario`; or there is no SLO, or no single rate.
@@ -144,10 +149,17 @@ def find_peak_rate(
     outcomes: list[Outcome] = []
 
     def probe(rate: float) -> float:
-        outcomes.append(run_scenario(scenario, show, rate, f"probe at {rate:.3g}/s"))
+        outcomes.append(run_scenario(_long_enough(scenario, rate), show, rate, f"probe at {rate:.3g}/s"))
         attained = outcomes[-1].figures.slo_attainment
         if attained is None:
             raise ScenarioError("slo: a peak needs limits, such as ttft=0.5,tpot=0.1")
         return attained
 
     return find_peak(probe, target, start, precision=precision), outcomes
+
+
+def _long_enough(scenario: Scenario, rate: float) -> Scenario:
+    if scenario.trace or scenario.duration_s is not None:
+        return scenario
+    requests = probe_requests(rate, scenario.limits(), scenario.count or DEFAULT_COUNT, _PROBE_LIMITS)
+    return msgspec.structs.replace(scenario, count=requests)
