@@ -31,7 +31,7 @@ from benchmarks.accept.admission_common import (
     workload_words,
 )
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.machine import describe_machine, machine_words
+from benchmarks.accept.machine import this_machine
 from benchmarks.accept.memory_common import LINK_BYTES_PER_S, paired
 from benchmarks.accept.offline import interval_words
 from benchmarks.accept.rigs import SLICE_S, MachineRigs, with_default_model
@@ -192,8 +192,9 @@ class LiveRuns:
     """
 
     def __init__(self, runs: StoredRuns, name: str, load: float, scratch: Path) -> None:
-        self.machine: str = runs.get(f"{name}-machine", _this_machine)["machine"]
-        self._runs = runs
+        # Each load on one machine, but not necessarily on the other's.
+        self._runs = runs = runs.of_any_machine()
+        self.machine: str = runs.get(f"{name}-machine", lambda: {"machine": this_machine()})["machine"]
         self._name = name
         self._load = load
         # Enough requests to know the mean one.
@@ -223,8 +224,10 @@ class LiveRuns:
 
     def _get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def measure_here() -> dict[str, Any]:
-            if (here := _this_machine()["machine"]) != self.machine:
-                raise RuntimeError(f"{self._name} was begun on {self.machine}, this is {here}: remove its parts first")
+            if this_machine() != self.machine:
+                raise RuntimeError(
+                    f"{self._name} was begun on {self.machine}, this is {this_machine()}: remove its parts first"
+                )
             return measure()
 
         return self._runs.get(f"{self._name}-{part}", measure_here)
@@ -299,10 +302,6 @@ def live_runs(runs: StoredRuns, name: str, load: float) -> Iterator[LiveRuns]:
     """Yield the runs, with a folder that is removed in the end; see ``LiveRuns``."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-admission-") as scratch:
         yield LiveRuns(runs, name, load, Path(scratch))
-
-
-def _this_machine() -> dict[str, str]:
-    return {"machine": machine_words(describe_machine())}
 
 
 def _turns_of(rig: Rig, settings: Settings, case: Case) -> Generator[None, None, dict[str, Any]]:

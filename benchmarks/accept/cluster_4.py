@@ -192,7 +192,10 @@ class _Watch:
         return self._saw
 
     def _run(self) -> None:
-        self._saw |= self._act()
+        try:
+            self._saw |= self._act()
+        except Exception as error:  # in this thread nobody else would hear of it, and nothing would have gone wrong
+            self._saw["problems"] = [repr(error)]
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------

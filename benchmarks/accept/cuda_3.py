@@ -69,10 +69,11 @@ _ENGINE: dict[str, Any] = {
 def run(runs: StoredRuns) -> Result:
     """Measure part by part where there is a GPU; elsewhere judge what this code has measured on one."""
     reason = why_no_gpu()
+    elsewhere = runs.of_any_machine()
     with gpu_rig() as rig:
         measures: dict[str, Callable[[], dict[str, Any]]] = {"limits": gpu_limits}
         measures |= {name: partial(part.measure, rig, runs) for name, part in PARTS.items()}
-        kept = {name: runs.get(name, each) if reason is None else runs.stored(name) for name, each in measures.items()}
+        kept = {name: elsewhere.stored(name) if reason else runs.get(name, each) for name, each in measures.items()}
     found = {name: part for name, part in kept.items() if part is not None}
     limits = found.pop("limits", None)
     if limits is None:

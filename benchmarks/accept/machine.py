@@ -3,15 +3,13 @@
 import os
 import platform
 import statistics
-import subprocess
 import time
+from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.accept.runs import ROOT
 from lorikeet.bench.machine import cpu_model
 from lorikeet.kernels.library import supported_instruction_sets
 
@@ -37,6 +35,12 @@ def machine_words(machine: dict[str, Any]) -> str:
     return f"{hardware}, {machine['os']}, Python {machine['python']}, torch {machine['torch']}"
 
 
+@cache
+def this_machine() -> str:
+    """Return this one in words."""
+    return machine_words(describe_machine())
+
+
 def _additions_per_us() -> float:
     """Return the median of five loops of a million additions: processors of one name differ, and what else they do."""
 
@@ -47,15 +51,3 @@ def _additions_per_us() -> float:
         return 1 / (time.perf_counter() - began_s)
 
     return round(statistics.median(measure() for _ in range(5)), 1)
-
-
-def revision(root: Path = ROOT) -> str:
-    """Return the commit, with ``-dirty`` if tracked files other than those made by measuring differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
-
-    pages = ("status", "performance", "memory-rows", "chameleon", "cluster-figures", "dlora", "toppings")
-    made = (":!docs/status", *(f":!docs/{page}.md" for page in pages))
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *made)
-    return git("rev-parse", "--short=12", "HEAD").strip() + ("-dirty" if changed.strip() else "")

@@ -16,7 +16,14 @@ from lorikeet.costs.profile import CostProfile, decode_profile
 def machine_profile(
     runs: StoredRuns, part: str = "profile", *, quick: bool = False, flags: Sequence[str] = ()
 ) -> CostProfile:
-    """Return the profile, measured once and kept as a part of the line.
+    """Return the profile, measured once and kept as a part of the line; see ``profile_part``."""
+    return decode_profile(profile_part(runs, part, quick=quick, flags=flags)["toml"], part)
+
+
+def profile_part(
+    runs: StoredRuns, part: str = "profile", *, quick: bool = False, flags: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the profile as ``toml``, and ``stolen``, see ``undisturbed``.
 
     Args:
         runs: the parts.
@@ -25,7 +32,7 @@ def machine_profile(
         flags: further ones of the command.
     """
     flags = (*(["--quick"] if quick else []), *flags)
-    return decode_profile(runs.get(part, partial(undisturbed, partial(_measure, flags)))["toml"], part)
+    return runs.get(part, partial(undisturbed, partial(_measure, flags)))
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from benchmarks.accept.runs import StoredRuns
 BOUNDS = {S_LORA: 1.4, DISCARDING: 1.2}
 REPEATS, NEAR = 3, 1.15
 """A searched peak is confirmed if the row meets the limit at the peak divided by this, and misses it at that many times
-the peak. At the peak itself the search ends where either may happen.
+the peak, in most repeats. At the peak itself the search ends where either may happen.
 """
 BELOW, BEYOND = "below", "beyond"
 SIDES = {BELOW: 1 / NEAR, BEYOND: NEAR}
@@ -37,7 +37,7 @@ class Repeat(NamedTuple):
         peaks: row → the highest rate that meets it, in requests per second.
         live: row → side of its peak → mean TTFT ÷ the limit on a machine as fast as it was then.
         searches: row → rates and attainments of its search.
-        stolen: share of the processors' time that others took of each probe.
+        stolen: share of the processors' time that others took of the profile and of each probe.
         drift: by what share the steps of each probe took longer than the profile says.
     """
 
@@ -54,7 +54,8 @@ class Repeat(NamedTuple):
     title=f"Peak load under one limit on the mean TTFT, {SLO_TIMES} × elora's own without load",
     bound="elora ≥ "
     + ", ≥ ".join(f"{bound:g} × {rival}" for rival, bound in BOUNDS.items())
-    + f"; live, each row meets the limit at its peak ÷ {NEAR:g}, and misses it at its peak × {NEAR:g}",
+    + f"; live, in most of {REPEATS} repeats, each row meets the limit at its peak ÷ {NEAR:g}, and misses it at its "
+    f"peak × {NEAR:g}",
 )
 def run(runs: StoredRuns) -> Result:
     """Profile this machine, search by that, and probe every row twice; in each repeat anew.
@@ -64,7 +65,7 @@ def run(runs: StoredRuns) -> Result:
     """
     repeats = [_measure(number) for number in range(REPEATS)]
     times, live = ratios(repeats), shares(repeats)
-    failures = failures_of(times, live)
+    failures = failures_of(repeats)
     with memory_runs("memory.6", "0") as memory:
         words = memory.words()
     return Result(
@@ -74,6 +75,7 @@ def run(runs: StoredRuns) -> Result:
             "live, mean TTFT ÷ limit": {
                 row: f"{sides[BELOW]:.2f} below the peak, {sides[BEYOND]:.2f} beyond" for row, sides in live.items()
             },
+            f"peaks confirmed live, of {REPEATS}": {row: confirmed(repeats, row) for row in live},
         },
         passed=not failures,
         cause="; ".join(failures),
@@ -83,7 +85,8 @@ def run(runs: StoredRuns) -> Result:
         f"({STATIC}) the ratio has no bound; each of {REPEATS} repeats measures this machine's quick profile, searches "
         "limit and peaks by that, and probes all rows in turns; figures are medians of the repeats; limits "
         + ", ".join(f"{each.slo_s:.3f}" for each in repeats)
-        + f" s; a profile or probe was {drift_words()}: of the probes others took "
+        + f" s; a profile or probe was {drift_words()}: of the profile and the probes of each repeat others "
+        "took "
         + ", ".join(f"{stolen:.1%}" for each in repeats for stolen in each.stolen)
         + ", and their steps took longer by "
         + ", ".join(f"{drift:.0%}" for each in repeats for drift in each.drift),
@@ -101,14 +104,19 @@ def shares(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]]:
     return {row: {side: median(each.live[row][side] for each in repeats) for side in SIDES} for row in (OURS, *RIVALS)}
 
 
-def failures_of(times: Mapping[str, float], live: Mapping[str, Mapping[str, float]]) -> list[str]:
+def confirmed(repeats: Sequence[Repeat], row: str) -> int:
+    """Return in how many repeats a row met the limit live below its peak and missed it beyond: in the same one both."""
+    return sum(each.live[row][BELOW] <= 1 < each.live[row][BEYOND] for each in repeats)
+
+
+def failures_of(repeats: Sequence[Repeat]) -> list[str]:
     """Return what misses the bound, in words."""
+    times = ratios(repeats)
     failures = [f"{times[rival]:.2f} × {rival}" for rival, bound in BOUNDS.items() if times[rival] < bound]
-    for row, sides in live.items():
-        if sides[BELOW] > 1:
-            failures.append(f"{row} misses the limit live below its modelled peak ({sides[BELOW]:.2f} × it)")
-        if sides[BEYOND] <= 1:
-            failures.append(f"{row} meets the limit live beyond its modelled peak ({sides[BEYOND]:.2f} × it)")
+    for row in (OURS, *RIVALS):
+        if 2 * confirmed(repeats, row) < len(repeats):
+            below, beyond = (", ".join(f"{each.live[row][side]:.2f}" for each in repeats) for side in SIDES)
+            failures.append(f"{row}'s peak is not confirmed live: {below} of the limit below it, {beyond} beyond")
     return failures
 
 
@@ -136,6 +144,6 @@ def _measure(number: int) -> Repeat:
                 for row, each in probes.items()
             },
             searches={row: list(memory.peak(row).probes) for row in rows},
-            stolen=[run["stolen"] for each in probes.values() for run in each.values()],
+            stolen=[memory.profile_stolen, *(run["stolen"] for each in probes.values() for run in each.values())],
             drift=[run["drift"] for each in probes.values() for run in each.values()],
         )

@@ -101,6 +101,11 @@ class MemoryRuns:
             )
         )
 
+    @property
+    def profile_stolen(self) -> float:
+        """What share of the processors' time others took of the profile's measurement."""
+        return self._rigs.profile_stolen
+
     # --- runs ----------------------------------------------------------------------------------------
 
     def live(self, part: str, row: str, rate: float, *, paced: bool = True) -> dict[str, Any]:

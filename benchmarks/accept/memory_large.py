@@ -3,7 +3,7 @@
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from benchmarks.accept.memory_common import OURS, S_LORA, STATIC
+from benchmarks.accept.memory_common import OURS, S_LORA, STATIC, whole
 from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, row_figures, run_row
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.peak import find_peak
@@ -83,7 +83,8 @@ def _run_at(scenario: str, adapters: int, row: str, rate: float) -> dict[str, An
         max_step_tokens=2048,
         max_repeat=1,
     )
-    return row_figures(row, run_row(modelled_rig(profile, work, options), setting.settings(row), work))
+    figures = row_figures(row, run_row(modelled_rig(profile, work, options), setting.settings(row), work))
+    return dict(whole({"figures": figures})["figures"])
 
 
 def _work(scenario: str, adapters: int, rate: float) -> MemoryWork:

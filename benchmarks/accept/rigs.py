@@ -10,7 +10,7 @@ import msgspec
 
 from benchmarks.accept.disturbance import undisturbed
 from benchmarks.accept.inprocess import THREADS
-from benchmarks.accept.machine_profile import machine_profile
+from benchmarks.accept.machine_profile import machine_profile, profile_part
 from benchmarks.accept.machine_speed import MachineSpeed
 from benchmarks.accept.models import default_model
 from benchmarks.accept.runs import StoredRuns
@@ -69,6 +69,11 @@ class MachineRigs:
     def profile(self) -> CostProfile:
         """This machine's."""
         return machine_profile(self._runs, self._profile_part, quick=self._quick)
+
+    @property
+    def profile_stolen(self) -> float:
+        """What share of the processors' time others took of the profile's measurement."""
+        return float(profile_part(self._runs, self._profile_part, quick=self._quick)["stolen"])
 
     @cached_property
     def live(self) -> Rig:

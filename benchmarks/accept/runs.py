@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.accept.machine import this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = ROOT / "docs" / "status"
@@ -38,12 +41,39 @@ def code_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
-class StoredRuns:
-    """The parts of one line. A stored part counts only for the code that made it."""
+def revision(root: Path = ROOT) -> str:
+    """Return the commit, with ``-dirty`` if tracked files other than those made by measuring differ from it."""
 
-    def __init__(self, line: str, folder: Path = STATUS / "runs", code: str | None = None) -> None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    pages = ("status", "performance", "memory-rows", "chameleon", "cluster-figures", "dlora", "toppings")
+    made = (":!docs/status", *(f":!docs/{page}.md" for page in pages))
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *made)
+    return git("rev-parse", "--short=12", "HEAD").strip() + ("-dirty" if changed.strip() else "")
+
+
+class StoredRuns:
+    """The parts of one line. A stored part counts only for the code that made it, and on the machine that it ran on.
+
+    Args:
+        line: whose parts.
+        folder: with a folder for each line.
+        code: digest of the code.
+        machine: in words; None to let parts of all machines count.
+    """
+
+    def __init__(
+        self, line: str, folder: Path = STATUS / "runs", code: str | None = None, machine: str | None = ""
+    ) -> None:
+        self._line, self._parts = line, folder
         self._folder = folder / line
         self._code = code if code is not None else code_digest()
+        self._machine = this_machine() if machine == "" else machine
+
+    def of_any_machine(self) -> "StoredRuns":
+        """Return the same, where what another machine has made counts as well."""
+        return StoredRuns(self._line, self._parts, self._code, None)
 
     def get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the stored result of ``part``, or measure and store it.
@@ -56,17 +86,18 @@ class StoredRuns:
             return stored
         result = measure()
         self._folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"code": self._code, "result": result}, indent=1) + "\n"
-        (self._folder / f"{part}.json").write_text(text)
+        part_of = {"code": self._code, "machine": self._machine or this_machine(), "result": result}
+        (self._folder / f"{part}.json").write_text(json.dumps(part_of, indent=1) + "\n")
         return result
 
     def stored(self, part: str) -> dict[str, Any] | None:
-        """Return the stored result of ``part``, None if this code has made none."""
+        """Return the stored result of ``part``, None if there is none that counts."""
         path = self._folder / f"{part}.json"
         if not path.is_file():
             return None
         stored = json.loads(path.read_text())
-        return dict(stored["result"]) if stored["code"] == self._code else None
+        is_from_here = self._machine is None or stored.get("machine") == self._machine
+        return dict(stored["result"]) if stored["code"] == self._code and is_from_here else None
 
     def clear(self) -> None:
         """Forget all parts."""

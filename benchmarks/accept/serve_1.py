@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accept.lines import Result, line
-from benchmarks.accept.machine import revision
-from benchmarks.accept.runs import ROOT, StoredRuns
+from benchmarks.accept.runs import ROOT, StoredRuns, revision
 from benchmarks.accept.server import free_port, running_server
 from benchmarks.pip_bytes import sizes_bytes
 

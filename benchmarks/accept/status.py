@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accept.lines import NOT_RUN, Figure, Line, Result
-from benchmarks.accept.machine import describe_machine, machine_words, revision
-from benchmarks.accept.runs import ROOT, STATUS
+from benchmarks.accept.machine import describe_machine, machine_words
+from benchmarks.accept.runs import ROOT, STATUS, revision
 
 _HEAD = """\
 # Status

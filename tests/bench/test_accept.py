@@ -13,9 +13,8 @@ import torch
 
 from benchmarks.accept.fast_9 import ROWS, common_window
 from benchmarks.accept.lines import NOT_RUN, Line, Result, UnknownLineError, find_line
-from benchmarks.accept.machine import revision
 from benchmarks.accept.performance import write_performance
-from benchmarks.accept.runs import ROOT, STATUS, StoredRuns, code_digest
+from benchmarks.accept.runs import ROOT, STATUS, StoredRuns, code_digest, revision
 from benchmarks.accept.serve_1 import newcomer_environment
 from benchmarks.accept.server import ServerError, free_port, running_server
 from benchmarks.accept.status import format_figure, write_result, write_status
@@ -42,6 +41,13 @@ def test_a_part_measured_on_other_code_or_cleared_is_measured_again(tmp_path: Pa
     assert runs.get("part", lambda: next(results)) == {"v": 2}
     runs.clear()
     assert runs.get("part", lambda: next(results)) == {"v": 3}
+
+
+def test_a_part_of_another_machine_counts_only_where_that_is_said(tmp_path: Path) -> None:
+    there = StoredRuns("t.1", tmp_path, "code", "another machine")
+    assert StoredRuns("t.1", tmp_path, "code").get("part", lambda: {"v": 1}) == {"v": 1}
+    assert there.stored("part") is None
+    assert there.of_any_machine().stored("part") == {"v": 1}
 
 
 def test_the_code_digest_follows_sources_and_nothing_that_running_leaves_behind(tmp_path: Path) -> None:
