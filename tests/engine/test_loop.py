@@ -1,5 +1,7 @@
 """The engine's loop on the scripted executor, which itself refuses plans that mix anything up."""
 
+import math
+
 import pytest
 
 from lorikeet.core.events import (
@@ -66,10 +68,26 @@ def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
     bench.step()
     bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
     before_s = bench.clock.now()
-    bench.step()
-    bench.step()
+    for _ in range(3):
+        bench.step()
     assert bench.clock.now() - before_s == pytest.approx(0.06), "the load, and one step"
     assert [len(plan.sequences) for plan in bench.plans[-2:]] == [0, 2]
+
+
+def test_under_block_everybody_goes_on_when_who_waits_for_the_adapter_has_left() -> None:
+    bench = Bench(row=Row(cold_start=ColdStart.BLOCK))
+    bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
+    bench.step()
+    bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
+    bench.engine.step()
+    bench.engine.step()
+    assert not bench.engine.is_busy
+    assert bench.engine.due_s == math.inf, "nothing but a message or the transfer's end lets it go on"
+    bench.engine.abort(RequestId("cold"))
+    bench.step()
+    assert bench.engine.has_transfers
+    assert [len(plan.sequences) for plan in bench.plans[-2:]] == [0, 1]
+    bench.run()
 
 
 def test_a_finished_requests_kv_serves_the_next_one_of_the_same_version_only() -> None:

@@ -30,7 +30,7 @@ from lorikeet.engine import helper_process, transfers, underway
 from lorikeet.engine.device import Device
 from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.loader import start_loader_process
+from lorikeet.engine.loader import _Reading, start_loader_process
 from lorikeet.engine.loader_process import Filled, ReadEnded
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.engine.transfers import Transfers
@@ -438,6 +438,35 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     assert bench.wait(bench.start_load(adapters["large"])).error is None
     assert_holds(bench, adapters["large"])
     assert bench.transfers.loader.process_id not in (None, before)
+
+
+def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
+    bench: Bench, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that reads from a file system that is gone."""
+    with monkeypatch.context() as impatient:
+        impatient.setattr(helper_process, "SILENCE_S", 2.0)
+        # Its listener waits by the old patience until it hears something.
+        assert bench.wait(bench.start_read(adapters["small"])).error is None
+        bench.signal_loader(signal.SIGSTOP)
+        stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
+        assert bench.wait(stuck).error == "the loader process was ended by SIGKILL"
+    assert "the loader process has said nothing for 2 s" in caplog.text
+    assert bench.wait(waiting).error is None
+    assert_holds(bench, adapters["large"])
+
+
+@pytest.mark.parametrize(
+    ("filled", "since_s", "owes"),
+    [(3, 1.0, True), (3, 2.0, True), (3, 2.5, False), (4, 1.0, False)],
+)
+def test_who_has_no_room_or_has_just_spoken_owes_nothing(bench: Bench, filled: int, since_s: float, owes: bool) -> None:
+    loader = bench.transfers.loader
+    process = loader._running
+    assert process is not None
+    loader._reading[7] = _Reading(process, 0, 4, filled, since_s)
+    assert loader._owes(process, 2.0) is owes
+    del loader._reading[7]
 
 
 @pytest.mark.parametrize("rest_s", [3600.0, 0.0])

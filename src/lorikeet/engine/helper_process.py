@@ -27,6 +27,11 @@ STARTS_IN_A_ROW = 3
 REST_S = 10.0
 """After that none is started for so long, lest starts keep the cores busy."""
 
+START_S, SILENCE_S = 300.0, 60.0
+"""A process that is not up after the one, or that owes something and has said nothing for the other, is ended: it may
+wait for a disk or a file system that does not answer, and others' work waits for it.
+"""
+
 SEND_S = 5.0
 """A process that has taken in nothing for so long, though there is more than the system holds for it, is ended."""
 
@@ -71,6 +76,12 @@ class HelperProcess:
                     send_handle(self._connection, fd, self.process.pid)
             except OSError:
                 self.process.kill()
+
+    def is_silent(self, for_s: float) -> bool:
+        """Wait until it says something or has ended, but no longer than that; return whether it has done neither."""
+        with suppress(EOFError, OSError):
+            return not self._connection.poll(for_s)
+        return False
 
     def receive(self) -> bytes | None:
         """Wait for what it says next and return that, None if it has ended."""
@@ -124,8 +135,9 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
 class Helper:
     """Sets a process up, and starts another when it ends unasked.
 
-    The first thing that a process says is that it is up. Whoever wants to hear more, or to know what a process that
-    has ended has left behind, overrides :meth:`_heard` or :meth:`_gone`; both are called on a thread of this object.
+    The first thing that a process says is that it is up. Whoever wants to hear more, to have one ended that says
+    nothing though it should, or to know what one that has ended has left behind, overrides :meth:`_heard`,
+    :meth:`_owes` or :meth:`_gone`; all are called on a thread of this object.
 
     Args:
         process: the first one; owned by this object from now on.
@@ -188,6 +200,10 @@ class Helper:
     def _heard(self, content: bytes) -> None:
         """Take what the process has said after it was up."""
 
+    def _owes(self, process: HelperProcess, since_s: float) -> bool:
+        """Whether a process that is up should have said something since a time."""
+        return False
+
     def _gone(self, process: HelperProcess, reason: str) -> None:
         """Note that a process has ended unasked; another may have been started since."""
         _LOG.error("%s", reason)
@@ -216,13 +232,22 @@ class Helper:
         self._listener.start()
 
     def _listen(self, process: HelperProcess) -> None:
-        if process.receive() is not None:
+        if self._next(process) is not None:
             with self._changed:
                 process.is_up.set()
                 self._changed.notify_all()
-        while (content := process.receive()) is not None:
+        while (content := self._next(process)) is not None:
             self._heard(content)
         self._replace(process)
+
+    def _next(self, process: HelperProcess) -> bytes | None:
+        """Return what a process says next; None if it has ended, or is to be ended."""
+        patience_s = SILENCE_S if process.is_up.is_set() else START_S
+        while process.is_silent(patience_s):
+            if not process.is_up.is_set() or self._owes(process, time.monotonic() - patience_s):
+                _LOG.error("%s has said nothing for %g s", self._name, patience_s)
+                return None
+        return process.receive()
 
     def _replace(self, process: HelperProcess) -> None:
         """Start another process in place of one that has ended."""

@@ -1,7 +1,9 @@
 """A rank's loader process, seen from the rank."""
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lorikeet.engine.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.engine.loader_process import FROM_LOADER, Filled, Read, ReadEnded, Setup, Taken
@@ -24,11 +26,30 @@ def start_loader_process() -> HelperProcess:
     return start_helper_process("lorikeet.engine.loader_process", _NAME)
 
 
+@dataclass
+class _Reading:
+    """What a process reads.
+
+    Attributes:
+        process: which one.
+        reader: who in it.
+        room: blocks that it may have filled by now.
+        filled: blocks that it has.
+        since_s: when it had the last word, or could go on again.
+    """
+
+    process: HelperProcess
+    reader: int
+    room: int
+    filled: int
+    since_s: float
+
+
 class Loader(Helper):
     """Sends reads to a loader process.
 
     What was being read when a process ends unasked is reported as failed, once that process is gone and writes to no
-    block any more.
+    block any more. So is what a process reads that does not get on with one of its reads.
 
     Args:
         process: the first one; owned by this object from now on.
@@ -48,7 +69,7 @@ class Loader(Helper):
     ) -> None:
         self._on_filled = on_filled
         self._on_ended = on_ended
-        self._reading: dict[int, HelperProcess] = {}
+        self._reading: dict[int, _Reading] = {}
         super().__init__(process, _NAME, setup, (arena.fd,))
 
     @property
@@ -67,18 +88,24 @@ class Loader(Helper):
             running = self._wake()
             if running is None:
                 raise LoaderError(self._reason)
-            self._reading[read.transfer_id] = running
+            self._reading[read.transfer_id] = _Reading(running, read.reader, read.room, 0, time.monotonic())
             running.send(read)
 
     def give_room(self, reader: int, blocks: int) -> None:
         """Say that so many blocks of what ``reader`` reads can be filled again."""
         with self._changed:
+            for reading in self._reading.values():
+                if reading.reader == reader:
+                    reading.room, reading.since_s = reading.room + blocks, time.monotonic()
             if self._running is not None:
                 self._running.send(Taken(reader, blocks))
 
     def _heard(self, content: bytes) -> None:
         match FROM_LOADER.decode(content):
             case Filled() as filled:
+                with self._changed:
+                    reading = self._reading[filled.transfer_id]
+                    reading.filled, reading.since_s = filled.blocks, time.monotonic()
                 self._on_filled(filled)
             case ReadEnded() as ended:
                 with self._changed:
@@ -86,9 +113,16 @@ class Loader(Helper):
                 self.worked()
                 self._on_ended(ended)
 
+    def _owes(self, process: HelperProcess, since_s: float) -> bool:
+        with self._changed:
+            return any(
+                reading.process is process and reading.since_s <= since_s and reading.filled < reading.room
+                for reading in self._reading.values()
+            )
+
     def _gone(self, process: HelperProcess, reason: str) -> None:
         with self._changed:
-            lost = sorted(transfer_id for transfer_id, reader in self._reading.items() if reader is process)
+            lost = sorted(number for number, reading in self._reading.items() if reading.process is process)
             for transfer_id in lost:
                 del self._reading[transfer_id]
         _LOG.error("%s while it read %d adapters", reason, len(lost))

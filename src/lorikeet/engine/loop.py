@@ -136,7 +136,7 @@ class Engine:
         """
         now = self._take_transfers()
         departed: tuple[Departed, ...] = ()
-        plan = self._scheduler.go_on(further=not self._has_news)
+        plan = StepPlan(step=-1) if self._is_held else self._scheduler.go_on(further=not self._has_news)
         if plan is None:
             departed = self._departures.take(now)
             self._free_unwanted(now)
@@ -181,7 +181,7 @@ class Engine:
     @property
     def due_s(self) -> float:
         """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
-        return self._memory.swapper.rests_until_s
+        return math.inf if self._is_held else self._memory.swapper.rests_until_s
 
     @property
     def host_fill_pending(self) -> bool:
@@ -245,19 +245,21 @@ class Engine:
         self._recorder.note(Received(now, message))
         return now
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether nothing runs before a transfer has ended that somebody waits for. Messages are heard meanwhile."""
+        return self._cold_start is ColdStart.BLOCK and bool(self._memory.awaited_transfers)
+
     def _take_transfers(self) -> float:
-        """Take finished transfers in; under ``block`` none is left that somebody waits for. Return the plan's time."""
-        while True:
-            transfers = self._executor.completed_transfers()
-            now = self._clock.now()
-            if transfers:
-                self._has_news = True
-                self._recorder.note(Transferred(now, tuple(transfers)))
-            for done in transfers:
-                self._scheduler.finish_transfer(done, now)
-            if self._cold_start is not ColdStart.BLOCK or not self._memory.awaited_transfers:
-                return now
-            self._executor.wait_for_transfer(None)
+        """Take finished transfers in, and return the time."""
+        transfers = self._executor.completed_transfers()
+        now = self._clock.now()
+        if transfers:
+            self._has_news = True
+            self._recorder.note(Transferred(now, tuple(transfers)))
+        for done in transfers:
+            self._scheduler.finish_transfer(done, now)
+        return now
 
     def _free_unwanted(self, now: float) -> None:
         if not self._unwanted:
