@@ -73,7 +73,7 @@ async def metric(server: Running, name: str) -> float:
 
 
 async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
-    start: Start, head: Head, process: PredictorProcess
+    start: Start, head: Head, process: PredictorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start(lengths=Lengths(History(), head, process)) as server:
         server.service.catalog.register("french", str(server.sources / "french"))
@@ -109,6 +109,16 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         for _ in range(predictor_process.MOST_WAITING):
             await predicted(server)
         assert await metric(server, 'predictor_refused_total{engine="0"') > 1, "it is busy, and is not asked any more"
+
+        stopped = process.process_id
+        monkeypatch.setattr(predictor_process, "_STUCK_S", 0.0)
+        await predicted(server)
+        while process.process_id is not None:
+            await asyncio.sleep(0.005)
+        await process.wait_until_ready()
+        process._timeout_s = 60.0
+        assert await predicted(server) == LEARNED
+        assert process.process_id != stopped
 
 
 async def test_answers_that_were_broken_off_teach_nothing_and_errors_are_summed(start: Start) -> None:

@@ -1,9 +1,11 @@
 """From a row to the memory of a replica."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import AS_THEY_LIE, Order
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.memory.known_adapters import AdapterSize
@@ -13,6 +15,10 @@ from lorikeet.memory.packing import pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.rows import ColdStart, KvAfterFinish, MemorySplit, Row
+
+_Ranks = tuple[tuple[str, tuple[int, ...]], ...]
+_KEPT = 1024
+"""Results by ranks: versions with ranks of their own on every layer must not add up for ever."""
 
 
 def build_memory(row: Row, sizes: EngineSizes) -> Memory:
@@ -58,37 +64,36 @@ def memory_rules(row: Row) -> MemoryRules:
 
 def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     """Return a function that tells what an adapter takes. Thousands of versions share a few sizes, computed once."""
-    known: dict[tuple[tuple[str, tuple[int, ...]], ...], AdapterSize] = {}
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_tokens)
 
-    def size(ref: AdapterRef) -> AdapterSize:
-        ranks = tuple(ref.ranks.items())
-        if ranks not in known:
-            packing = pack(ref.ranks, geometry, block_elements)
-            known[ranks] = AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
-        return known[ranks]
+    @lru_cache(_KEPT)
+    def size(ranks: _Ranks) -> AdapterSize:
+        packing = pack(dict(ranks), geometry, block_elements)
+        return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
 
-    return size
+    return lambda ref: size(tuple(ref.ranks.items()))
 
 
 def _assist(row: Row, sizes: EngineSizes) -> Assist:
     """Return a function that tells how an adapter is to arrive whose prefill is assisted."""
-    costs, known = sizes.assist, dict[tuple[tuple[tuple[str, tuple[int, ...]], ...], int], Order]()
+    costs = sizes.assist
     if costs is None or row.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
         return lambda ref, tokens: AS_THEY_LIE
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_tokens)
     is_wanted = costs.pays if row.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
 
+    @lru_cache(_KEPT)
+    def planned(ranks: _Ranks, tokens: int) -> Order:
+        ref = AdapterRef(AdapterName(""), AdapterDigest(""), "", dict(ranks), 0)
+        groups = costs.layer_groups(ref, tokens)
+        runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
+        return Order(runs, groups[-1] if costs.is_static else (0, 0))
+
     def order(ref: AdapterRef, tokens: int) -> Order:
         if not is_wanted(ref, tokens):
             return AS_THEY_LIE
-        key = tuple(ref.ranks.items()), (tokens - 1).bit_length()
-        if key not in known:
-            groups = costs.layer_groups(ref, tokens)
-            runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
-            known[key] = Order(runs, groups[-1] if costs.is_static else (0, 0))
-        return known[key]
+        return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # all that the groups depend on
 
     return order

@@ -236,10 +236,12 @@ class Memory:
         if tree.moving[adapter] == Moving.READ and not tree.on_device[adapter]:
             tiers.want([adapter])
             return Wait.TRANSFER
-        path = tree.match(keys[: (tokens - 1) // self.block_tokens])
-        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
         load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != Moving.IN
         adapter_blocks = self.adapters.blocks_to_come(adapter) if load else 0
+        if self.room.lacks_slot(adapter_blocks):  # asked first, as thousands may wait for one
+            return Wait.SLOT
+        path = tree.match(keys[: (tokens - 1) // self.block_tokens])
+        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
         private = self.blocks_for(tokens) - len(path)
         pinned = [adapter, *path]
         tiers.pin(pinned)

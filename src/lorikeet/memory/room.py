@@ -112,10 +112,14 @@ class Room:
         cleared = [self._clear(area, need, now, below) for area, need in needs if need]
         return all(cleared)
 
+    def lacks_slot(self, adapter: int) -> bool:
+        """Whether others keep so many blocks of an adapter out of the share that is for adapters, if there is one."""
+        lacks = bool(adapter) and self._rules.adapter_share is not None and adapter > self.available(Kind.ADAPTER)
+        self.demand_failed |= lacks
+        return lacks
+
     def what_lacks(self, kv: int, adapter: int) -> Wait:
-        """Return why room cannot be made for so many blocks of a request's KV and of its adapter."""
-        if self._rules.adapter_share is not None and adapter > self.available(Kind.ADAPTER):
-            return Wait.SLOT
+        """Return why room cannot be made for so many blocks of a request's KV and of its adapter, which has a slot."""
         return Wait.ADAPTER_ROOM if adapter and kv <= self.available(Kind.KV) else Wait.ROOM
 
     def available(self, kind: int) -> int:

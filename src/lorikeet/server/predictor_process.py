@@ -27,6 +27,9 @@ MOST_WAITING = 32
 _FIRST_REST_S, _LAST_REST_S = 1.0, 60.0
 """Before a process that has ended is started again; doubled each time until one has answered something."""
 
+_STUCK_S = 30.0
+"""A busy process that has dealt with no question for so long is ended, and another started."""
+
 _READ_BYTES = 2**16
 
 
@@ -52,6 +55,8 @@ class PredictorProcess:
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[int | None]] = {}
         self._waiting = 0
+        self._dealt_s = 0.0
+        """When it last dealt with a question, or got one after a pause."""
         self._rest_s = _FIRST_REST_S
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()
@@ -82,7 +87,12 @@ class PredictorProcess:
         process = self._process
         if not self._ready.is_set() or self._waiting >= MOST_WAITING or process is None or process.stdin is None:
             self.refused += 1
+            if self._waiting and time.monotonic() - self._dealt_s > _STUCK_S and process is not None:
+                log.error("the predictor process deals with nothing", questions=self._waiting)
+                _kill(process)
             return None
+        if not self._waiting:
+            self._dealt_s = time.monotonic()
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answer = self._asked[number] = loop.create_future()
         self._waiting += 1
@@ -101,8 +111,7 @@ class PredictorProcess:
         self._supervisor.cancel()
         await asyncio.wait({self._supervisor})
         if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            _kill(self._process)
             await self._process.wait()
 
     async def _supervise(self) -> None:
@@ -144,12 +153,12 @@ class PredictorProcess:
                             self._take(message)
         except msgspec.DecodeError as error:
             log.error("the predictor process cannot be understood", error=str(error))
-            with suppress(ProcessLookupError):
-                process.kill()
+            _kill(process)
         self._ready.clear()  # before anybody else asks it
 
     def _take(self, told: Told) -> None:
         self._rest_s = _FIRST_REST_S
+        self._dealt_s = time.monotonic()
         self._waiting -= told.taken
         for number, tokens in told.predictions:
             answer = self._asked.get(number)
@@ -165,3 +174,8 @@ class PredictorProcess:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_result(None)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()

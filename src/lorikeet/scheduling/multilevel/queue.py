@@ -93,7 +93,7 @@ class ChameleonQueue(AdmissionQueue):
         """Return what it held to the classes that lent it; how long it ran counts once it has ended for good."""
         entry = self._admitted.pop(request.request_id)
         self._ledger.give_back(request.request_id)
-        self._users[request.digest] -= 1
+        self._users -= Counter((request.digest,))  # which leaves no zeros behind
         if self._options.charge is Charge.SHARED and entry.adapter_tokens and self._users[request.digest]:
             heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
             heir.adapter_tokens = entry.adapter_tokens
