@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lorikeet.kernels import einsum
 from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.einsum import add_lora_einsum
 from lorikeet.kernels.reference import add_lora
@@ -74,3 +75,22 @@ def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
     batch = LoraBatch([LoraSegment(0, 1, first), LoraSegment(1, 2, second)])
     add_lora_einsum(out, x, LoraDelta(batch, layer, LoraTargets(LoraTarget("q", 0, 2))))
     assert out.tolist() == ([[2.0, 3.0], [11.0, 4.0]] if layer else x.tolist())
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_half_precision_is_rounded_once_or_twice(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(einsum, "_WIDENS", widens)
+    adapter = weights({"q": [4], "k": [3, 2]}, 0)
+    half = LoraWeights(
+        {key: tuple((a.bfloat16(), bt.bfloat16()) for a, bt in each) for key, each in adapter.pieces.items()}, layers=2
+    )
+    torch.manual_seed(0)
+    x, out = torch.randn(5, 12).bfloat16(), torch.zeros(5, 18).bfloat16()
+    expected = torch.zeros(5, 18)
+    whole = LoraWeights(
+        {key: tuple((a.float(), bt.float()) for a, bt in each) for key, each in half.pieces.items()}, layers=2
+    )
+    add_lora(expected, x.float(), LoraDelta(LoraBatch([LoraSegment(1, 4, whole)]), 1, LoraTargets(*TARGETS)))
+    add_lora_einsum(out, x, LoraDelta(LoraBatch([LoraSegment(1, 4, half)]), 1, LoraTargets(*TARGETS)))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected, atol=0.1, rtol=0.02)

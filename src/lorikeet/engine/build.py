@@ -83,7 +83,7 @@ def assemble(
         OSError: the recording cannot be written.
     """
     name, row = resolve_row(settings.engine.row)
-    memory = build_memory(row, sizes)
+    memory = build_memory(row, sizes, settings.engine.max_step_tokens)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.room.limit(Kind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_tokens):
         raise ConfigError(f"row {name}: the longest sequence does not fit: {reason}; lower max_model_tokens")

@@ -21,8 +21,13 @@ _KEPT = 1024
 """Results by ranks: versions with ranks of their own on every layer must not add up for ever."""
 
 
-def build_memory(row: Row, sizes: EngineSizes) -> Memory:
+def build_memory(row: Row, sizes: EngineSizes, max_step_tokens: int) -> Memory:
     """Build the memory of a replica.
+
+    Args:
+        row: says how it behaves.
+        sizes: of the engine.
+        max_step_tokens: of a step.
 
     Raises:
         ConfigError: the row names a policy that does not exist.
@@ -36,7 +41,7 @@ def build_memory(row: Row, sizes: EngineSizes) -> Memory:
         row.eviction,
         row.prefetch,
         memory_rules(row),
-        _assist(row, sizes),
+        _assist(row, sizes, max_step_tokens),
     )
 
 
@@ -75,8 +80,12 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     return lambda ref: size(tuple(ref.ranks.items()))
 
 
-def _assist(row: Row, sizes: EngineSizes) -> Assist:
-    """Return a function that tells how an adapter is to arrive whose prefill is assisted."""
+def _assist(row: Row, sizes: EngineSizes, max_step_tokens: int) -> Assist:
+    """Return a function that tells how an adapter is to arrive whose prefill is assisted.
+
+    What counts is the first step's part of the prompt: the sooner that is done, the sooner is all of it, and an adapter
+    arrives during one part or two.
+    """
     costs = sizes.assist
     if costs is None or row.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
         return lambda ref, tokens: AS_THEY_LIE
@@ -92,6 +101,7 @@ def _assist(row: Row, sizes: EngineSizes) -> Assist:
         return Order(runs, groups[-1] if costs.is_static else (0, 0))
 
     def order(ref: AdapterRef, tokens: int) -> Order:
+        tokens = min(tokens, max_step_tokens)
         if not is_wanted(ref, tokens):
             return AS_THEY_LIE
         return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # all that the groups depend on
