@@ -116,25 +116,33 @@ class AdapterStore:
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
         self._turn = (root / "turn").open("a")
-        """Held by whoever changes its lock: whose change fails has none for a moment."""
+        """Held by whoever changes its lock, since that takes the old one away for a moment."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
         """Tell whether no other process uses the store; if so, none begins to until the block ends."""
-        fcntl.flock(self._turn, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = True
-        except BlockingIOError:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # a failed change of the lock has lost it
-            alone = False
-        finally:
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
+        with self._changing():
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                alone = False
         try:
             yield alone
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            if alone:
+                with self._changing():
+                    fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let others delete what only this process used."""
