@@ -79,7 +79,7 @@ def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
 
 @pytest.mark.parametrize("widens", [False, True])
 def test_half_precision_is_rounded_once_or_twice(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(einsum, "_WIDENS", widens)
+    monkeypatch.setattr(einsum, "SLOW_HALVES", widens)
     adapter = weights({"q": [4], "k": [3, 2]}, 0)
     half = LoraWeights(
         {key: tuple((a.bfloat16(), bt.bfloat16()) for a, bt in each) for key, each in adapter.pieces.items()}, layers=2

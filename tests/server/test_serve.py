@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -198,6 +198,24 @@ async def test_a_request_that_would_wait_too_long_is_shed_and_the_others_carry_t
 
 
 @asynccontextmanager
+async def answering(
+    routes: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], go_on: asyncio.Event
+) -> AsyncIterator[str]:
+    """Answer GET requests; yield the address, and set ``go_on`` before what is under way is waited for."""
+    app = web.Application()
+    for path, answer in routes.items():
+        app.router.add_get(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        go_on.set()
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
     """An HTTP server from which an adapter comes as far as the middle of its weights, and what is set then."""
     asked = 0
@@ -218,17 +236,9 @@ async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
                 await go_on.wait()
         return reply
 
-    app = web.Application()
-    app.router.add_get("/one/adapter_config.json", config)
-    app.router.add_get("/one/adapter_model.safetensors", weights)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/", hangs
-    finally:
-        go_on.set()
-        await runner.cleanup()
+    routes = {"/one/adapter_config.json": config, "/one/adapter_model.safetensors": weights}
+    async with answering(routes, go_on) as url:
+        yield f"{url}/", hangs
 
 
 async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Path, tmp_path: Path) -> None:
@@ -281,17 +291,8 @@ async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
             await go_on.wait()
         return reply
 
-    app = web.Application()
-    app.router.add_get("/api/models/{path:.*}", model)
-    app.router.add_get("/org/tiny/{path:.*}", content)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", hangs
-    finally:
-        go_on.set()
-        await runner.cleanup()
+    async with answering({"/api/models/{path:.*}": model, "/org/tiny/{path:.*}": content}, go_on) as url:
+        yield url, hangs
 
 
 async def test_a_model_that_is_long_in_coming_does_not_keep_a_server_that_is_stopped(tmp_path: Path) -> None:

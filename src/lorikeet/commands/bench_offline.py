@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lorikeet import SPIN_COUNT
-from lorikeet.commands.console import fail
+from lorikeet.commands.console import fail, note
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.rows import resolve_row
 
@@ -54,7 +54,7 @@ def bench_offline(
         _spin_as_others_do()
     from lorikeet.bench.offline import OfflineOptions, run_offline
     from lorikeet.bench.plot import offline_bars
-    from lorikeet.kernels.dtypes import torch_dtype
+    from lorikeet.kernels.dtypes import SLOW_HALVES, torch_dtype
     from lorikeet.models.checkpoint import ModelConfigError
     from lorikeet.models.loading import WeightError
     from lorikeet.server.announce import Announcer
@@ -91,6 +91,8 @@ def bench_offline(
             report = run_offline(msgspec.structs.replace(options, model=str(folder)), announcer.show)
     except (ConfigError, ModelConfigError, RuntimeError, WeightError) as error:
         fail(str(error))
+    if device == "cpu" and dtype != "float32" and SLOW_HALVES:
+        note("torch is many times faster on this CPU with --dtype float32, and so are peers that compute with it")
     if plot is not None:
         plot.write_text(offline_bars(report))
     if as_json:

@@ -2,6 +2,9 @@
 
 import torch
 
+SLOW_HALVES = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+"""Whether torch multiplies half precision one number at a time on this CPU, many times slower than single."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype called ``name``.

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.kernels.base import LoraDelta
-
-_WIDENS = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-"""Whether this CPU multiplies half precision one number at a time, so that products in single precision are faster."""
+from lorikeet.kernels.dtypes import SLOW_HALVES
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
@@ -17,11 +15,11 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
 
     ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
     and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
-    rows x adapters x largest rank. A CPU that has no fast products in half precision computes in single precision.
+    rows x adapters x largest rank. Where products in half precision are slow, they are made in single.
     """
     lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
-    if _WIDENS and not x.is_cuda:
+    if SLOW_HALVES and not x.is_cuda:
         x = x.to(torch.float32)
     types = torch.zeros(len(x), len(adapters), dtype=torch.bool, device=x.device)
     for segment in lora.segments:
