@@ -142,6 +142,11 @@ def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkey
 def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.row == "lorikeet:plain-no-reuse"
     assert settings_of(monkeypatch, "--enable-prefix-caching").engine.row == "auto"
+    monkeypatch.setenv("LORIKEET_ENGINE__ROW", "elora")
+    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.row == "elora"
+    refused = runner.invoke(app, ["serve", "--no-enable-prefix-caching"], env={"COLUMNS": "300"})
+    assert refused.exit_code == 2
+    assert "--row elora,kv_after_finish=dropped" in refused.output
 
 
 @pytest.mark.parametrize(

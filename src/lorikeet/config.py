@@ -83,7 +83,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
         profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
             cluster decide that need one.
-        memory_bytes: size of the device arena; 0 takes a share of a CPU's free memory, or what ``memory_share`` leaves.
+        memory_bytes: size of the device arena; 0 takes 40 % of a CPU's free memory, but no more than 4 GiB or the least
+            that works, or what ``memory_share`` leaves of a GPU's.
         memory_share: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
             the largest step takes is measured at the start, and graphs are given as much again. Of no use with
             ``memory_bytes``, and on a CPU.
@@ -179,7 +180,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         admin_keys: keys for the routes that change adapters; empty means the API keys do.
         allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
             none.
-        max_queued: requests accepted and not finished, beyond which 429 is answered.
+        max_queued: sequences accepted and not finished, beyond which 429 is answered; a request has one for each prompt
+            and choice.
         max_body_bytes: larger bodies get 413.
         request_timeout_s: a request ends with an error after this time; 0 for never.
         drain_timeout_s: how long accepted requests may go on after SIGTERM.

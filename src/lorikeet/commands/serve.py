@@ -10,7 +10,7 @@ import typer
 
 from lorikeet.commands import serve_flags
 from lorikeet.commands.console import fail
-from lorikeet.config import ConfigError, Settings, load_settings
+from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
 from lorikeet.rows import resolve_row
 from lorikeet.server.targets import read_targets
 
@@ -63,7 +63,7 @@ def build_settings(
     Args:
         model: folder or hub id.
         config: TOML file.
-        prefix_caching: False chooses the row that drops KV.
+        prefix_caching: False chooses the row that drops KV, unless another is named; True leaves it to the row.
         flags: values by the names of ``serve_flags.parameters``.
         environment: of the process; ``VLLM_API_KEY`` counts where no other key is given.
 
@@ -72,9 +72,15 @@ def build_settings(
     """
     tables = serve_flags.sections(flags)
     tables["model"]["model"] = model
-    if prefix_caching is not None and tables["engine"]["row"] is None:
-        tables["engine"]["row"] = "auto" if prefix_caching else "lorikeet:plain-no-reuse"
     settings = load_settings(tables, config, environment)
+    if prefix_caching is False:
+        if (row := settings.engine.row) != EngineSettings().row:
+            raise ConfigError(
+                f"--no-enable-prefix-caching: row {row} says what becomes of KV; --row {row},kv_after_finish=dropped "
+                "drops it"
+            )
+        tables["engine"]["row"] = "lorikeet:plain-no-reuse"
+        settings = load_settings(tables, config, environment)
     if not settings.server.api_keys and "VLLM_API_KEY" in environment:
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)

@@ -167,7 +167,9 @@ FLAGS = (
         origins,
         "ORIGIN",
     ),
-    Flag("--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished requests before 429 is answered."),
+    Flag(
+        "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
+    ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
