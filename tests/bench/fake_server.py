@@ -12,6 +12,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from tests.support.quick_server import QuickServer
+
 NAMES = {"base": None, "a": "base", "b": "base", "other": "another base"}
 
 
@@ -100,7 +102,7 @@ def _choice(text: str, finish_reason: str | None, *, chat: bool) -> dict[str, An
 def running(server: FakeServer) -> Iterator[FakeServer]:
     """Run it on a free port, in a thread of its own."""
     config = uvicorn.Config(server.app(), lifespan="off", log_level="error", timeout_graceful_shutdown=1)
-    uvicorn_server = uvicorn.Server(config)
+    uvicorn_server = QuickServer(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -110,5 +112,5 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
         try:
             yield server
         finally:
-            uvicorn_server.should_exit = True
+            uvicorn_server.stop()
             thread.join()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from lorikeet.gateway.app import create_app
 from lorikeet.gateway.proxy import Parts
 from lorikeet.gateway.run import RouteOptions, gateway
 from tests.gateway.scripted import ScriptedBackend
+from tests.support.quick_server import serving
 
 
 @dataclass
@@ -69,19 +69,12 @@ async def routing(
     asked = RouteOptions(backends=tuple(urls), **chosen)
     async with gateway(asked) as parts:
         app = create_app(parts, asked.row, asked.api_keys, asked.admin_keys, asked.allowed_origins)
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", access_log=False))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            serving = asyncio.create_task(server._serve([listener]))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            try:
-                async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http:
-                    while not server.started:
-                        await asyncio.sleep(0.001)
-                    yield Routing(http, parts, list(backends))
-            finally:
-                server.should_exit = server.force_exit = True
-                await serving
+        config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
+        async with (
+            serving(config, break_off=True) as url,
+            httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
+        ):
+            yield Routing(http, parts, list(backends))
 
 
 @pytest.fixture

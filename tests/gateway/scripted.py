@@ -12,6 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
+from tests.support.quick_server import QuickServer
+
 
 def words(model: str, text: str, count: int) -> str:
     """Return what a model says after a text: the same whether it is asked at once or in parts."""
@@ -75,7 +77,7 @@ class ScriptedBackend:
         self.key: str | None = None
         self.streaming = self.hung_up = 0
         self.port = 0
-        self._server: uvicorn.Server | None = None
+        self._server: QuickServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -89,10 +91,9 @@ class ScriptedBackend:
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(self._app(), lifespan="off", log_level="critical", access_log=False)
-        self._server = uvicorn.Server(config)
+        self._server = QuickServer(config)
         self._serving = asyncio.create_task(self._server._serve([listener]))
-        while not self._server.started:
-            await asyncio.sleep(0.001)
+        await self._server.is_up.wait()
 
     async def kill(self) -> None:
         """Break all connections and listen no longer; what was loaded is lost."""
@@ -102,7 +103,7 @@ class ScriptedBackend:
             server.close()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        self._server.should_exit = self._server.force_exit = True
+        self._server.stop(break_off=True)
         await self._serving
         self._server = None
         self.adapters.clear()

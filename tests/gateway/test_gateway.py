@@ -270,6 +270,7 @@ async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(s
         assert bad.calls == ["+french"]
         await bad.kill()
         bad.bad_paths.clear()
+        await routing.up(1)
         await bad.start()
         await routing.up(2)
         for _ in range(2):

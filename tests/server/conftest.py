@@ -1,7 +1,5 @@
 """A server on a free port, in the test's own event loop, over a scripted engine."""
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from lorikeet.server.sampling import ModelLimits
 from lorikeet.server.service import Service
 from lorikeet.server.texts import Texts
 from tests.server.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+from tests.support.quick_server import serving
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -76,21 +75,14 @@ def start(tmp_path: Path, sources: Path) -> Start:
         texts = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
         service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
-        uvicorn_server = uvicorn.Server(config)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            # uvicorn._serve leaves the process's signal handlers alone, which pytest needs.
-            serving = asyncio.create_task(uvicorn_server._serve([listener]))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            try:
-                async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http:
-                    while not uvicorn_server.started:
-                        await asyncio.sleep(0.005)
-                    yield Running(http, engine, service, sources)
-            finally:
-                uvicorn_server.should_exit = True
-                await serving
-                catalog.close()
+        try:
+            async with (
+                serving(config) as url,
+                httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
+            ):
+                yield Running(http, engine, service, sources)
+        finally:
+            catalog.close()
 
     return start_one
 

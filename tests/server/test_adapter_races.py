@@ -7,9 +7,7 @@ of another version in its blocks would show.
 import asyncio
 import random
 import shutil
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -45,6 +43,7 @@ from tests.support.live import (
     prompt,
     until,
 )
+from tests.support.quick_server import serving
 
 PROMPT = prompt(48)
 TOKENS = 24
@@ -132,7 +131,8 @@ async def world(
         models = Models(("base",), (), "base", catalog, CONTEXT_TOKENS)
         texts = Texts(byte_level_tokenizer(), ChatTemplate("", {}))
         service = create_service(settings, client, catalog, texts, models, ModelLimits(CONTEXT_TOKENS, VOCAB))
-        async with _http(uvicorn.Config(create_app(service), lifespan="off", log_level="error")) as http:
+        config = uvicorn.Config(create_app(service), lifespan="off", log_level="error")
+        async with serving(config) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
             made = World(http, client, catalog, tmp_path, alone, digests)
             submit = client.submit
 
@@ -144,22 +144,6 @@ async def world(
             monkeypatch.setattr(client, "submit", recorded)
             yield made
         catalog.close()
-
-
-@asynccontextmanager
-async def _http(config: uvicorn.Config) -> AsyncIterator[httpx.AsyncClient]:
-    server = uvicorn.Server(config)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        serving = asyncio.create_task(server._serve([listener]))  # leaves pytest's signal handlers alone
-        try:
-            await until(lambda: server.started)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            async with httpx.AsyncClient(base_url=url, timeout=120) as http:
-                yield http
-        finally:
-            server.should_exit = True
-            await serving
 
 
 async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_version_and_new_by_the_new(
