@@ -140,6 +140,8 @@ def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str, monkeypa
 def test_links_within_the_allowed_folder_are_followed(allowed: Path, into: Path) -> None:
     (allowed / "link").symlink_to(allowed / "team" / "french")
     fetch("link", AdapterSettings(adapter_dir=str(allowed)), into)
+    for name in FILES:
+        assert (into / name).read_bytes() == (allowed / "team" / "french" / name).read_bytes()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
@@ -177,9 +179,12 @@ def test_what_does_not_exist_is_told_apart_from_what_is_refused(
         fetch(path if kind == "local" else f"{bucket}/{path}", settings, into)
 
 
-def test_a_trusted_source_may_lie_anywhere(allowed: Path, into: Path, bucket: str) -> None:
-    fetch(str(allowed / "team/french"), AdapterSettings(), into, trusted=True)
-    fetch(f"{bucket}/team/french", AdapterSettings(), into, trusted=True)
+@pytest.mark.parametrize("kind", ["local", "url"])
+def test_a_trusted_source_may_lie_anywhere(allowed: Path, into: Path, bucket: str, kind: str) -> None:
+    folder = allowed / "team" / "french"
+    fetch(str(folder) if kind == "local" else f"{bucket}/team/french", AdapterSettings(), into, trusted=True)
+    for name in FILES:
+        assert (into / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from lorikeet.engine.devices import Cpu
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loader import _Reading, start_loader_process
 from lorikeet.engine.loader_process import Filled, ReadEnded
+from lorikeet.engine.priority import NICE
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.engine.transfers import Transfers
 from lorikeet.engine.underway import STAGED_BLOCKS
@@ -438,6 +439,11 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     assert bench.wait(bench.start_load(adapters["large"])).error is None
     assert_holds(bench, adapters["large"])
     assert bench.transfers.loader.process_id not in (None, before)
+
+
+def test_a_loader_lets_everybody_else_go_first(bench: Bench) -> None:
+    bench.transfers.loader.wait_until_ready()
+    assert psutil.Process(bench.transfers.loader.process_id).nice() == NICE
 
 
 def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(

@@ -1,6 +1,7 @@
 """Connections to servers that answer in every way that HTTP/1.1 allows, and in some that it does not."""
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -103,6 +104,22 @@ async def test_an_answer_may_end_in_any_way(answer: tuple[bytes, ...], keeps: bo
             assert await reply.read() == b"hello"
             assert await reply.read() == b"hello"
         assert server.accepted == accepted
+
+
+async def test_redirects_cookies_and_compression_are_the_clients_own_affair() -> None:
+    packed = gzip.compress(b"hello")
+    heads = (
+        b"HTTP/1.1 307 Temporary Redirect\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nset-cookie: who=me\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b" % (len(packed), packed),
+    )
+    for head, status, content in zip(heads, (307, 200, 200), (b"", b"", packed), strict=True):
+        async with talking(answers(head)) as (server, connections):
+            for _ in range(2):
+                reply = await connections.send("GET", "/", [])
+                assert (reply.status, await reply.read()) == (status, content)
+            assert len(server.requests) == 2
+            assert not any(b"cookie" in request.lower() for request in server.requests)
 
 
 async def test_pieces_come_as_they_arrive() -> None:

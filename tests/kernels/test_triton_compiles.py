@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from functools import partialmethod
 from itertools import cycle, islice, product
@@ -481,7 +482,18 @@ def target(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def compiled(target: int) -> Compiled:
+def all_compiled() -> dict[int, Compiled]:
+    """What was compiled for each target, in processes beside each other."""
+    with ThreadPoolExecutor(len(SHARED_KIB)) as pool:
+        return dict(zip(SHARED_KIB, pool.map(compiled_for, SHARED_KIB), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled(target: int, all_compiled: dict[int, Compiled]) -> Compiled:
+    return all_compiled[target]
+
+
+def compiled_for(target: int) -> Compiled:
     with TemporaryDirectory() as folder:
         written = Path(folder, "compiled.json")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {

@@ -114,6 +114,7 @@ async def test_streams_go_on_when_the_engine_process_is_killed(model: Path, tmp_
         expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        assert os.getsid(engine) != os.getsid(server.process.pid), "a Ctrl-C at the terminal is for the server alone"
         async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
             lines = [line async for line in _killing(reply, engine) if line]
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
