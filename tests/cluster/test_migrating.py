@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+import os
+import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def is_admitted(client: ClusterClient, request_id: str) -> bool:
     return entry is not None and entry.admitted_s is not None
 
 
+@contextmanager
+def paused(client: ClusterClient) -> Iterator[None]:
+    """Let no request get on, or end, however long the test takes."""
+    processes = [view.process_id for view in client.views.values()]
+    assert all(processes)
+    for process_id in processes:
+        os.kill(process_id or 0, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process_id in processes:
+            os.kill(process_id or 0, signal.SIGCONT)
+
+
 async def begun(client: ClusterClient, adapter: AdapterRef, name: str) -> list[RequestHandle]:
     client.know_adapters([adapter])
     versions = (None, adapter)
@@ -97,12 +113,14 @@ async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_st
 ) -> None:
     handles = await begun(client, adapter, "moved")
     migration = migration_of(client, move_s=0.01)
-    plan = await migration.review()
+    with paused(client):
+        plan = await migration.review()
     assert plan.outcome is Outcome.PLANNED
     assert client.describe().moves == len(plan.moves) == 3
     await until(lambda: all(handle.replica is not None for handle in handles))
     assert Counter(handle.replica for handle in handles) == dict.fromkeys(REPLICAS, 3)
-    assert (await migration.review()).outcome is Outcome.NO_BETTER, "both have as much to do"
+    with paused(client):
+        assert (await migration.review()).outcome is Outcome.NO_BETTER, "both have as much to do"
     for handle in handles:
         finished, gaps = await finish(handle)
         assert finished.reason is FinishReason.LENGTH, finished
@@ -118,12 +136,14 @@ async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterC
     await until(lambda: all(handle.token_ids for handle in handles))
     move_s = 0.6 * client.fleet.averages.execution_s(None)
     migration = migration_of(client, move_s)
-    assert len((await migration.review()).moves) == 2
+    with paused(client):
+        assert len((await migration.review()).moves) == 2
     await until(lambda: all(is_admitted(client, f"dear {number}") for number in range(4)))
     for handle in [handle for handle in handles if handle.replica == ordered(client)[0]]:
         handle.abort()
-    assert (await migration.review()).outcome is Outcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"
-    plan = await migration_of(client, move_s).review()
+    with paused(client):
+        assert (await migration.review()).outcome is Outcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"
+        plan = await migration_of(client, move_s).review()
     assert plan.outcome is Outcome.PLANNED, "who does not know of the earlier move finds 1.6 E there"
     for handle in handles:
         handle.abort()

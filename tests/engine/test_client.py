@@ -89,7 +89,7 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
     requests = [
         greedy(str(index), prompt(10 + index, seed=index), 200 + index, versions[index % 4]) for index in range(11)
     ]
-    requests.append(greedy("sampled", prompt(9), 60, adapters["a"], temperature=1.0, seed=3, presence_penalty=0.5))
+    requests.append(greedy("sampled", prompt(9), 200, adapters["a"], temperature=1.0, seed=3, presence_penalty=0.5))
     undisturbed = [client.submit(request) for request in requests]
     ends = await asyncio.gather(*map(finish, undisturbed))
 
@@ -181,7 +181,7 @@ async def test_requests_that_arrive_after_a_drop_are_served_before_it(
 async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_engine_runs(
     client: EngineClient, adapters: dict[str, AdapterRef]
 ) -> None:
-    handle = client.submit(greedy("running", prompt(30), 100, adapters["a"]))
+    handle = client.submit(greedy("running", prompt(30), 400, adapters["a"]))
     await begun(handle)
     kill(client)
     await until(lambda: client.process_id is None)

@@ -147,7 +147,7 @@ async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_remo
         while (await server.http.get("/v1/adapters/one")).json()["level"] != "gpu":  # gauges follow the answer
             await asyncio.sleep(0.01)
         running = asyncio.create_task(server.http.post(CHAT, json={**LONG, "model": "one"}))
-        while (await server.http.get("/v1/adapters/one/stats")).json()["requests_running"] == 0:
+        while not running.done() and (await server.http.get("/v1/adapters/one/stats")).json()["requests_running"] == 0:
             await asyncio.sleep(0.01)
         removed = (await server.http.delete("/v1/adapters/one")).json()
         assert removed["freed_bytes"] > 0
