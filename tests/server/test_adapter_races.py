@@ -184,7 +184,7 @@ async def test_unloads_reloads_and_requests_that_race_give_a_versions_answer_or_
     names = ("one", "two")
     asking = True
     statuses: dict[str, set[int]] = {"ask": set(), "load": set(), "unload": set()}
-    answered = set[str]()
+    answered, hung_up = set[str](), set[str]()
 
     async def ask(worker: int) -> None:
         for turn in range(25):
@@ -194,7 +194,8 @@ async def test_unloads_reloads_and_requests_that_race_give_a_versions_answer_or_
                 async with asyncio.timeout(chance.choice((0.002, 0.02, None, None))):
                     status = await world.ask(name, request_id)
             except TimeoutError:
-                continue  # hung up
+                hung_up.add(request_id)
+                continue
             statuses["ask"].add(status)
             assert status == 200 or name != "base"
             if status == 200:
@@ -218,6 +219,9 @@ async def test_unloads_reloads_and_requests_that_race_give_a_versions_answer_or_
     assert statuses["ask"] <= {200, 404}
     assert statuses["load"] <= {201, 400, 409}, "400: the name is taken, and it was not asked to be replaced"
     assert statuses["unload"] <= {200, 404, 409}
+    assert 201 in statuses["load"], "nothing was loaded, so nothing raced"
+    assert 200 in statuses["unload"], "nothing was unloaded, so nothing raced"
+    assert hung_up, "nobody hung up, so nothing raced"
     seen = {world.handles[request_id].request.digest for request_id in answered}
     assert len(seen) > 2, "adapters were answered, too"
     await until(lambda: is_idle(world.client.stats))
