@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accept.lines import NOT_RUN, Figure, Line, Result
+from benchmarks.accept.lines import NOT_RUN, Figure, Line, Result, UnknownLineError, find_line
 from benchmarks.accept.machine import describe_machine, machine_words
 from benchmarks.accept.runs import ROOT, STATUS, revision
 
@@ -89,11 +89,19 @@ def _row(record: dict[str, Any]) -> str:
         record["title"],
         figure,
         record["bound"],
-        "yes" if record["pass"] else "**no**",
+        ("yes" if record["pass"] else "**no**") + ("" if _is_judged_as_now(record) else ", by an earlier bound"),
         f"`{record['revision']}`",
         record["date"],
     )
     return table_row(cells)
+
+
+def _is_judged_as_now(record: dict[str, Any]) -> bool:
+    """Whether a line's bound is still what it was when it was run."""
+    try:
+        return bool(record["bound"] == find_line(record["line"]).bound)
+    except UnknownLineError:
+        return True
 
 
 def table_row(cells: Iterable[str]) -> str:

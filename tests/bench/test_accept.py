@@ -195,6 +195,15 @@ def test_what_a_gpu_did_stays_where_there_is_none_and_is_told_to_be_earlier(tmp_
     assert "not run" not in write_status(folder).read_text()
 
 
+def test_what_was_judged_by_a_bound_that_has_changed_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "status"
+    for name, bound in (("fast.8", find_line("fast.8").bound), ("fast.9", "an easier one")):
+        write_result(Line(name, "t", bound, lambda runs: Result(0, True)), Result(0, True), folder)
+    eight, nine = (row for row in write_status(folder).read_text().splitlines() if row.startswith("| [fast."))
+    assert "| yes |" in eight
+    assert "| yes, by an earlier bound |" in nine
+
+
 def test_figures_are_shown_to_four_digits_or_whole() -> None:
     assert format_figure({"a": 123456.789, "b": 0.00123456, "c": {"d": True}}) == "a 123,457, b 0.001235, c d True"
 
