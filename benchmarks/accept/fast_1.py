@@ -3,6 +3,7 @@
 from benchmarks.accept.lines import Result, line
 from benchmarks.accept.offline import (
     describe_limits,
+    describe_peft_here,
     describe_versions,
     interval_words,
     run_offline_command,
@@ -50,6 +51,6 @@ def run(runs: StoredRuns) -> Result:
         cause="; ".join(failures),
         notes=f"`lorikeet bench offline {OPTIONS}`; {describe_limits(report['limits'])}; "
         f"{describe_versions(report['versions'])}; the limit reads base and adapter once per token; "
-        f"{profile_words(profile)}; interval of the ratio",
+        f"{profile_words(profile)}; interval of the ratio to PEFT{describe_peft_here()}",
         details={"throughput": [throughput_row("1 stream, 32 + 64, one adapter of rank 32", OPTIONS, report)]},
     )

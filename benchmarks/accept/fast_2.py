@@ -6,6 +6,7 @@ from benchmarks.accept.lines import Result, line
 from benchmarks.accept.offline import (
     PAIRS,
     describe_limits,
+    describe_peft_here,
     describe_versions,
     interval_words,
     run_offline_command,
@@ -48,7 +49,7 @@ def run(runs: StoredRuns) -> Result:
         cause="; ".join(failures),
         notes=f"`lorikeet bench offline {OPTIONS}`; ranks {report['ranks']}; {describe_limits(report['limits'])}; "
         f"{describe_versions(report['versions'])}; first tokens equal to PEFT's: {peft['first_tokens_equal']:.0%}; "
-        "interval of the ratio to PEFT",
+        f"interval of the ratio to PEFT{describe_peft_here()}",
         details={"throughput": [throughput_row("32 × (128 + 64), 8 adapters of ranks 8 to 128", OPTIONS, report)]},
     )
 

@@ -57,6 +57,10 @@ def interval_words(interval: Sequence[float]) -> str:
 
 
 def describe_versions(versions: dict[str, str]) -> str:
-    """Return package and version, joined by commas, and what their products cost on this CPU."""
-    slow = "; torch, and so PEFT, is many times faster in single precision on this CPU" if SLOW_HALVES else ""
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) + slow
+    """Return package and version, joined by commas."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def describe_peft_here() -> str:
+    """Return what is to be known of PEFT's speed on this machine, with a comma before it."""
+    return ", which is many times faster in single precision on this CPU" if SLOW_HALVES else ""
