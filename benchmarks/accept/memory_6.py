@@ -114,7 +114,7 @@ def failures_of(repeats: Sequence[Repeat]) -> list[str]:
     times = ratios(repeats)
     failures = [f"{times[rival]:.2f} × {rival}" for rival, bound in BOUNDS.items() if times[rival] < bound]
     for row in (OURS, *RIVALS):
-        if 2 * confirmed(repeats, row) < len(repeats):
+        if 2 * confirmed(repeats, row) <= len(repeats):
             below, beyond = (", ".join(f"{each.live[row][side]:.2f}" for each in repeats) for side in SIDES)
             failures.append(f"{row}'s peak is not confirmed live: {below} of the limit below it, {beyond} beyond")
     return failures

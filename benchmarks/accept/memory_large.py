@@ -84,7 +84,8 @@ def _run_at(scenario: str, adapters: int, row: str, rate: float) -> dict[str, An
         max_repeat=1,
     )
     figures = row_figures(row, run_row(modelled_rig(profile, work, options), setting.settings(row), work))
-    return dict(whole({"figures": figures})["figures"])
+    whole({"figures": figures})
+    return figures
 
 
 def _work(scenario: str, adapters: int, rate: float) -> MemoryWork:

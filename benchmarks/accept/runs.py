@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,22 @@ class StoredRuns:
         line: whose parts.
         folder: with a folder for each line.
         code: digest of the code.
-        machine: in words; None to let parts of all machines count.
+        machine: in words.
     """
 
     def __init__(
-        self, line: str, folder: Path = STATUS / "runs", code: str | None = None, machine: str | None = ""
+        self, line: str, folder: Path = STATUS / "runs", code: str | None = None, machine: str | None = None
     ) -> None:
-        self._line, self._parts = line, folder
         self._folder = folder / line
         self._code = code if code is not None else code_digest()
-        self._machine = this_machine() if machine == "" else machine
+        self._machine = machine if machine is not None else this_machine()
+        self._counts_anywhere = False
 
     def of_any_machine(self) -> "StoredRuns":
         """Return the same, where what another machine has made counts as well."""
-        return StoredRuns(self._line, self._parts, self._code, None)
+        runs = copy(self)
+        runs._counts_anywhere = True
+        return runs
 
     def get(self, part: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the stored result of ``part``, or measure and store it.
@@ -86,8 +89,8 @@ class StoredRuns:
             return stored
         result = measure()
         self._folder.mkdir(parents=True, exist_ok=True)
-        part_of = {"code": self._code, "machine": self._machine or this_machine(), "result": result}
-        (self._folder / f"{part}.json").write_text(json.dumps(part_of, indent=1) + "\n")
+        text = json.dumps({"code": self._code, "machine": self._machine, "result": result}, indent=1) + "\n"
+        (self._folder / f"{part}.json").write_text(text)
         return result
 
     def stored(self, part: str) -> dict[str, Any] | None:
@@ -96,7 +99,7 @@ class StoredRuns:
         if not path.is_file():
             return None
         stored = json.loads(path.read_text())
-        is_from_here = self._machine is None or stored.get("machine") == self._machine
+        is_from_here = self._counts_anywhere or stored.get("machine") == self._machine
         return dict(stored["result"]) if stored["code"] == self._code and is_from_here else None
 
     def clear(self) -> None:

@@ -26,6 +26,10 @@ PEERS = ("peft", "vllm", "vllm-base")
 """The last one is vLLM without adapters: it answers the same prompts with the base model."""
 
 
+class WorkError(RuntimeError):
+    """A side did not do the work that all are compared by; the message says which and how."""
+
+
 class OfflineOptions(msgspec.Struct, frozen=True):
     """What is run.
 
@@ -95,7 +99,7 @@ def run_offline(
 
     Raises:
         ValueError: the options are not what they should be.
-        RuntimeError: a side did not do the work.
+        WorkError: a side did not do the work.
     """
     options.check()
     torch.set_num_threads(options.threads)
@@ -209,7 +213,7 @@ def _checked(side: Contestant, work: Work) -> Outcome:
     outcome = side.run(work)
     wrong = [len(tokens) for tokens in outcome.tokens if len(tokens) != work.output_tokens]
     if wrong:
-        raise RuntimeError(f"{side.name} generated {wrong[0]} tokens instead of {work.output_tokens}")
+        raise WorkError(f"{side.name} generated {wrong[0]} tokens instead of {work.output_tokens}")
     return outcome
 
 

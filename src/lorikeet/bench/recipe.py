@@ -22,7 +22,8 @@ SHAPE_NAMES = ("plain", "chat", *SHAPES)
 
 DEFAULT_COUNT = 1000
 
-_OF_MADE = ("arrivals", "cv", "prompt_tokens", "output_tokens")
+_LENGTHS = ("prompt_tokens", "output_tokens")
+_OF_MADE = ("arrivals", "cv", *_LENGTHS)
 _OF_TRACES = ("length_scale", "most_tokens")
 
 
@@ -37,7 +38,7 @@ def without_effect(given: Collection[str], shape: str, *, has_trace: bool) -> tu
     rules = (
         (_OF_MADE if has_trace else (), "without effect on a trace, whose requests have their own"),
         (() if has_trace else _OF_TRACES, "goes with a trace"),
-        (_OF_MADE[2:] if shape in SHAPES else (), f"without effect on the shape {shape}, which has lengths of its own"),
+        (_LENGTHS if shape in SHAPES else (), f"without effect on the shape {shape}, which has lengths of its own"),
     )
     return next(((name, reason) for names, reason in rules for name in names if name in given), None)
 

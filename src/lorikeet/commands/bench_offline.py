@@ -52,8 +52,9 @@ def bench_offline(
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:
         _spin_as_others_do()
-    from lorikeet.bench.offline import OfflineOptions, run_offline
+    from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
     from lorikeet.bench.plot import offline_bars
+    from lorikeet.bench.worker_process import WorkerError
     from lorikeet.kernels.dtypes import SLOW_HALVES, torch_dtype
     from lorikeet.models.checkpoint import ModelConfigError
     from lorikeet.models.loading import WeightError
@@ -89,7 +90,7 @@ def bench_offline(
         with Announcer() as announcer:
             folder = prepare_model(ModelSettings(model=model), announcer.stage).path
             report = run_offline(msgspec.structs.replace(options, model=str(folder)), announcer.show)
-    except (ConfigError, ModelConfigError, RuntimeError, WeightError) as error:
+    except (ConfigError, ModelConfigError, WeightError, WorkError, WorkerError) as error:
         fail(str(error))
     if device == "cpu" and dtype != "float32" and SLOW_HALVES:
         note("torch is many times faster on this CPU with --dtype float32, and so are peers that compute with it")

@@ -31,6 +31,8 @@ from lorikeet.rows import ColdStart
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
 
+_NOTHING = StepPlan(step=-1)
+
 
 class Engine:
     """One replica. The same class on every executor and clock (design, idea 2).
@@ -65,7 +67,7 @@ class Engine:
         self._departures = Departures(memory, executor)
         self._unwanted: set[AdapterDigest] = set()
         self._has_news = False
-        self._last_plan = StepPlan(step=-1)
+        self._last_plan = _NOTHING
         self._steps = 0
 
     def submit(self, request: Request) -> None:
@@ -136,7 +138,7 @@ class Engine:
         """
         now = self._take_transfers()
         departed: tuple[Departed, ...] = ()
-        plan = StepPlan(step=-1) if self._is_held else self._scheduler.go_on(further=not self._has_news)
+        plan = _NOTHING if self._is_held else self._scheduler.go_on(further=not self._has_news)
         if plan is None:
             departed = self._departures.take(now)
             self._free_unwanted(now)

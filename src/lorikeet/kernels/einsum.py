@@ -19,7 +19,7 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     """
     lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
-    if SLOW_HALVES and not x.is_cuda:
+    if SLOW_HALVES and x.device.type == "cpu":
         x = x.to(torch.float32)
     types = torch.zeros(len(x), len(adapters), dtype=torch.bool, device=x.device)
     for segment in lora.segments:

@@ -113,7 +113,10 @@ class Room:
         return all(cleared)
 
     def lacks_slot(self, adapter: int) -> bool:
-        """Whether others keep so many blocks of an adapter out of the share that is for adapters, if there is one."""
+        """Whether others keep so many blocks of an adapter out of the share that is for adapters, if there is one.
+
+        As where ``make`` finds no room, that is a demand that failed.
+        """
         lacks = bool(adapter) and self._rules.adapter_share is not None and adapter > self.available(Kind.ADAPTER)
         self.demand_failed |= lacks
         return lacks
