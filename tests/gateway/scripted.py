@@ -36,7 +36,7 @@ class ScriptedBackend:
         adapters: name → path of those that are loaded.
         calls: adapters loaded and unloaded so far, as ``+name`` and ``-name``.
         bodies: of all completions and chat completions.
-        request_ids, keys: that came with them.
+        request_ids, keys, pages: that came with them; pages as the headers by which browsers tell of one.
         open: while cleared, no word is said and no adapter loaded.
         dies_after: the connection of the next answer breaks after so many words.
         fails_with: status of all completions, with a message; None to answer.
@@ -61,6 +61,7 @@ class ScriptedBackend:
         self.bodies: list[dict[str, Any]] = []
         self.request_ids: list[str] = []
         self.keys: list[str | None] = []
+        self.pages: list[list[str]] = []
         self.open = asyncio.Event()
         self.open.set()
         self.dies_after: int | None = None
@@ -169,6 +170,7 @@ class ScriptedBackend:
         self.bodies.append(body)
         self.request_ids.append(http.headers["x-request-id"])
         self.keys.append(http.headers.get("authorization"))
+        self.pages.append([name for name in ("origin", "sec-fetch-site") if name in http.headers])
         if self.fails_with is not None:
             return _error(self.fails_with, "it is as it is")
         if self.busy:

@@ -314,15 +314,19 @@ async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> N
 
 
 async def test_the_gateway_says_whose_web_pages_may_use_it_whatever_backends_say(start: Start) -> None:
-    page = {"Origin": "https://good"}
+    page = {"Origin": "https://good", "Sec-Fetch-Site": "cross-site"}
     async with start(allowed_origins=("https://good",)) as routing:
         asked = await routing.http.options(COMPLETIONS, headers={**page, "Access-Control-Request-Method": "POST"})
         reply = await routing.http.post(COMPLETIONS, json=body(), headers=page)
         for each in (asked, reply):
             assert (each.status_code, each.headers["access-control-allow-origin"]) == (200, "https://good")
+        assert [page for backend in routing.backends for page in backend.pages] == [[]], "the gateway has asked"
     async with start(count=1) as routing:
         reply = await routing.http.post(COMPLETIONS, json=body(), headers=page)
-        assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (200, False)
+        assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (403, False)
+        reply = await routing.http.post("/v1/unload_lora_adapter", content='{"lora_name": "french"}', headers=page)
+        assert reply.status_code == 403
+        assert "french" in routing.parts.catalog.adapters
 
 
 async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Start) -> None:

@@ -83,6 +83,7 @@ class FakeEngine:
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.state = ClusterState(())
         self.size_error: str | None = None
+        self.added: list[ReplicaId] = []
         self.removed: list[tuple[ReplicaId, float]] = []
         self.stats_callbacks: list[Callable[[ReplicaId, EngineStats], None]] = []
         self.stats: EngineStats | None = None
@@ -118,7 +119,8 @@ class FakeEngine:
     async def add_replica(self) -> ReplicaId:
         if self.size_error is not None:
             raise EngineError(self.size_error)
-        return ReplicaId("replica-1")
+        self.added.append(ReplicaId("replica-1"))
+        return self.added[-1]
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
         if self.size_error is not None:

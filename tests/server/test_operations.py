@@ -315,6 +315,35 @@ async def test_by_default_no_web_page_may_use_the_server(server: Running) -> Non
     assert asked.status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("allowed", "headers", "status"),
+    [
+        ((), {}, 200),
+        ((), {"Origin": "https://other"}, 403),
+        ((), {"Origin": "null"}, 403),
+        ((), {"Origin": "http://[broken"}, 403),
+        ((), {"Origin": "http://own:1", "Host": "own:1"}, 200),
+        ((), {"Origin": "http://own:1", "Host": "own:2"}, 403),
+        ((), {"Origin": "https://proxy", "Host": "own:1", "Sec-Fetch-Site": "same-origin"}, 200),
+        ((), {"Origin": "https://own:1", "Host": "own:1", "Sec-Fetch-Site": "cross-site"}, 403),
+        ((), {"Sec-Fetch-Site": "same-site"}, 403),
+        (("https://other",), {"Origin": "https://other", "Sec-Fetch-Site": "cross-site"}, 200),
+        (("https://other",), {"Origin": "https://more"}, 403),
+        (("*",), {"Origin": "https://more"}, 200),
+    ],
+)
+async def test_pages_of_elsewhere_change_nothing_though_browsers_send_what_needs_no_leave(
+    start: Start, allowed: tuple[str, ...], headers: dict[str, str], status: int
+) -> None:
+    async with start(allowed_origins=allowed) as server:
+        reply = await server.http.post("/v1/cluster/replicas", headers=headers)
+        assert reply.status_code == (201 if status == 200 else 403)
+        assert len(server.engine.added) == (status == 200)
+        if status == 403:
+            assert "--allowed-origins" in reply.json()["error"]["message"]
+            assert reply.headers["X-Request-Id"]
+
+
 async def test_a_failure_that_nobody_expected_is_told_to_web_pages_too(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,9 +39,9 @@ _BUSY_PAUSE_S, _MOST_BUSY_PAUSE_S = 1.0, 10.0
 
 _OF_THE_CONNECTION = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
-    b"proxy-authorization proxy-connection x-request-id origin".split()
+    b"proxy-authorization proxy-connection x-request-id origin sec-fetch-site".split()
 )
-"""Headers that are not passed on. Whether a web page may read the answer is the gateway's own to say."""
+"""Headers that are not passed on. What web pages may do is the gateway's own to say."""
 _NOT_ANSWERED = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )

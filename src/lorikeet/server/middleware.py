@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from lorikeet.server.auth import Auth
 from lorikeet.server.limits import BodyLimit
 from lorikeet.server.logs import RequestIds
+from lorikeet.server.pages import ForeignPages
 
 
 def add_middleware(
@@ -32,6 +33,7 @@ def add_middleware(
     """
     # The last one added sees a request first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(ForeignPages, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
     app.add_middleware(RequestIds)
     if allowed_origins:
