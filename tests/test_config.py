@@ -40,6 +40,7 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             {"LORIKEET_SERVER__ADMIN_KEYS": " ,"},
             "environment: LORIKEET_SERVER__ADMIN_KEYS is set, and holds no key",
         ),
+        ({}, {"LORIKEET_SERVER_API_KEYS": "a"}, "LORIKEET_SERVER_API_KEYS is no setting.*: LORIKEET_SERVER__API_KEYS"),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),
@@ -51,6 +52,15 @@ def test_what_makes_no_sense_is_refused_with_its_source_and_key(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_settings(flags, environment=environment)
+
+
+def test_what_kubernetes_tells_of_a_service_of_this_name_is_nothing_of_ours() -> None:
+    environment = {
+        "LORIKEET_PORT": "tcp://10.0.0.1:80",
+        "LORIKEET_SERVER_PORT": "tcp://10.0.0.1:80",
+        "LORIKEET_SERVER_SERVICE_HOST": "10.0.0.1",
+    }
+    assert load_settings(environment=environment) == load_settings(environment={})
 
 
 @pytest.mark.parametrize("content", [b"[server\n", b'[server]\nhost = "\xff"\n'])

@@ -351,12 +351,23 @@ def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: s
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
+    known = {
+        section.name: {field.name: field.type for field in msgspec.structs.fields(section.type)}
+        for section in msgspec.structs.fields(Settings)
+    }
+    # Not all that begins like them: Kubernetes tells of a service "lorikeet-server" in LORIKEET_SERVER_PORT=tcp://…
+    misspelt = {f"{section}_{key}": f"{section}__{key}" for section, keys in known.items() for key in keys}
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or "__" not in variable:
+        if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
-        section, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__", 1)
-        struct = {field.name: field.type for field in msgspec.structs.fields(Settings)}.get(section)
-        types = {f.name: f.type for f in msgspec.structs.fields(struct)} if struct else {}
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name in misspelt and "://" not in text:
+            meant = ENVIRONMENT_PREFIX + misspelt[name].upper()
+            raise ConfigError(f"environment: {variable} is no setting; with two underscores it is: {meant}")
+        if "__" not in name:
+            continue
+        section, key = name.split("__", 1)
+        types = known.get(section, {})
         value: str | tuple[str, ...] = text
         if types.get(key) == tuple[str, ...]:
             value = tuple(filter(None, map(str.strip, text.split(","))))
