@@ -116,6 +116,13 @@ def test_messages_arrive_in_the_order_in_which_they_were_sent(peer: Peer, channe
     assert peer.receive() == Progress("weights", 1, 2)
 
 
+def test_an_engine_never_waits_for_who_reads_late(peer: Peer, channel: Channel) -> None:
+    sent = [Progress("weights", done, 10_000) for done in range(10_000)]  # ZeroMQ holds 1,000 unless told otherwise
+    for message in sent:
+        channel.send(message)
+    assert [peer.receive() for _ in sent] == sent
+
+
 def test_a_wake_from_another_thread_ends_a_wait(channel: Channel) -> None:
     woken: list[list[ToEngine]] = []
     waiting = threading.Thread(target=lambda: woken.append(channel.receive(math.inf)))
