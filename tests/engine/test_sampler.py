@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.sampler import Sampler, edit_logits
+from lorikeet.engine.sampler import Sampler, bias_of, edit_logits
 from lorikeet.engine.sequences import Sequence
 from lorikeet.kernels.choose import choose, gumbel_noise
 from tests.kernels.choices import VOCAB, filters, kept_slowly
@@ -67,7 +67,7 @@ def test_edits_equal_the_slow_and_obvious_ones(seed: int, prompt: list[int], out
     logits = random_logits(seed)[0]
     asked = row(prompt, outputs, **given)
     expected = edited_slowly(logits.tolist(), prompt, outputs, asked.sampling)
-    edit_logits(logits, asked)
+    edit_logits(logits, asked, bias_of(asked.sampling))
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -103,5 +103,5 @@ def count_calls_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[
         calls.append(work)
         return work()
 
-    monkeypatch.setattr("lorikeet.server.texts.to_thread.run_sync", run_sync)
+    monkeypatch.setattr("lorikeet.server.threads.to_thread.run_sync", run_sync)
     return calls

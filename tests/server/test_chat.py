@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from lorikeet.server import errors
 from lorikeet.server.chat_template import ChatTemplate
 from lorikeet.server.errors import ApiError
-from tests.server.conftest import END, TOKENIZER, Running, Start
+from tests.server.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -169,6 +169,15 @@ async def test_a_stop_string_does_not_count_before_min_tokens(server: Running) -
     assert answer["choices"][0]["message"]["content"] == "hello world"
 
 
+async def test_a_stop_string_counts_that_begins_before_min_tokens_and_ends_after_them(server: Running) -> None:
+    first, *_ = (TOKENIZER.decode([token]) for token in TOKENIZER.encode("hello world").ids)
+    over = "hello world"[len(first) - 1 : len(first) + 1]
+    for content in (body(stop=over, min_tokens=1), body(stop=[over, first], min_tokens=1)):
+        answer = (await server.http.post(CHAT, json=content)).json()["choices"][0]
+        assert (answer["message"]["content"], answer["stop_reason"]) == (first[:-1], over)
+        assert text_of(await events(server.http, CHAT, content)) == first[:-1]
+
+
 async def test_stop_tokens_are_reported_and_not_shown(server: Running) -> None:
     stop = TOKENIZER.encode("hello world").ids[1]
     answer = (await server.http.post(CHAT, json=body(stop_token_ids=[stop]))).json()["choices"][0]
@@ -200,11 +209,23 @@ async def test_logprobs_cover_every_token(server: Running) -> None:
     content = whole["choices"][0]["logprobs"]["content"]
     assert len(content) == whole["usage"]["completion_tokens"]
     assert "".join(entry["token"] for entry in content) == "hello world<|im_end|>"
-    assert content[0]["bytes"] == list(content[0]["token"].encode())
+    assert bytes(byte for entry in content for byte in entry["bytes"]) == b"hello world<|im_end|>"
     assert [entry["logprob"] for entry in content[0]["top_logprobs"]] == [-0.5, -1.5]
     chunks = await events(server.http, CHAT, body(logprobs=True))
     streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert sum(len(part["content"]) for part in streamed if part) == len(content)
+
+
+async def test_a_long_list_of_logprobs_is_written_off_the_event_loop(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = TOKENIZER.decode(TOKENIZER.encode("hello world " * 200).ids[:150])
+    async with start(answer) as server:
+        calls = count_calls_off_the_loop(monkeypatch)
+        for n, written in ((1, 0), (2, 1)):
+            reply = (await server.http.post(CHAT, json=body(logprobs=True, top_logprobs=20, n=n))).json()
+            assert [len(choice["logprobs"]["content"]) for choice in reply["choices"]] == [151] * n
+            assert len(calls) == written
 
 
 async def test_an_adapter_is_chosen_by_name_in_three_ways(server: Running) -> None:

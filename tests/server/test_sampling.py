@@ -8,20 +8,30 @@ import pytest
 from lorikeet.core.request import SamplingParams
 from lorikeet.server.errors import ApiError
 from lorikeet.server.protocol import Generation
-from lorikeet.server.sampling import ModelLimits, SamplingDefaults, check_prompt, for_choice, sampling_params
+from lorikeet.server.sampling import (
+    MOST_BIASES,
+    ModelLimits,
+    SamplingDefaults,
+    check_prompt,
+    for_choice,
+    logit_bias_pairs,
+    sampling_params,
+)
 
 LIMITS = ModelLimits(max_model_tokens=100, vocabulary=50, eos_token_ids=(2, 3))
 
 
 def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields: Any) -> SamplingParams:
+    body = Generation(**fields)
     return sampling_params(
-        Generation(**fields),
+        body,
         limits,
         prompt_tokens=40,
         max_tokens=max_tokens,
         max_tokens_param="max_tokens",
         default_max_tokens=None,
         logprobs=None,
+        logit_bias=logit_bias_pairs(body, limits.vocabulary, 1),
     )
 
 
@@ -48,6 +58,20 @@ def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields
 )
 def test_fields_become_parameters(fields: dict[str, Any], attribute: str, expected: Any) -> None:
     assert getattr(params(**fields), attribute) == expected
+
+
+@pytest.mark.parametrize("key", ["07", "+7", "7 ", "７", "50", "1" * 5000, ""])
+def test_a_key_of_logit_bias_is_a_token_id_as_json_writes_it(key: str) -> None:
+    with pytest.raises(ApiError, match="is not a token id below 50") as raised:
+        params(logit_bias={key: 1.0})
+    assert len(raised.value.message) < 100
+
+
+def test_all_sequences_together_have_so_many_biases_at_most() -> None:
+    body = Generation(logit_bias={str(token): 1.0 for token in range(1024)})
+    assert len(logit_bias_pairs(body, 1024, MOST_BIASES // 1024)) == 1024
+    with pytest.raises(ApiError, match=r"logit_bias: 1024 entries for each of 65 sequences"):
+        logit_bias_pairs(body, 1024, MOST_BIASES // 1024 + 1)
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_never_waited_for() -> None:

@@ -1,5 +1,7 @@
 """Text while it arrives equals text all at once; stop strings are found wherever they are split."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +140,42 @@ def test_nothing_shown_is_ever_part_of_a_stop_string(stops: list[str], pieces: l
     text, _ = scan(stops, pieces)
     assert not any(stop in text for stop in stops)
     assert "".join(pieces).startswith(text)
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3, unique=True),
+    whole=st.text("abc", max_size=30),
+    free=st.integers(0, 12),
+)
+def test_of_stop_strings_that_begin_before_they_count_those_count_that_end_after(
+    stops: list[str], whole: str, free: int
+) -> None:
+    scanner, text, stop = StopScanner(stops), "", None
+    for at, letter in enumerate(whole):
+        shown, stop = scanner.push(letter, may_stop=at >= free)
+        text += shown
+        if stop is not None:
+            break
+    else:
+        text += scanner.release()
+    ended = {end: [each for each in stops if whole[:end].endswith(each)] for end in range(free + 1, len(whole) + 1)}
+    end = next((end for end, found in ended.items() if found), None)
+    expected = None if end is None else max(ended[end], key=len)
+    assert (text, stop) == (whole if end is None or expected is None else whole[: end - len(expected)], expected)
+
+
+def test_long_stop_strings_cost_little_whatever_the_text() -> None:
+    looked: list[int] = []
+
+    class Counting(str):
+        def __getitem__(self, key: Any) -> str:
+            looked.append(1)
+            return super().__getitem__(key)
+
+    scanner = StopScanner([Counting("a" * 500 + "b" + "a" * 500 + "c"), Counting("ab" * 500 + "c")])
+    text = "a" * 2000 + "ab" * 1000
+    assert scanner.push(text) == (text[:-1000], None)
+    assert len(looked) < 2 * 4 * len(text), "letters of stop strings"
 
 
 def test_text_that_only_looked_like_a_stop_string_is_released() -> None:

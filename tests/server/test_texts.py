@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from lorikeet.models.checkpoint import ModelConfigError
 from lorikeet.server.chat_template import ChatTemplate
 from lorikeet.server.texts import Texts
 from tests.server.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
+from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 from tests.server.test_chat import CHAT
 
 TEXTS = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
@@ -43,6 +45,23 @@ def goes_on_during(work: Callable[[], object]) -> bool:
 def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
     assert not goes_on_during(lambda: sum(range(1_000_000))), "Python itself lets nobody"
     assert goes_on_during(lambda: TEXTS.token_ids(LONG, add_special_tokens=True))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (byte_level_tokenizer(), "hello \ufffd 日本語🦊 \x00\xa0\xad"),
+        (byte_fallback_tokenizer(), "日本🦜"),
+    ],
+    ids=["byte-level", "byte-fallback"],
+)
+def test_the_bytes_of_tokens_together_make_the_text_also_where_characters_are_split(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    texts = Texts(tokenizer, None)
+    tokens = [texts.token(token_id) for token_id in tokenizer.encode(text).ids]
+    assert any(token.text == "\ufffd" for token in tokens), "a character is split"
+    assert bytes(byte for token in tokens for byte in token.utf8).decode() == text
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorikeet.core.plan import Token
@@ -35,6 +36,13 @@ class Sampled(Protocol):
     prompt_tokens: int
 
 
+class Bias(NamedTuple):
+    """What is added to logits: ``values`` (fp32) to those of ``token_ids`` (int64), which may repeat."""
+
+    token_ids: Ints
+    values: NDArray[np.float32]
+
+
 class _Rows(NamedTuple):
     """What is known of the sequences of a batch, whichever tokens they have come to.
 
@@ -43,6 +51,7 @@ class _Rows(NamedTuple):
         chosen: parameters of all rows; those that are edited are greedy here, to see whether they are finite.
         edited: rows whose logits are edited, ascending.
         chosen_edited: parameters of these, None if there are none.
+        biases: of these.
         held: those of them that are edited only until they have ``min_tokens``.
         reported: rows that want log probabilities.
     """
@@ -51,6 +60,7 @@ class _Rows(NamedTuple):
     chosen: ChoiceParameters
     edited: tuple[int, ...]
     chosen_edited: ChoiceParameters | None
+    biases: tuple[Bias, ...]
     held: tuple[int, ...]
     reported: tuple[int, ...]
 
@@ -90,8 +100,8 @@ class Sampler:
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[list(rows.edited)].float()
-            for edited_row, i in zip(edited, rows.edited, strict=True):
-                edit_logits(edited_row, sequences[i])
+            for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
+                edit_logits(edited_row, sequences[i], bias)
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 token_ids[i] = -1 if token_ids[i] < 0 else token_id
@@ -118,7 +128,13 @@ class Sampler:
         return self._rows
 
 
-def edit_logits(logits: Tensor, sequence: Sampled) -> None:
+def bias_of(params: SamplingParams) -> Bias:
+    """Return ``params.logit_bias`` as arrays."""
+    token_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
+    return Bias(token_ids, np.array([addend for _, addend in params.logit_bias], dtype=np.float32))
+
+
+def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
     """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
 
     Token ids outside of the vocabulary have no effect.
@@ -126,17 +142,16 @@ def edit_logits(logits: Tensor, sequence: Sampled) -> None:
     params = sequence.sampling
     token_ids = sequence.token_ids.values
     outputs = token_ids[sequence.prompt_tokens :]
-    for token_id, bias in params.logit_bias:
-        if 0 <= token_id < len(logits):
-            logits[token_id] += bias
+    if len(bias.token_ids):
+        addends = bias.values[_is_within(bias.token_ids, logits)]
+        logits.index_add_(0, _indices(bias.token_ids, logits), torch.from_numpy(addends).to(logits))
     if params.repetition_penalty != 1.0:
         seen = _indices(np.unique(token_ids), logits)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and len(outputs):
         ids, counts = np.unique(outputs, return_counts=True)
-        within = ids < len(logits)
-        penalty = params.presence_penalty + params.frequency_penalty * counts[within]
+        penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
         logits[_indices(ids, logits)] -= torch.from_numpy(penalty).to(logits)
     if _is_held(sequence):  # last, since a penalty of 0 would make NaN of -inf
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
@@ -152,7 +167,8 @@ def _prepare(sequences: Sequence[Sampled]) -> _Rows:
         chosen_edited = ChoiceParameters(*(values[list(edited)] for values in chosen))
         chosen.temperature[list(edited)] = 0.0
     reported = tuple(i for i, params in enumerate(asked) if params.logprobs is not None)
-    return _Rows(tuple(sequences), chosen, edited, chosen_edited, tuple(held), reported)
+    biases = tuple(bias_of(asked[i]) for i in edited)
+    return _Rows(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
 
 
 def _parameters(asked: Sequence[SamplingParams]) -> ChoiceParameters:
@@ -190,5 +206,9 @@ def _with_logprobs(logits: Tensor, token_id: int, alternatives: int) -> Token:
     return Token(token_id, float(logprobs[token_id]), tuple(top))
 
 
+def _is_within(ids: Ints, logits: Tensor) -> NDArray[np.bool_]:
+    return (ids >= 0) & (ids < len(logits))
+
+
 def _indices(ids: Ints, logits: Tensor) -> Tensor:
-    return torch.from_numpy(ids[(ids >= 0) & (ids < len(logits))]).to(logits.device)
+    return torch.from_numpy(ids[_is_within(ids, logits)]).to(logits.device)

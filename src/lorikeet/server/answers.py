@@ -13,6 +13,7 @@ from lorikeet.server.disconnect import EventStream, WhileThere
 from lorikeet.server.errors import ApiError
 from lorikeet.server.generation import Generation, Piece
 from lorikeet.server.protocol import Generation as GenerationBody
+from lorikeet.server.threads import off_the_loop
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -66,16 +67,16 @@ async def respond(http: Request, body: GenerationBody, generation: Generation, a
 
     async def make() -> Response:
         if not body.stream:
-            whole = await _collect(generation, answer)
+            whole = await _collect(generation, answer, head)
             generation.close()  # before a client that reads slowly has read it
-            return Response(msgspec.json.encode(head | whole), media_type="application/json")
+            return Response(whole, media_type="application/json")
         events = _events(generation, answer, body, head)
         return EventStream(_chain(await anext(events), events), generation.sent_until_s)
 
     return WhileThere(make, generation.close)
 
 
-async def _collect(generation: Generation, answer: Format) -> dict[str, Any]:
+async def _collect(generation: Generation, answer: Format, head: dict[str, Any]) -> bytes:
     texts: dict[int, list[str]] = {choice.index: [] for choice in generation.choices}
     tokens: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
     last: dict[int, Piece] = {}
@@ -83,8 +84,13 @@ async def _collect(generation: Generation, answer: Format) -> dict[str, Any]:
         texts[piece.index].append(piece.text)
         tokens[piece.index].extend(piece.tokens)
         last[piece.index] = piece
-    choices = [answer.complete(index, "".join(texts[index]), tokens[index], last[index]) for index in texts]
-    return {"choices": choices, "usage": _usage(generation)}
+
+    def write() -> bytes:
+        choices = [answer.complete(index, "".join(texts[index]), tokens[index], last[index]) for index in texts]
+        return msgspec.json.encode(head | {"choices": choices, "usage": _usage(generation)})
+
+    listed = tokens.values() if answer.needs_every_token else ()
+    return await off_the_loop(write, sum(1 + len(token.top) for each in listed for token in each))
 
 
 async def _events(

@@ -12,10 +12,12 @@ from lorikeet.server.service import Sender, Service
 _MAYBE_SURROGATE = re.compile(
     rb"\x00"  # UTF-16 or UTF-32, which JSON allows
     rb"|\xed[\xa0-\xbf]"
-    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
 )
-"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone."""
+"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
+
+Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
+"""
 
 
 async def _parts(request: Request) -> Service:

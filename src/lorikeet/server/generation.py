@@ -110,9 +110,7 @@ class Choice:
         return self._scan(self._stream.push(token_id), may_stop=may_stop)
 
     def _scan(self, text: str, *, may_stop: bool = True) -> str:
-        if not may_stop:
-            return text
-        shown, stop = self._scanner.push(text)
+        shown, stop = self._scanner.push(text, may_stop=may_stop)
         if stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
             self.handle.abort(is_complete=True)

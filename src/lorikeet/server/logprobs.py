@@ -21,7 +21,7 @@ def chat_logprobs(texts: Texts, tokens: Sequence[Token]) -> dict[str, Any]:
 
 def completion_logprobs(texts: Texts, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     """Return ``choices[].logprobs`` of a completion; ``offset`` is where the first token's text begins."""
-    strings = [texts.decode([token.token_id]) for token in tokens]
+    strings = [texts.token(token.token_id).text for token in tokens]
     offsets = []
     for string in strings:
         offsets.append(offset)
@@ -38,13 +38,13 @@ def _top(texts: Texts, token: Token, string: str) -> dict[str, float]:
     """The chosen token is among them even if it is not one of the likeliest, as in vLLM."""
     top = {string: _finite(token.logprob)}
     for token_id, logprob in token.top:
-        top.setdefault(texts.decode([token_id]), _finite(logprob))
+        top.setdefault(texts.token(token_id).text, _finite(logprob))
     return top
 
 
 def _entry(texts: Texts, token_id: int, logprob: float | None) -> dict[str, Any]:
-    string = texts.decode([token_id])
-    return {"token": string, "logprob": _finite(logprob), "bytes": list(string.encode())}
+    token = texts.token(token_id)
+    return {"token": token.text, "logprob": _finite(logprob), "bytes": token.utf8}
 
 
 def _finite(logprob: float | None) -> float:

@@ -1,5 +1,6 @@
 """From the fields of a body to the engine's sampling parameters."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,8 +14,13 @@ from lorikeet.server.protocol import Generation
 _SEED_BITS = 63
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
 
-_LONGEST_ID = 20
-"""Digits of a token id; Python refuses to read thousands of them."""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+"""As JSON writes a number, so that no token has two keys; beyond lies no vocabulary."""
+
+_LONGEST_SHOWN = 20
+
+MOST_BIASES = 2**16
+"""Of all sequences of a request: each carries its own to the engine."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -85,6 +91,7 @@ def sampling_params(
     max_tokens_param: str,
     default_max_tokens: int | None,
     logprobs: int | None,
+    logit_bias: tuple[tuple[int, float], ...] = (),
 ) -> SamplingParams:
     """Check the fields of ``body`` against each other and the model.
 
@@ -96,6 +103,7 @@ def sampling_params(
         max_tokens_param: the field that says so.
         default_max_tokens: what counts then, as far as there is room; None for all of the room.
         logprobs: alternatives to report with each token; None for no log probabilities.
+        logit_bias: what :func:`logit_bias_pairs` makes of the body's; the same object for all of its prompts.
 
     Returns:
         Parameters of the first choice; see :func:`for_choice` for the others.
@@ -131,10 +139,38 @@ def sampling_params(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, limits.vocabulary),
+        logit_bias=logit_bias,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=logprobs,
     )
+
+
+def logit_bias_pairs(body: Generation, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:
+    """Read ``body.logit_bias``.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        vocabulary: token ids are below it.
+        sequences: that the request asks for.
+
+    Raises:
+        ApiError: 400; a key is no token id, or they are too many.
+    """
+    biases = body.logit_bias or {}
+    if len(biases) * sequences > MOST_BIASES:
+        raise bad_request(
+            f"logit_bias: {len(biases)} entries for each of {sequences} sequences; at most {MOST_BIASES} are taken "
+            "for all of them together.",
+            "logit_bias",
+        )
+    pairs = []
+    for key, bias in biases.items():
+        token_id = int(key) if _TOKEN_ID.fullmatch(key) else vocabulary
+        if token_id >= vocabulary:
+            shown = key if len(key) <= _LONGEST_SHOWN else f"{key[:_LONGEST_SHOWN]}…"
+            raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
+        pairs.append((token_id, bias))
+    return tuple(pairs)
 
 
 def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
@@ -144,17 +180,6 @@ def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 def _given(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value
-
-
-def _logit_bias(biases: Mapping[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:
-    pairs = []
-    for key, bias in biases.items():
-        token_id = int(key) if key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID else vocabulary
-        if token_id >= vocabulary:
-            shown = key if len(key) <= _LONGEST_ID else f"{key[:_LONGEST_ID]}…"
-            raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
-        pairs.append((token_id, bias))
-    return tuple(pairs)
 
 
 def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:

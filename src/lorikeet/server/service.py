@@ -27,7 +27,7 @@ from lorikeet.server.limits import Gate, Ticket
 from lorikeet.server.models import Models, Target
 from lorikeet.server.observer import Observer
 from lorikeet.server.protocol import Generation as GenerationBody
-from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, sampling_params
+from lorikeet.server.sampling import ModelLimits, check_prompt, for_choice, logit_bias_pairs, sampling_params
 from lorikeet.server.targets import Targets
 from lorikeet.server.texts import Texts
 
@@ -171,6 +171,7 @@ class Service:
         arrival_s: float,
     ) -> list[Request]:
         requests: list[Request] = []
+        logit_bias = logit_bias_pairs(body, self.limits.vocabulary, len(prompts) * (body.n or 1))
         for token_ids, tokens in zip(prompts, predicted, strict=True):
             check_prompt(token_ids, self.limits, job.prompt_param)
             params = sampling_params(
@@ -181,6 +182,7 @@ class Service:
                 max_tokens_param=job.max_tokens_param,
                 default_max_tokens=job.default_max_tokens,
                 logprobs=job.logprobs,
+                logit_bias=logit_bias,
             )
             for choice in range(body.n or 1):
                 requests.append(

@@ -78,24 +78,31 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._stops = tuple(map(_Stop, stops))
         self._include = include
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Take text in.
+
+        Args:
+            text: what has come.
+            may_stop: whether stop strings that end in it count.
 
         Returns:
             The text that may be shown, and the stop string that ended it. Of several in the same text, the
             one that starts first counts, of those the longest; after a match nothing more may be pushed.
         """
-        text = self._held + text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            at, _, stop = min(found)
-            self._held = ""
-            return text[: at + len(stop) if self._include else at], stop
-        keep = self._partial(text)
+        held, text = len(self._held), self._held + text
+        if may_stop:
+            found = [(at, -len(each.text), each.text) for each in self._stops if (at := each.find(text, held)) >= 0]
+            if found:
+                at, _, stop = min(found)
+                self._held = ""
+                return text[: at + len(stop) if self._include else at], stop
+        for each in self._stops:
+            each.follow(text[held:])
+        keep = max((each.begun for each in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -104,12 +111,43 @@ class StopScanner:
         text, self._held = self._held, ""
         return text
 
-    def _partial(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+class _Stop:
+    """A stop string, and how much of it the text so far ends with.
+
+    However long both are, a letter of text takes a few steps on average: D. Knuth, J. Morris and V. Pratt, "Fast
+    Pattern Matching in Strings", SIAM Journal on Computing 6 (1977), its table made as far as the text has come.
+
+    Args:
+        text: not empty.
+
+    Attributes:
+        text: see above.
+        begun: letters at its beginning that the text ends with, all of them left out.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        self._borders = [0]  # at i: letters that text[: i + 1] both begins and ends with, all of them left out
+
+    def find(self, text: str, ends_after: int) -> int:
+        """Return where it is first in a text, to end after so many letters or more; -1 if it is not."""
+        return text.find(self.text, max(0, ends_after - len(self.text) + 1))
+
+    def follow(self, letters: str) -> None:
+        """Take in what the text goes on with."""
+        if not self.begun and self.text[0] not in letters:
+            return
+        for letter in letters:
+            self.begun = self._longer(self.begun, letter)
+            if self.begun > len(self._borders):
+                self._borders.append(self._longer(self._borders[-1], letter))
+            if self.begun == len(self.text):
+                self.begun = self._borders[-1]
+
+    def _longer(self, begun: int, letter: str) -> int:
+        """Return how much of it a text ends with that ended with ``begun`` letters of it before ``letter`` came."""
+        while begun and self.text[begun] != letter:
+            begun = self._borders[begun - 1]
+        return begun + (self.text[begun] == letter)

@@ -1,10 +1,10 @@
 """The text side of one model: prompts to tokens, tokens to strings."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from anyio import to_thread
 from tokenizers import Tokenizer
 
 from lorikeet.models.checkpoint import ModelConfigError, read_object
@@ -12,12 +12,23 @@ from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.protocol import ChatMessage, TextPart
 from lorikeet.server.sampling import ModelLimits, check_text
+from lorikeet.server.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.server.token_bound import TokenBound
 
-_THREAD_LENGTH = 4096
-"""Characters or tokens from which on a request is worked on off the event loop, so that it delays no stream."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A byte in vocabularies of SentencePiece."""
 
-_T = TypeVar("_T")
+
+class TokenText(NamedTuple):
+    """A token by itself.
+
+    Attributes:
+        text: U+FFFD for what is no whole character.
+        utf8: the bytes that it stands for, also where they are part of a character.
+    """
+
+    text: str
+    utf8: tuple[int, ...]
 
 
 class Texts:
@@ -32,6 +43,7 @@ class Texts:
         self.tokenizer = tokenizer
         self.template = template
         self._bound = TokenBound(tokenizer)
+        self._tokens: dict[int, TokenText] = {}
 
     @classmethod
     def read(cls, folder: Path, chat_template: str = "") -> "Texts":
@@ -79,7 +91,7 @@ class Texts:
                 for prompt in prompts
             ]
 
-        return await _off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
 
     def token_ids(
         self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
@@ -96,17 +108,33 @@ class Texts:
         (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
+    def token(self, token_id: int) -> TokenText:
+        """Return a token by itself; what was asked for once is remembered."""
+        known = self._tokens.get(token_id)
+        if known is None:
+            text = self.decode([token_id])
+            known = self._tokens[token_id] = TokenText(text, tuple(self._utf8(token_id, text)))
+        return known
+
+    def _utf8(self, token_id: int, text: str) -> bytes:
+        entry = self.tokenizer.id_to_token(token_id) or ""
+        if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
+            return bytes.fromhex(byte[1])
+        if "\ufffd" in text and all(letter in _BYTES for letter in entry):
+            return bytes(map(_BYTES.__getitem__, entry))
+        return text.encode()
+
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """Return the text of every prompt; those that are text already stay as they are."""
 
         def run() -> list[str]:
             return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
 
-        return await _off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """Return the vocabulary's entry for every token."""
-        return await _off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
+        return await off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
 
     async def encode_chat(
         self,
@@ -140,7 +168,7 @@ class Texts:
             )
             return self.token_ids(prompt, add_special_tokens=False, limits=limits, param="messages")
 
-        return await _off_the_loop(run, _length(messages, extra))
+        return await off_the_loop(run, _length(messages, extra))
 
     def chat_prompt(
         self,
@@ -162,15 +190,23 @@ class Texts:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
 
 
-async def _off_the_loop(work: Callable[[], _T], length: int) -> _T:
-    """Run ``work`` on that many characters or tokens, in a thread if it may take long."""
-    return work() if length < _THREAD_LENGTH else await to_thread.run_sync(work)
+def _letters_of_bytes() -> dict[str, int]:
+    """Return the letters that vocabularies of bytes write them with, as GPT-2 began it.
+
+    Printable letters of Latin-1 stand for themselves, the letters from U+0100 on for the other bytes in their order.
+    """
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _letters_of_bytes()
 
 
 def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
     """Return the size of all that a template sees, in characters and values; once it is large, no more is counted."""
     length, left = 0, [extra, *messages]
-    while left and length < _THREAD_LENGTH:
+    while left and length < THREAD_LENGTH:
         part: Any = left.pop()
         match part:
             case ChatMessage():

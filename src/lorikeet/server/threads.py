@@ -1,4 +1,4 @@
-"""Work that blocks and may hang, in threads for which nothing waits when the process ends."""
+"""Work that would hold up the event loop, and work that blocks and may hang, in threads."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,23 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from anyio import to_thread
+
+THREAD_LENGTH = 4096
+"""Characters or tokens from which on a request is worked on off the event loop, so that it delays no stream."""
+
 _T = TypeVar("_T")
+
+
+async def off_the_loop(work: Callable[[], _T], length: int) -> _T:
+    """Run ``work`` on that many characters or tokens, in a thread if it may take long."""
+    return work() if length < THREAD_LENGTH else await to_thread.run_sync(work)
 
 
 async def in_daemon_thread(work: Callable[[], _T]) -> _T:
     """Return what ``work`` returns, or raise what it raises. Who is cancelled leaves it to itself.
+
+    Nothing waits for these threads when the process ends.
 
     Workers of anyio and of asyncio are waited for when Python ends, however long what they read takes to come.
     """
