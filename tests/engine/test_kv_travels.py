@@ -7,6 +7,7 @@ from lorikeet.core.messages import Abort, BringKv, Departed, LetGo
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.records import Received, Record
+from lorikeet.memory import flights
 from lorikeet.rows import ROWS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
@@ -100,18 +101,23 @@ def test_what_finds_no_room_is_computed_anew() -> None:
         assert found.tokens[R] == alone()
 
 
-def test_what_could_not_be_copied_ends_what_travels() -> None:
+@pytest.mark.parametrize(("together", "failing", "travels"), [(1, 1, 3), (2, 1, 1), (32, 0, 0)])
+def test_what_could_not_be_copied_ends_what_travels(
+    monkeypatch: pytest.MonkeyPatch, together: int, failing: int, travels: int
+) -> None:
+    """Of five blocks, the later ones first, the second transfer fails, or the only one."""
+    monkeypatch.setattr(flights, "_KV_A_FLIGHT", together)
     outs: list[Transfer] = []
 
-    def third_fails(transfer: Transfer) -> bool:
+    def one_fails(transfer: Transfer) -> bool:
         if transfer.target is Tier.HOST and transfer not in outs:
             outs.append(transfer)
-        return len(outs) == 3 and transfer == outs[2]
+        return outs[failing : failing + 1] == [transfer]
 
-    source = bench(fails=third_fails)
+    source = bench(fails=one_fails)
     begun(source)
     exported, departed = let_go(source)
-    assert len(departed.keys) == 2
+    assert len(departed.keys) == travels
     assert taken_up(source, exported, departed).tokens[R] == alone()
 
 

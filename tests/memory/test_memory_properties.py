@@ -3,6 +3,7 @@
 The scripted executor refuses every plan that would read or move anything but what belongs there.
 """
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -13,6 +14,7 @@ from lorikeet.core.messages import BringKv
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.scripted import token_by_seed
+from lorikeet.memory import flights
 from lorikeet.rows import ROWS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
@@ -33,8 +35,13 @@ class Traffic(RuleBasedStateMachine):
         repeat=st.integers(1, 6),
         budget=st.integers(3, 20),
         failing=st.booleans(),
+        together=st.sampled_from((1, 3, 32)),
     )
-    def start(self, blocks: int, host_blocks: int, row: str, repeat: int, budget: int, failing: bool) -> None:
+    def start(
+        self, blocks: int, host_blocks: int, row: str, repeat: int, budget: int, failing: bool, together: int
+    ) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(flights, "_KV_A_FLIGHT", together)
         self.failing = failing
         self.bench = Bench(
             blocks=blocks,
@@ -176,6 +183,12 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
+        try:
+            self._end()
+        finally:
+            self.patch.undo()
+
+    def _end(self) -> None:
         self.bench.run(3_000)
         self.come_back(brings=True)
         assert not self.away, "a request that was let go never departed"

@@ -90,6 +90,7 @@ class Transfers:
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._underway: dict[int, Underway] = {}
+        self._unread: dict[int, Underway] = {}  # of these, those that nobody has begun to read
         self._arrivals: dict[AdapterDigest, Arrival] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
@@ -145,6 +146,8 @@ class Transfers:
             self.adapters.expect(transfer.adapter.digest, transfer.transfer_id)
         with self._lock:
             self._underway[transfer.transfer_id] = underway
+            if underway.reading:
+                self._unread[transfer.transfer_id] = underway
             if transfer.adapter is not None and transfer.target is Tier.DEVICE:
                 self._arrivals.pop(transfer.adapter.digest, None)
                 if arrival is not None:
@@ -163,12 +166,6 @@ class Transfers:
                 if transfer_id in self._underway:
                     self._underway[transfer_id].demand = True
         self._start_reads()
-
-    def blocks_done(self, transfer_id: int) -> int | None:
-        """Return how many blocks of a transfer have arrived, in their order; None if it is not under way."""
-        with self._lock:
-            underway = self._underway.get(transfer_id)
-            return None if underway is None else underway.arrived
 
     def arrival(self, digest: AdapterDigest) -> Arrival | None:
         """Return what has arrived of an adapter that comes in groups; None if none does.
@@ -294,10 +291,9 @@ class Transfers:
 
     def _next_read(self) -> Underway | None:
         """Return the most urgent transfer that is to be read, if it may be now. Under the lock."""
-        waiting = [underway for underway in self._underway.values() if underway.reading and underway.reader is None]
-        if not (waiting and self._free_readers):
+        if not (self._unread and self._free_readers):
             return None
-        first = min(waiting, key=lambda underway: underway.urgency)
+        first = min(self._unread.values(), key=lambda underway: underway.urgency)
         others = [underway for underway in self._underway.values() if underway.reader is not None]
         before = sum(underway.demand for underway in others) if first.demand else len(others)
         return first if before < self._most_reads else None
@@ -305,6 +301,7 @@ class Transfers:
     def _start_read(self, underway: Underway) -> None:
         """Under the lock."""
         transfer, reader = underway.transfer, self._free_readers.pop()
+        del self._unread[transfer.transfer_id]
         assert transfer.adapter is not None
         underway.reader = reader
         underway.take_time()
@@ -361,8 +358,6 @@ class Transfers:
             underway = min(ready, key=lambda underway: underway.urgency)
             blocks = underway.next_blocks(self._group_blocks)
             underway.copying += len(blocks)
-            for other in ready:
-                other.take_time()
         on_host = self._host_blocks, underway.host_blocks[blocks.start : blocks.stop]
         on_device = self._arena, underway.transfer.device_blocks[blocks.start : blocks.stop]
         if target is Tier.DEVICE:

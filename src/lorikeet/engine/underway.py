@@ -66,11 +66,6 @@ class Underway:
         return 0 if self.transfer.source is Tier.SOURCE and self.transfer.target is Tier.HOST else self.blocks
 
     @property
-    def arrived(self) -> int:
-        """How many blocks are where they should be, in their order."""
-        return self.copied if self.to_copy else self.filled
-
-    @property
     def is_staged(self) -> bool:
         """Whether it passes through its reader's own blocks."""
         return self.transfer.source is Tier.SOURCE and not self.transfer.host_blocks

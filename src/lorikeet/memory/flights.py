@@ -1,9 +1,13 @@
 """Values of the tiers: counts of blocks, and transfers under way."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorikeet.core.plan import Transfer, TransferDone
+
+_KV_A_FLIGHT = 32
+"""So many blocks of KV are moved at once where nobody waits for more: fewer take longer, more come later."""
 
 
 class BlockCounts(NamedTuple):
@@ -40,6 +44,12 @@ class Flight:
     nodes: tuple[int, ...]
     began_s: float
     demand: bool
+
+
+def by_flight(kv: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield nodes of KV in runs of as many as one transfer moves."""
+    for begin in range(0, len(kv), _KV_A_FLIGHT):
+        yield kv[begin : begin + _KV_A_FLIGHT]
 
 
 @dataclass

@@ -118,7 +118,7 @@ class Memory:
     @property
     def room_is_coming(self) -> bool:
         """Whether blocks become free by transfers under way alone."""
-        return any(self.tiers.leaving_blocks.values())
+        return self.tiers.leaving_blocks > 0
 
     @property
     def relief_is_coming(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
-from lorikeet.memory.flights import Flight
+from lorikeet.memory.flights import by_flight
 from lorikeet.memory.leases import Wait
 from lorikeet.memory.leaving import At, Leaving, host_blocks_at_rest, leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
@@ -176,8 +176,7 @@ class Room:
         goes = set(stored)
         dropped = [node for node in nodes if node not in goes]
         tiers.drop_kv(dropped)
-        for node, block in zip(stored, tiers.host.lease(len(stored)), strict=True):
-            tiers.store_kv(node, block, now)
+        self._store(stored, now)
         self.forget_if_empty(dropped)
         at = np.array([*nodes, *(parents - set(nodes))], np.int64)  # may leave now, or the host, too
         for node in at[tree.kind[at] != Kind.UNUSED].tolist():
@@ -295,12 +294,17 @@ class Room:
             pass
         return min(blocks, self._tiers.host.free)
 
-    def copy_to_host(self, node: int, now: float) -> Flight | None:
-        """Begin to copy KV that is needed on the device to the host, too; None if there can be no room for it."""
-        if not (self._rules.host_kv and self.make_host_room_for_kv()):
-            return None
-        self._eviction.removed([node], now)  # as far as it knows; it is told when the copy has ended that it is there
-        return self._tiers.store_kv(node, self._tiers.host.lease(1)[0], now)
+    def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
+        """Begin to copy KV that is needed on the device to the host, too: of ``nodes`` the first that find room."""
+        stored = nodes[: self.make_host_room_for_kv(len(nodes))] if self._rules.host_kv else ()
+        if stored:
+            self._eviction.removed(stored, now)  # so far; it is told when the copy has ended that they are there
+            self._store(stored[::-1], now)
+
+    def _store(self, nodes: Sequence[int], now: float) -> None:
+        """Begin to move KV to the host, which has room; later KV first."""
+        for run in by_flight(nodes):
+            self._tiers.store_kv(run, self._tiers.host.lease(len(run)), now)
 
     def _clear_host_of_kv(self, blocks: int, before: int | None = None) -> bool:
         """Let KV of one branch leave the host towards so many free blocks; whether there was any that may leave."""
@@ -335,7 +339,7 @@ class Room:
 
     def _unused(self, area: _Area) -> int:
         """Return what is free, or will be without evicting anybody else."""
-        return self._free(area) + sum(self._tiers.leaving_blocks[kind] for kind in area.kinds)
+        return self._free(area) + (self._tiers.leaving_blocks if Kind.KV in area.kinds else 0)
 
     def _could_clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
         have = self._unused(area)

@@ -11,7 +11,7 @@ from collections import deque
 from itertools import islice
 
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
-from lorikeet.memory.flights import Flight
+from lorikeet.memory.flights import Flight, by_flight
 from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
 from lorikeet.memory.room import Room
 from lorikeet.memory.rules import MemoryRules
@@ -26,7 +26,6 @@ _SHARE_FOR_READS = 0.5
 _EVICTIONS_A_TICK = 64
 _PREFETCHES_A_TICK = 256
 """A tick takes its time from the steps; what is left to do, the next one does."""
-_BLOCKS_A_PREFETCH = 32
 _RETRY_S = 5.0
 """After a transfer that nobody waited for has failed, its adapter is left alone for so long."""
 
@@ -171,8 +170,7 @@ class Swapper:
 
     def _fetch(self, batch: list[int], now: float) -> None:
         """Begin to bring KV to the device, some blocks to a transfer."""
-        for begin in range(0, len(batch), _BLOCKS_A_PREFETCH):
-            nodes = batch[begin : begin + _BLOCKS_A_PREFETCH]
+        for nodes in by_flight(batch):
             blocks = self._tiers.device.lease(len(nodes))
             self._note(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
 

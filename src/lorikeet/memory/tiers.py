@@ -38,7 +38,7 @@ class Tiers:
         totals: what went so far, by source and target.
         used_blocks: device blocks leased by kind, on their way in or out too.
         cached_blocks: those of nodes that rest there and that nobody needs there.
-        leaving_blocks: those that are free when transfers to the host have ended, if nobody needs them again.
+        leaving_blocks: those of KV that are free when transfers to the host have ended, if nobody needs them again.
         resident_adapters: on the device or on their way to it.
     """
 
@@ -48,7 +48,7 @@ class Tiers:
         self.host = host
         self.flights: dict[int, Flight] = {}
         self.totals: dict[tuple[Tier, Tier], RouteTotals] = {}
-        self.leaving_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
+        self.leaving_blocks = 0
         self.used_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
         self.cached_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
         self.resident_adapters = 0
@@ -166,16 +166,8 @@ class Tiers:
         self._inflight += len(device_blocks)
         self.used_blocks[Kind.ADAPTER] += len(device_blocks)
         self.resident_adapters += 1
-        transfer = Transfer(
-            next(self._ids),
-            Tier.HOST if from_host else Tier.SOURCE,
-            Tier.DEVICE,
-            entry.host_blocks,
-            entry.device_blocks[: entry.host_size],
-            entry.ref,
-            demand,
-            *order,
-        )
+        source, blocks = Tier.HOST if from_host else Tier.SOURCE, entry.device_blocks[: entry.host_size]
+        transfer = Transfer(next(self._ids), source, Tier.DEVICE, entry.host_blocks, blocks, entry.ref, demand, *order)
         return self._begin(transfer, (node,), now)
 
     def fetch_kv(self, nodes: Sequence[int], device_blocks: Sequence[BlockId], now: float, *, demand: bool) -> Flight:
@@ -198,20 +190,26 @@ class Tiers:
         transfer = Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, host_blocks, tuple(device_blocks), None, demand)
         return self._begin(transfer, tuple(nodes), now)
 
-    def store_kv(self, node: int, host_block: BlockId, now: float) -> Flight:
-        """Begin to move KV to the host. Its device block is free when the copy has ended, unless it is needed again."""
-        tree = self.tree
-        self._count(node, -1)
-        tree.children_on_device[tree.parent[node]] -= 1  # so that its parent can follow at once
-        self.used_blocks[Kind.KV] += 1
-        self.leaving_blocks[Kind.KV] += 1
-        self._inflight += 1
-        tree.moving[node] = Moving.OUT
-        tree.host[node], tree.host_generation[node] = host_block, self.host.generation(host_block)
-        self._host_inflight += 1
-        device_block = BlockId(int(tree.device[node]))
-        transfer = Transfer(next(self._ids), Tier.DEVICE, Tier.HOST, (host_block,), (device_block,))
-        return self._begin(transfer, (node,), now)
+    def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> Flight:
+        """Begin to move KV to the host. Its device blocks are free when the copy has ended, unless needed again.
+
+        Args:
+            nodes: on the device only, at rest; later KV first, as what stays in the end keeps what it depends on.
+            host_blocks: leased for them, one each.
+            now: the time.
+        """
+        tree, at, pinned = self.tree, np.asarray(nodes, np.int64), int(np.count_nonzero(self.tree.pins[nodes]))
+        self._kv -= pinned
+        self.cached_blocks[Kind.KV] -= len(nodes) - pinned
+        self.leaving_blocks += len(nodes)
+        self._inflight += len(nodes)
+        self._host_inflight += len(nodes)
+        np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that what is above can follow at once
+        tree.moving[at] = Moving.OUT
+        tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
+        device_blocks = tuple(self.device_blocks(nodes))
+        transfer = Transfer(next(self._ids), Tier.DEVICE, Tier.HOST, tuple(host_blocks), device_blocks)
+        return self._begin(transfer, tuple(nodes), now)
 
     def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> Flight:
         """Begin to read an adapter's source into the host tier; nobody waits for it."""
@@ -346,7 +344,7 @@ class Tiers:
     def _land_out(self, node: int, landing: Landing) -> None:
         tree = self.tree
         self._inflight -= 1
-        self.leaving_blocks[Kind.KV] -= 1
+        self.leaving_blocks -= 1
         self._host_inflight -= 1
         self.used_blocks[Kind.KV] -= 1
         if landing.error is None:

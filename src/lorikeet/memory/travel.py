@@ -47,14 +47,15 @@ class KvTravel:
         lease = SequenceLease(adapter, path=self._tree.match(keys), keys=list(keys))
         self._leases.add(lease)
         self._tiers.pin([adapter, *lease.path])
-        for node in lease.path:
-            if self._tree.on_host[node]:
-                continue
-            flight = self._tiers.flight_of.get(node) or self._room.copy_to_host(node, now)
+        away = [node for node in lease.path if not self._tree.on_host[node]]
+        self._room.copy_to_host([node for node in away if node not in self._tiers.flight_of], now)
+        for node in away:
+            flight = self._tiers.flight_of.get(node)
             if flight is None:
                 break
             lease.kv_transfers.add(flight.transfer.transfer_id)
-            self._gathering.setdefault(flight.transfer.transfer_id, []).append(lease)
+        for transfer_id in lease.kv_transfers:
+            self._gathering.setdefault(transfer_id, []).append(lease)
         return lease
 
     def landed(self, transfer_id: int) -> None:

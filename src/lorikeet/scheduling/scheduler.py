@@ -163,7 +163,7 @@ class Scheduler:
 
     def _owners(self, leases: Iterable[SequenceLease]) -> list[Sequence]:
         wanted = set(leases)
-        return [sequence for sequence in self._running if sequence.lease in wanted]
+        return [sequence for sequence in self._running if sequence.lease in wanted] if wanted else []
 
     # --- plan ----------------------------------------------------------------------------------------
 
