@@ -9,6 +9,7 @@ from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, Finish
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import Prefetch
@@ -571,6 +572,24 @@ def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later(
     assert bench.engine.memory_stats().prefetched == 1
     ask(bench, "x", [1, 2], "a")
     assert bench.engine.memory_stats().prefetched_used == 0
+
+
+def test_a_request_that_finds_no_room_offers_of_what_it_found_only_what_may_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is tried at every step, and may have found thousands of blocks."""
+    bench = Bench(blocks=80, limits=Limits(8, 400, 400))
+    ask(bench, "first", words(0, 40))
+    memory, now = bench.memory, bench.clock.now()
+    taken = memory.try_admit(None, [], 30 * BLOCK_TOKENS, now)
+    assert isinstance(taken, SequenceLease)
+    offered: list[int] = []
+    offer = memory.room.offer
+    monkeypatch.setattr(memory.room, "offer", lambda node: (offered.append(node), offer(node)))
+    keys = memory.keys_of(None, words(0, 40))
+    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is Wait.ROOM
+    assert [memory.tree.depth[node] for node in offered] == [40], "what all others are above"
+    memory.release(taken, now)
 
 
 def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:

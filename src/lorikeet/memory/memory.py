@@ -248,8 +248,7 @@ class Memory:
         if not self.room.make(private + len(away), adapter_blocks, now):
             lacking = self.room.what_lacks(private + len(away), adapter_blocks)
             tiers.unpin(pinned)
-            for node in pinned:
-                self.room.offer(node)
+            self.room.offer_all(np.asarray(pinned))
             return lacking
         lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
         self._leases.add(lease)

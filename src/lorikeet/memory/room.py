@@ -142,8 +142,7 @@ class Room:
         scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
         if len(scored):
             tree.score[scored] = self._eviction.scores(scored, now)
-        for node in nodes[self._leaving.allows(nodes) | self._host_leaving.allows(nodes)].tolist():
-            self.offer(node)
+        self.offer_all(nodes)
 
     def rescore_all(self, now: float) -> None:
         """Ask for all scores anew."""
@@ -158,6 +157,11 @@ class Room:
         """A node may have become one that can leave."""
         self._leaving.offer(node)
         self._host_leaving.offer(node)
+
+    def offer_all(self, nodes: Nodes) -> None:
+        """The same for many, of whom few can."""
+        for node in nodes[self._leaving.allows(nodes) | self._host_leaving.allows(nodes)].tolist():
+            self.offer(node)
 
     def evict_kv(self, nodes: Sequence[int], now: float) -> None:
         """Let KV leave the device that may; it goes to the host as far as that has room, for earlier KV first.
@@ -178,9 +182,7 @@ class Room:
         tiers.drop_kv(dropped)
         self._store(stored, now)
         self.forget_if_empty(dropped)
-        at = np.array([*nodes, *(parents - set(nodes))], np.int64)  # may leave now, or the host, too
-        for node in at[tree.kind[at] != Kind.UNUSED].tolist():
-            self.offer(node)
+        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # may leave now, or the host, too
 
     def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
         """Free an adapter's device blocks.
