@@ -41,6 +41,11 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             "environment: LORIKEET_SERVER__ADMIN_KEYS is set, and holds no key",
         ),
         ({}, {"LORIKEET_SERVER_API_KEYS": "a"}, "LORIKEET_SERVER_API_KEYS is no setting.*: LORIKEET_SERVER__API_KEYS"),
+        (
+            {"adapters": {"enabled": False, "preload": ["a=b"]}},
+            {},
+            "'a=b' is no adapter to serve without LoRA",
+        ),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),

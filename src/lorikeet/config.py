@@ -151,7 +151,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where adapters may come from, and where they are kept.
 
     Attributes:
-        enabled: False answers adapter routes with a clear error.
+        enabled: False serves the base model alone; adapters that are registered stay so.
         preload: ``name=source`` pairs, registered at start-up.
         adapter_dir: the only folder that local paths may lie in; empty allows none at run time.
         allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) that may be loaded from.
@@ -296,6 +296,8 @@ def load_settings(
     _merge(merged, given, "flags")
     settings: Settings = convert(merged, Settings, "settings")
     _check_scaling(settings.cluster)
+    if settings.adapters.preload and not settings.adapters.enabled:
+        raise ConfigError(f"settings: [adapters]: {settings.adapters.preload[0]!r} is no adapter to serve without LoRA")
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
     return settings

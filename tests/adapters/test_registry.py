@@ -73,18 +73,6 @@ def test_a_version_goes_only_when_no_base_names_it(url: str) -> None:
     other.close()
 
 
-def test_many_rows_are_added_in_one_transaction(url: str) -> None:
-    registry = Registry(url, "base")
-    registry.add(row("n7"), replace=False)
-    registry.add_many([])
-    with pytest.raises(AdapterError):
-        registry.add_many([row("n6", "6"), row("n7", "7")])
-    assert registry.load() == [row("n7")], "a part of a refused transaction stayed"
-    registry.add_many([row(f"n{n}", str(n % 100), n) for n in range(8, 1000)])
-    assert len(registry.load()) == 993
-    registry.close()
-
-
 def test_of_many_threads_that_add_one_name_one_wins(url: str) -> None:
     registry = Registry(url, "base")
     outcomes: list[str] = []

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
-from lorikeet.adapters.sources import fetch
+from lorikeet.adapters.sources import fetch, without_credentials
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import write_adapter
 
@@ -218,6 +218,14 @@ def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
     settings = AdapterSettings(allowed_sources=("memory://bucket/team/", "memory://", "hf://bucket/"))
     assert refusal(source, settings, into).startswith(source)
     assert not list(into.iterdir())
+
+
+def test_nobody_is_shown_the_credentials_of_a_source(into: Path) -> None:
+    settings = AdapterSettings(allowed_sources=("https://user:word@host/team/",))
+    assert refusal("https://host/team/x", settings, into).endswith("allowed: https://…@host/team/)")
+    for source in ("hf://org/repo@main", "https://host/a@b", "/folder/x@y", "s3://bucket/team"):
+        assert without_credentials(source) == source
+    assert without_credentials("https://to@ken@host/x") == "https://…@host/x"
 
 
 def test_without_allowed_sources_no_url_is_read(into: Path, bucket: str) -> None:

@@ -231,6 +231,11 @@ async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> N
     assert (await server.http.get("/v1/adapters", params={"limit": 0})).status_code == 400
 
 
+async def test_a_query_that_will_not_do_is_named(server: Running) -> None:
+    error = (await server.http.get("/v1/adapters", params={"limit": 0})).json()["error"]
+    assert (error["param"], error["message"]) == ("limit", "limit: Input should be greater than or equal to 1.")
+
+
 async def test_stats_count_the_traffic_of_one_adapter(server: Running) -> None:
     for _ in range(2):
         await server.http.post(CHAT, json=body(model="french"))
@@ -274,6 +279,16 @@ async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> 
         status, text = await load(server, "french", "french")
         assert status == 400
         assert "--enable-lora" in text
+
+
+async def test_without_lora_the_base_model_is_served_alone_and_adapters_stay_registered(start: Start) -> None:
+    async with start() as server:
+        await load(server, "french", "french")
+    async with start(lora=False) as server:
+        assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["base"]
+        assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 404
+    async with start() as server:
+        assert server.service.catalog.names() == ["french"]
 
 
 async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -59,7 +58,6 @@ class AdapterCatalog:
         geometry: sizes of the whole base model.
         reserved_names: names that adapters may not take, beside ``base_name``.
         accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
-        on_drop: called when nothing points to a version any more and its files are deleted.
         now: Unix seconds.
 
     Attributes:
@@ -77,13 +75,12 @@ class AdapterCatalog:
         *,
         reserved_names: Sequence[str] = (),
         accept: Callable[[AdapterRef], None] = lambda _: None,
-        on_drop: Callable[[AdapterDigest], None] = lambda _: None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store = AdapterStore(_store_dir(settings), settings, geometry)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
-        self._accept, self._on_drop, self._now = accept, on_drop, now
+        self._accept, self._now = accept, now
         self._changes = threading.Lock()  # one change of store and registry at a time; held while they are written
         self._state = threading.Lock()  # guards what follows; never held during input or output
         self._is_closed = False  # under ``_changes``
@@ -93,7 +90,7 @@ class AdapterCatalog:
         self._uses: Counter[str] = Counter()  # by digest
         self._missing: set[str] = set()  # digests without files
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
-        self.notes = self._load()
+        self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
 
     def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> Registered:
         """Load an adapter from ``source`` and let ``name`` point to it.
@@ -160,10 +157,10 @@ class AdapterCatalog:
         with self._state:
             return list(self._records)
 
-    def list(self, offset: int = 0, limit: int | None = None) -> "list[AdapterRecord]":
-        """A page of records, oldest first; those whose files are missing included."""
+    def list(self) -> "list[AdapterRecord]":
+        """All records, oldest first; those whose files are missing included."""
         with self._state:
-            return [*islice(self._records.values(), offset, None if limit is None else offset + limit)]
+            return [*self._records.values()]
 
     def has(self, digest: AdapterDigest) -> bool:
         """Tell whether some name points to a version."""
@@ -315,7 +312,6 @@ class AdapterCatalog:
             with self._store.alone() as alone:  # else it may be in use elsewhere; a later start deletes it
                 if alone and self._registry.remove_version_if_unnamed(digest):
                     self._store.remove(digest)
-            self._on_drop(digest)
         except Exception:  # the next start deletes what stays behind
             _LOG.exception("adapter %s: nothing needs it any more, but it cannot be deleted", digest)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import RegistryRow
+from lorikeet.adapters.sources import without_credentials
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
@@ -43,8 +44,8 @@ class AdapterRecord:
 
     @property
     def source(self) -> str:
-        """Where it was loaded from."""
-        return self.row.source
+        """Where it was loaded from, as everybody may see it."""
+        return without_credentials(self.row.source)
 
     @property
     def created_at(self) -> float:
@@ -91,6 +92,8 @@ def check_name(name: str, reserved: set[str]) -> None:
             f"{name[:200]!r} cannot name an adapter: 1 to 128 of letters, digits and . _ - / @, "
             f"not starting with . or /, without '..'"
         )
+    if name.endswith("/stats"):
+        raise AdapterError(f"{name!r} cannot name an adapter: /v1/adapters/NAME/stats tells the statistics of another")
     if name in reserved:
         raise AdapterError(f"{name!r} is the name of the base model")
 

@@ -1,6 +1,6 @@
 """Which names point to which versions, kept in a database so that it outlives the server."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -112,19 +112,6 @@ class Registry:
         with self._writing(row.name) as connection:
             connection.execute(insert_version)
             connection.execute(insert_name)
-
-    def add_many(self, rows: Sequence[RegistryRow]) -> None:
-        """Insert rows of new names in one transaction.
-
-        Raises:
-            AdapterExists: one of the names is taken; nothing is inserted.
-            AdapterStoreError: the database does not take the rows; nothing is inserted.
-        """
-        if not rows:
-            return
-        with self._writing(f"{rows[0].name} to {rows[-1].name}") as connection:
-            connection.execute(self._insert(VersionRow).on_conflict_do_nothing(), [_version(row) for row in rows])
-            connection.execute(self._insert(AdapterNameRow), [self._name(row) for row in rows])
 
     def remove(self, name: str) -> None:
         """Delete a name; one that is not there is no error.

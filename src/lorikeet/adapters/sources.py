@@ -6,6 +6,7 @@ URL. Sources of the command line are trusted: who starts the server may read wha
 
 import math
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from lorikeet.config import AdapterSettings
 _CHUNK_BYTES = 4 * 2**20
 _URL_LIMIT_S = 600.0
 """For both files of one URL; a server that trickles would keep a thread and the adapter's name busy for ever."""
+_CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/]*@")
 _LOCAL_SCHEMES = ("file", "local")
 
 
@@ -52,6 +54,11 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
     if not trusted:
         _check_allowed(source, settings.allowed_sources)
     _fetch_url(source, into, limits)
+
+
+def without_credentials(source: str) -> str:
+    """Return a source without what stands before the host of its URL: a name and a password, or a token."""
+    return _CREDENTIALS.sub(r"\1…@", source)
 
 
 def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
@@ -120,7 +127,7 @@ def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
             if segments[0] == "hf" and any("@" in part for part in segments[len(allowed) :]):
                 raise AdapterError(f"{source}: revisions are not allowed, unless an allowed source names them")
             return
-    allowed_text = ", ".join(allowed_sources) or "none"
+    allowed_text = ", ".join(map(without_credentials, allowed_sources)) or "none"
     raise AdapterError(f"{source}: not below an allowed source (--allow-source; allowed: {allowed_text})")
 
 

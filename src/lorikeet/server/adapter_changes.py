@@ -52,7 +52,7 @@ async def load_adapter(parts: Service, name: str, source: str, *, replace: bool)
         raise _store_failed(name, error) from error
     except AdapterError as error:
         raise ApiError(400, str(error)) from error
-    log.info("adapter loaded", adapter=name, digest=record.digest, source=source)
+    log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
     if parts.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
         parts.client.know_adapters([record.ref])
     if old is not None:
