@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lorikeet.bench.workload import read_workload
-from lorikeet.config import ConfigError, ServerSettings
+from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.slo import Slo, SloError, parse_slo
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.auth import key_name
@@ -47,7 +47,7 @@ def test_limits_are_read_in_seconds_and_what_is_none_is_refused() -> None:
 
 def test_an_adapters_targets_go_before_the_servers_field_by_field() -> None:
     entries = ("french=ttft=2", "pirate=ttft=3,tpot=0.3", "json=tpot=0.4", "json=ttft=0", "plain=ttft=0,tpot=0")
-    targets = read_targets(ServerSettings(slo_ttft_s=1.0, slo_tpot_s=0.1, adapter_slos=entries))
+    targets = read_targets(ServerSettings(slo_ttft_s=1.0, slo_tpot_s=0.1, adapter_slos=entries), ClusterSettings())
     assert targets.of(None) == targets.of("other") == Slo(1.0, 0.1)
     assert targets.of("french") == Slo(2.0, 0.1)
     assert targets.of("pirate") == Slo(3.0, 0.3)
@@ -56,7 +56,7 @@ def test_an_adapters_targets_go_before_the_servers_field_by_field() -> None:
 
 
 def test_without_targets_requests_have_none() -> None:
-    targets = read_targets(ServerSettings(adapter_slos=("french=tpot=0.1",)))
+    targets = read_targets(ServerSettings(adapter_slos=("french=tpot=0.1",)), ClusterSettings())
     assert targets.of(None) is None
     assert targets.of("french") == Slo(None, 0.1)
 
@@ -64,15 +64,15 @@ def test_without_targets_requests_have_none() -> None:
 @pytest.mark.parametrize("entry", ["french", "=ttft=1", "french=1", "french=", "french=e2e=3", "french=ttft=1,itl=2"])
 def test_a_target_without_a_meaning_is_refused_by_name(entry: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_slos: '{entry}'"):
-        read_targets(ServerSettings(adapter_slos=(entry,)))
+        read_targets(ServerSettings(adapter_slos=(entry,)), ClusterSettings())
 
 
 def test_shedding_needs_a_target_to_shed_for() -> None:
     with pytest.raises(ConfigError, match="shed needs a target"):
-        read_targets(ServerSettings(shed=True, slo_tpot_s=1.0, adapter_slos=("french=ttft=0",)))
-    assert read_targets(ServerSettings(shed=True, adapter_slos=("french=ttft=1",)))
+        read_targets(ServerSettings(shed=True, slo_tpot_s=1.0, adapter_slos=("french=ttft=0",)), ClusterSettings())
+    assert read_targets(ServerSettings(shed=True, adapter_slos=("french=ttft=1",)), ClusterSettings())
     with pytest.raises(ConfigError, match="one replica"):
-        read_targets(ServerSettings(shed=True, slo_ttft_s=1.0), replicas=2)
+        read_targets(ServerSettings(shed=True, slo_ttft_s=1.0), ClusterSettings(max_replicas=2))
 
 
 # --- attainment --------------------------------------------------------------------------------------

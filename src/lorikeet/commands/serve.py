@@ -85,5 +85,5 @@ def build_settings(
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)
     resolve_row(settings.engine.row)
-    read_targets(settings.server)
+    read_targets(settings.server, settings.cluster)
     return settings

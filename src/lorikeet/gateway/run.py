@@ -109,7 +109,7 @@ async def _route(options: RouteOptions) -> None:
 
         def announce(url: str) -> None:
             names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
-            Announcer().ready(url, names[0], list(parts.catalog.adapters))
+            Announcer().ready(url, names[0], list(parts.catalog.adapters), asks_for_key=bool(options.api_keys))
 
         with long_lived():
             await _Server(config, announce).serve()

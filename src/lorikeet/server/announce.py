@@ -67,7 +67,7 @@ class Announcer:
                 self._console.print(f"{escape(stage)} …", soft_wrap=True)
         self._bars.update(self._tasks[stage], completed=done, total=total or None)
 
-    def ready(self, url: str, base: str, adapters: Sequence[str]) -> None:
+    def ready(self, url: str, base: str, adapters: Sequence[str], *, asks_for_key: bool) -> None:
         """End the bars; print the URL, the models and a line to paste."""
         self._bars.stop()
         more = len(adapters) - _SHOWN_ADAPTERS
@@ -78,8 +78,9 @@ class Announcer:
         console.print(f"  base model: {escape(base)}", soft_wrap=True)
         console.print(f"  adapters:   {escape(shown) or 'none'}", soft_wrap=True)
         console.print("Try:", soft_wrap=True)
+        key = '-H "Authorization: Bearer $LORIKEET_API_KEY" ' if asks_for_key else ""
         console.print(
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
             f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a lorikeet?"}}]}}\'',
             soft_wrap=True,
             markup=False,

@@ -65,7 +65,7 @@ def create_service(
         texts=texts,
         models=models,
         limits=limits,
-        targets=read_targets(settings.server, max(settings.cluster.replicas, settings.cluster.max_replicas)),
+        targets=read_targets(settings.server, settings.cluster),
         gate=Gate(settings.server.max_queued),
         lengths=lengths,
         observer=Observer(metrics, usage, request_log, lengths, forecast),

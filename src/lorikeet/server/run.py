@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
@@ -68,6 +69,11 @@ async def _serve(settings: Settings) -> None:
         model = await in_daemon_thread(partial(prepare_model, settings.model, announcer.stage))
         config = read_model_config(model.path)
         texts = Texts.read(model.path, settings.model.chat_template)
+        request_log = _open_request_log(settings)
+        if request_log is not None:
+            stack.callback(request_log.close)
+        lengths, lengths_note = open_lengths(settings.server, model.path / "tokenizer.json")
+        stack.push_async_callback(lengths.close)
 
         client = _open_engines(_with_folder(settings, model.path), stack)
         stack.push_async_callback(client.close)
@@ -77,22 +83,20 @@ async def _serve(settings: Settings) -> None:
         await _preload(catalog, settings.adapters.preload, announcer)
         client.know_adapters(await to_thread.run_sync(catalog.versions))
 
-        request_log = _open_request_log(settings)
-        if request_log is not None:
-            stack.callback(request_log.close)
-        lengths, lengths_note = open_lengths(settings.server, model.path / "tokenizer.json")
-        stack.push_async_callback(lengths.close)
         names = Models(model.names, model.aliases, str(model.path), catalog, hello.max_model_tokens)
         service = create_service(
             settings, client, catalog, texts, names, _limits(model.path, config, hello), request_log, lengths
         )
         for note in (*hello.notes, *catalog.notes, lengths_note):
             log.info(note)
+        asks_for_key = bool(settings.server.api_keys)
+        if not asks_for_key and not _is_loopback(settings.server.host):
+            log.warning("whoever reaches this machine may use the server: there is no --api-key")
         url = shown_url(settings.server.host, listener.getsockname()[1])
         server = _Server(
             service,
             settings.server.drain_timeout_s,
-            on_ready=lambda: announcer.ready(url, names.base, catalog.names()),
+            on_ready=lambda: announcer.ready(url, names.base, catalog.names(), asks_for_key=asks_for_key),
         )
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
@@ -169,6 +173,13 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _with_folder(settings: Settings, folder: Path) -> Settings:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lorikeet.config import ConfigError, ServerSettings
+from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.slo import Slo, SloError, parse_slo
 from lorikeet.core.timings import RequestTimings
 from lorikeet.server.usage import Counts
@@ -26,12 +26,12 @@ class Targets:
         return None if slo == Slo() else slo
 
 
-def read_targets(settings: ServerSettings, replicas: int = 1) -> Targets:
+def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> Targets:
     """Return what the settings say.
 
     Args:
         settings: of the server.
-        replicas: most that there may be.
+        cluster: how many replicas there may be.
 
     Raises:
         ConfigError: an entry of ``adapter_slos`` cannot be read, or requests shall be shed and no TTFT has a target, or
@@ -49,7 +49,7 @@ def read_targets(settings: ServerSettings, replicas: int = 1) -> Targets:
         of_adapters[name] = _over(slo, of_adapters.get(name, Slo()))
     if settings.shed and not any((settings.slo_ttft_s, *(slo.ttft_s for slo in of_adapters.values()))):
         raise ConfigError("shed needs a target for the time to first token: slo_ttft_s, or one of adapter_slos")
-    if settings.shed and replicas > 1:
+    if settings.shed and max(cluster.replicas, cluster.max_replicas) > 1:
         raise ConfigError("shed goes with one replica: of several the queues cannot be told apart")
     return Targets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
 
