@@ -392,11 +392,26 @@ def test_a_chat_forgets_and_ends_on_command() -> None:
     assert not chat.take("/quit", written.append)
 
 
-def test_the_servers_error_ends_the_command_with_its_words(capsys: pytest.CaptureFixture[str]) -> None:
-    chat, written = conversation(FakeServer())
-    with pytest.raises(SystemExit, match="1"):
-        chat.take("boom", written.append)
-    assert "too many requests" in capsys.readouterr().err
+def test_a_chat_goes_on_after_an_answer_that_failed_and_one_that_was_broken_off() -> None:
+    server = FakeServer()
+    chat, written = conversation(server)
+    assert chat.take("boom", written.append)
+    assert "too many requests" in written[-1]
+
+    def stop_at_once(piece: str) -> None:
+        if piece == "jour":
+            raise KeyboardInterrupt
+        written.append(piece)
+
+    assert chat.take("hello", stop_at_once)
+    assert chat.take("again", written.append)
+    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["hello", "Bon", "again"]
+
+
+@pytest.mark.parametrize("url", ["http://test", "http://test/", "http://test/v1", "http://test/v1/"])
+def test_a_server_may_be_named_by_its_base_url_too(url: str) -> None:
+    api = ServerApi(url, transport=httpx.MockTransport(FakeServer()))
+    assert [card["id"] for card in api.get("/v1/models")["data"]] == ["base", "french"]
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

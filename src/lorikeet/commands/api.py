@@ -16,8 +16,17 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _CONNECT_S = 5.0
 
 
+def root_of(url: str) -> str:
+    """Return where a server's routes begin, also for the base URL that OpenAI's clients want, which ends in /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class AnswerError(Exception):
+    """What the server says instead of an answer, or of its end."""
+
+
 class ServerApi:
-    """The routes that the commands use. Errors of the server end the command with its message.
+    """The routes that the commands use. Errors of the server end the command with its message, but for answers.
 
     Args:
         url: where it listens.
@@ -28,7 +37,7 @@ class ServerApi:
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
-        self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.Client(base_url=root_of(url), headers=headers, timeout=timeout, transport=transport)
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
         """GET a JSON object."""
@@ -43,18 +52,22 @@ class ServerApi:
         return self._call("DELETE", path)
 
     def stream_chat(self, model: str, messages: list[dict[str, str]], **parameters: Any) -> Iterator[str]:
-        """Yield the pieces of an answer as they arrive."""
+        """Yield the pieces of an answer as they arrive.
+
+        Raises:
+            AnswerError: the server refuses the request, or its answer ends with an error.
+        """
         body = {"model": model, "messages": messages, "stream": True, **parameters}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                    fail(_message(response))
+                    raise AnswerError(_message(response))
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield from _pieces(json.loads(line.removeprefix("data: ")))
         except httpx.HTTPError as error:
-            fail(f"{self._http.base_url}: {error}")
+            raise AnswerError(f"{self._http.base_url}: {error}") from error
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -68,7 +81,7 @@ class ServerApi:
 
 def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
     if "error" in chunk:
-        fail(str(chunk["error"].get("message", chunk["error"])))
+        raise AnswerError(str(chunk["error"].get("message", chunk["error"])))
     for choice in chunk["choices"]:
         if text := choice["delta"].get("content"):
             yield text

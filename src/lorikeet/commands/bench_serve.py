@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lorikeet import __version__
-from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
+from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url, root_of
 from lorikeet.commands.console import fail, note
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def bench_serve(
         fail("--requests has no effect on --find-peak: --probe-s says how long its probes are", code=2)
     if find_peak and concurrency:
         fail("--concurrency would hold back the requests whose waiting --find-peak looks for", code=2)
-    url = url.rstrip("/").removesuffix("/v1")
+    url = root_of(url)
     try:
         given_requests = tuple(read_any(workload)) if workload else ()
         if workload and not given_requests:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
+from lorikeet.commands.api import DEFAULT_URL, AnswerError, ApiKey, ServerApi, Url
 
 _HELP = (
     "/adapter NAME changes to that adapter (alone: back to the base), /adapters lists them, /new forgets, /quit ends"
@@ -51,13 +51,19 @@ class Conversation:
         return True
 
     def _answer(self, line: str, write: Callable[[str], None]) -> None:
-        self._messages.append({"role": "user", "content": line})
+        question = {"role": "user", "content": line}
         answer = ""
-        for piece in self._api.stream_chat(self.model, self._messages, **self._parameters):
-            write(piece)
-            answer += piece
+        try:
+            for piece in self._api.stream_chat(self.model, [*self._messages, question], **self._parameters):
+                write(piece)
+                answer += piece
+        except AnswerError as error:
+            write(f"\n{error}\nThe conversation goes on as if this had not been asked.\n")
+            return
+        except KeyboardInterrupt:  # what has come is enough
+            pass
         write("\n")
-        self._messages.append({"role": "assistant", "content": answer})
+        self._messages += (question, {"role": "assistant", "content": answer})
 
     def _change_model(self, name: str, write: Callable[[str], None]) -> None:
         names = self._refresh_names()
