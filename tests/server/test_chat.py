@@ -353,6 +353,29 @@ async def test_a_wrong_field_is_a_400_that_names_it(server: Running, fields: dic
     assert server.engine.submitted == []
 
 
+STRING, LIST = "Input should be a valid string", "Input should be a valid list"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/completions", {"prompt": 5}, f"prompt: {STRING} or {LIST}."),
+        (CHAT, {"messages": MESSAGES, "stop": 5}, f"stop: {STRING} or {LIST}."),
+        (CHAT, {"messages": [{"role": ""}]}, "messages.0.role: String should have at least 1 character."),
+        (CHAT, {"messages": MESSAGES, "min_p": 2}, "min_p: Input should be less than or equal to 1."),
+        (
+            CHAT,
+            {"messages": MESSAGES, "stop_token_ids": [1, "x"]},
+            "stop_token_ids.1: Input should be a valid integer.",
+        ),
+    ],
+)
+async def test_a_message_names_fields_as_their_sender_knows_them(
+    server: Running, path: str, fields: dict[str, Any], message: str
+) -> None:
+    assert (await server.http.post(path, json=fields)).json()["error"]["message"] == message
+
+
 MANY = 100_000
 
 

@@ -114,6 +114,15 @@ async def test_prompts_that_are_long_together_are_encoded_in_one_go_off_the_even
     assert len(calls) == 4
 
 
+async def test_max_completion_tokens_counts_here_too_and_before_max_tokens(server: Running) -> None:
+    for fields in ({"max_tokens": 1}, {"max_completion_tokens": 1}, {"max_tokens": 9, "max_completion_tokens": 1}):
+        content = {"model": "base", "prompt": "hello", **fields}
+        answer = (await server.http.post(URL, json=content)).json()
+        assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 1)
+    refused = await server.http.post(URL, json={"model": "base", "prompt": "hello", "max_completion_tokens": 300})
+    assert refused.json()["error"]["param"] == "max_completion_tokens"
+
+
 async def test_logprobs_say_where_each_token_lies(server: Running) -> None:
     whole = (await server.http.post(URL, json=body(logprobs=2))).json()["choices"][0]["logprobs"]
     assert whole["text_offset"][0] == 0

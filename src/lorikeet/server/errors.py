@@ -1,6 +1,7 @@
 """Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from fastapi import Request
@@ -109,13 +110,18 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     """Name the first field that is wrong. A union reports each of its members; they are one fault."""
     faults = error.errors()
     first = faults[0]
-    where = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return bad_request(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
+    of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
+    where = _common([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
     if not where:
         return bad_request(f"The body must be a JSON object: {first['msg']}.")
-    param = str(where[0])
-    messages = [fault["msg"] for fault in faults if fault["loc"][: len(where)][1:2] == (param,)]
-    reasons = " or ".join(dict.fromkeys(messages)) or first["msg"]
+    reasons = " or ".join(dict.fromkeys(fault["msg"] for fault in of_field))
     path = ".".join(str(part)[:_LONGEST_SHOWN] for part in where)
-    return bad_request(f"{path}: {reasons}.", param)
+    return bad_request(f"{path}: {reasons}.", str(where[0]))
+
+
+def _common(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return what all begin with; where they part begin pydantic's names for the members of a union."""
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return tuple(parts[0] for parts in same)

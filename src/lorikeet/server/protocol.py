@@ -65,6 +65,7 @@ class Generation(Body):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     user: str | None = None
 
@@ -80,6 +81,13 @@ class Generation(Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most_tokens(self) -> tuple[int | None, str]:
+        """Most tokens to generate, None if it is not said, and the field that says so."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
 
     @property
     def wants_usage(self) -> bool:
@@ -161,7 +169,6 @@ class ChatFields(ChatOptions):
 class ChatCompletionRequest(Generation, ChatFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
