@@ -533,6 +533,28 @@ def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
     bench.run()
 
 
+def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() -> None:
+    """Adapters that nobody wants make room for it, never others."""
+    bench = Bench(
+        blocks=20,
+        row=ROWS["chameleon:no-scheduler"],
+        limits=Limits(max_running=1, max_step_tokens=64, max_model_tokens=64),
+    )
+    bench.engine.submit(request("gives way", words(0, 8), max_tokens=20))
+    while not bench.tokens.get(RequestId("gives way")):
+        bench.step()
+    bench.engine.export_request(RequestId("gives way"))
+    kept = bench.memory.keys_of(None, words(0, 8))
+    ask(bench, "idle", [1, 2], "idle", blocks=4)
+    bench.engine.submit(request("runs", [1, 2, 3], 0.0, max_tokens=30))
+    for name in ("a", "b"):
+        bench.engine.submit(request(name, [1, 2], 0.0, adapter(name, 8)))
+    for _ in range(4):
+        bench.step()
+    assert len(bench.memory.tree.match(kept)) == 8
+    assert bench.memory.counts().inflight == 8, "the idle one has made room for one of the two"
+
+
 def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() -> None:
     bench = Bench(blocks=100, host_blocks=200, row=ELORA)
     for index, blocks in enumerate((15, 15, 15, 15, 15, 15, 7)):

@@ -97,6 +97,12 @@ def leaving_host(tree: Tree) -> Leaving:
     return Leaving(tree, may_leave)
 
 
+def is_nowhere(tree: Tree, at: At) -> Any:
+    """Whether nodes are KV that nobody needs and whose bytes are nowhere."""
+    somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != Moving.NO) | (tree.pins[at] > 0)
+    return (tree.kind[at] == Kind.KV) & ~somewhere
+
+
 def host_blocks_at_rest(tree: Tree) -> int:
     """Return the host blocks of all who rest there unneeded, KV with what is below it and adapters."""
     every = slice(tree.end)

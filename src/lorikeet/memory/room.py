@@ -1,7 +1,7 @@
 """Makes room on both tiers: asks the eviction policy who leaves first, and lets them leave."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.flights import by_flight
 from lorikeet.memory.leases import Wait
-from lorikeet.memory.leaving import At, Leaving, host_blocks_at_rest, leaving_device, leaving_host
+from lorikeet.memory.leaving import Leaving, host_blocks_at_rest, is_nowhere, leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import Kind, Moving, Nodes
+from lorikeet.memory.tree import Kind, Nodes
 
 
 class _Area(NamedTuple):
@@ -102,7 +102,7 @@ class Room:
         Args:
             kv, adapter: blocks.
             now: the time.
-            below: only nodes that score less may be evicted.
+            below: only adapters that score less may be evicted; ``inf``: anybody.
         """
         needs = [(area, sum({Kind.KV: kv, Kind.ADAPTER: adapter}[kind] for kind in area.kinds)) for area in self._areas]
         self.demand_failed |= below == np.inf and any(need > self._unused(area) for area, need in needs)
@@ -205,14 +205,14 @@ class Room:
     def forget_if_empty(self, nodes: Sequence[int]) -> None:
         """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
         tree, at = self._tree, np.asarray(nodes, np.int64)
-        empty = dict.fromkeys(at[self._is_empty(at)].tolist())
+        empty = dict.fromkeys(at[is_nowhere(tree, at)].tolist())
         if not empty:
             return
         gone: dict[int, None] = {}
         below: dict[int, int] = {}
         children, parents = tree.children.item, tree.parent.item
         for node in empty:
-            while node not in gone and (node in empty or self._is_empty(node)) and not below.get(node, children(node)):
+            while not (node in gone or below.get(node, children(node))) and (node in empty or is_nowhere(tree, node)):
                 gone[node] = None
                 parent = parents(node)
                 below[parent] = below.get(parent, children(parent)) - 1
@@ -221,12 +221,6 @@ class Room:
             self._forget_kv(list(gone))
             for node in below.keys() - gone.keys():
                 self.offer(node)
-
-    def _is_empty(self, at: At) -> Any:
-        """Whether nodes are KV whose bytes are nowhere."""
-        tree = self._tree
-        somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != Moving.NO) | (tree.pins[at] > 0)
-        return (tree.kind[at] == Kind.KV) & ~somewhere
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
         """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were.
@@ -349,17 +343,17 @@ class Room:
             return True
         if below == np.inf or blocks > self.available(area.kinds[0]):
             return blocks <= self.available(area.kinds[0])
-        nodes = np.concatenate([self._leaving.candidates(kind) for kind in area.kinds])
-        scores = self._eviction.scores(nodes, now)
-        return blocks <= have + int(self._tree.size[nodes[scores < below]].sum())
+        adapters = self._leaving.candidates(Kind.ADAPTER)
+        scores = self._eviction.scores(adapters, now)
+        return blocks <= have + int(self._tree.size[adapters[scores < below]].sum())
 
     def _clear(self, area: _Area, blocks: int, now: float, below: float) -> bool:
-        tree = self._tree
+        kinds = area.kinds if below == np.inf else (Kind.ADAPTER,)
         while (missing := blocks - self._unused(area)) > 0:
-            nodes = self._first(area.kinds, missing if below == np.inf else 1, now)
-            if not nodes or tree.score[nodes[0]] >= below:
+            nodes = self._first(kinds, missing, now)
+            if not nodes or self._tree.score[nodes[0]] >= below:
                 return False
-            top = int(tree.top[nodes[0]])
+            top = int(self._tree.top[nodes[0]])
             self._evict(nodes, now)
             if self._eviction.whole_branches:
                 self._evict_branch(top, area, now)
