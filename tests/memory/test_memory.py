@@ -115,6 +115,23 @@ def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks
     assert routes(bench)["host-device"] == 1
 
 
+@pytest.mark.parametrize(("kv", "on_host"), [(0, 2), (1, 2), (2, 1), (12, 0)])
+def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_half(kv: int, on_host: int) -> None:
+    """All are brought to the device; what the others would take is promised to KV, and KV that is there stays."""
+    bench = Bench(blocks=60, host_blocks=14, row=ROWS["elora"])
+    ask(bench, "x", words(0, 12))
+    memory, now = bench.memory, bench.clock.now()
+    memory.room.evict_kv(list(memory.tree.below(BASE))[: -kv - 1 : -1], now)
+    bench.run()
+    assert memory.host_counts() == (14 - kv, kv, 0, 0)
+    nodes = [memory.adapters.add(adapter(name, 3)) for name in "abc"]
+    for node in nodes:
+        memory.swapper.load(node, now, demand=False)
+    bench.run()
+    assert memory.tree.on_device[nodes].all()
+    assert memory.host_counts() == (14 - kv - 3 * on_host, kv, 3 * on_host, 0)
+
+
 def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
     bench = Bench(blocks=30, host_blocks=20, row=ROWS["elora:s-lora"])
     bench.engine.know_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))

@@ -21,8 +21,8 @@ from lorikeet.memory.tree import Kind
 
 _READS_UNDER_WAY = 2
 """Reads into the host tier that nobody waits for, at a time."""
-_SHARE_FOR_READS = 0.5
-"""They leave the rest of the host tier to KV, where KV goes there."""
+_SHARE_UNASKED = 0.5
+"""What nobody waits for leaves the rest of the host tier to KV, where KV goes there."""
 _EVICTIONS_A_TICK = 64
 _PREFETCHES_A_TICK = 256
 """A tick takes its time from the steps; what is left to do, the next one does."""
@@ -57,6 +57,7 @@ class Swapper:
         self._prefetch = prefetch
         self._rules = rules
         self._counters = counters
+        self._most_unasked = (_SHARE_UNASKED if rules.host_kv and rules.keep_kv else 1.0) * tiers.host.total
         self._unread: deque[int] = deque()
         self._reads = 0
         self._retry_s: dict[int, float] = {}
@@ -111,11 +112,15 @@ class Swapper:
             self._expected_s = self._prefetch.due_s(now)
 
     def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> Flight:
-        """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made."""
-        tiers, entry = self._tiers, self._tree.adapters[node]
-        host_blocks = []
-        if not self._tree.on_host[node] and self._room.make_host_room(entry.host_size, now):
-            host_blocks = tiers.host.lease(entry.host_size)
+        """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made.
+
+        It is read through the host tier, and stays there, too, as far as there is room: on ``demand`` that is made.
+        """
+        tiers, entry, host_blocks = self._tiers, self._tree.adapters[node], []
+        if not self._tree.on_host[node]:
+            size = entry.host_size
+            has_room = self._room.make_host_room(size, now) if demand else self._has_room_unasked(size)
+            host_blocks = tiers.host.lease(size) if has_room else []
         blocks = tiers.device.lease(int(self._tree.size[node]))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)
 
@@ -160,7 +165,7 @@ class Swapper:
                 continue
             if size >= refused.get(below, math.inf):  # room only becomes less meanwhile
                 continue
-            self._fetch(batch, now)  # first: room for an adapter may be made at the expense of KV on the host
+            self._fetch(batch, now)  # first, as it was named first
             batch = []
             if self._room.make(0, size, now, below):
                 self._note(self.load(node, now, demand=False), now)
@@ -188,14 +193,17 @@ class Swapper:
 
     def _next_unread(self) -> int | None:
         """Return the next adapter to read into the host tier, None if there is none or no room."""
-        tree, host = self._tree, self._tiers.host
-        share = _SHARE_FOR_READS if self._rules.host_kv and self._rules.keep_kv else 1.0
-        most = share * host.total  # one that is larger by itself must not keep those behind it from being read
+        tree, most = self._tree, self._most_unasked  # one that is larger by itself must not keep others from being read
         while self._unread:
             node = self._unread[0]
             entry = tree.adapters.get(node)
             if entry is None or entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
                 self._unread.popleft()
                 continue
-            return node if host.total - host.free + entry.host_size <= most else None
+            return node if self._has_room_unasked(entry.host_size) else None
         return None
+
+    def _has_room_unasked(self, blocks: int) -> bool:
+        """Whether the host tier has so many blocks for an adapter that nobody asks for: nothing leaves it for that."""
+        host = self._tiers.host
+        return host.total - host.free + blocks <= self._most_unasked
