@@ -462,6 +462,51 @@ def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
     assert len(failed) == 1
 
 
+def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read() -> None:
+    is_out = [True]
+    bench = Bench(
+        blocks=10, host_blocks=40, row=ROWS["elora:s-lora"], fails=lambda each: is_out[0] and each.source is Tier.SOURCE
+    )
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    fill_host(bench)
+    for tries in (2, 4, 6):
+        assert bench.engine.memory_stats().transfers["source-host"].failed == tries
+        assert bench.engine.has_chores
+        assert bench.engine.due_s == pytest.approx(bench.clock.now() + 5.0, abs=0.1)
+        is_out[0] = tries < 6
+        bench.clock.wait_until(bench.engine.due_s)
+        fill_host(bench)
+    assert bench.memory.host_counts().adapter == 27
+    assert bench.engine.due_s == math.inf
+
+
+def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_being_read() -> None:
+    bench = Bench(blocks=10, host_blocks=40, row=ROWS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")}))
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    began_s = bench.clock.now()
+    fill_host(bench)
+    assert bench.memory.host_counts().adapter == 24
+    assert bench.clock.now() < began_s + 5.0
+    failed = bench.engine.memory_stats().transfers["source-host"].failed
+    bench.clock.wait_until(bench.engine.due_s)
+    bench.run()
+    assert bench.engine.memory_stats().transfers["source-host"].failed == failed + 1
+    bench.engine.drop_adapter(AdapterDigest("digest-a1"))
+    bench.run()
+    assert bench.engine.due_s == math.inf
+
+
+def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind() -> None:
+    bench = Bench(blocks=10, host_blocks=8, row=ROWS["elora:s-lora"])
+    bench.engine.know_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
+    fill_host(bench)
+    for index in range(20):
+        bench.engine.know_adapters((adapter(f"v{index}", 3),))
+        bench.engine.drop_adapter(AdapterDigest(f"digest-v{index}"))
+        bench.run()
+    assert len(bench.memory.swapper._unread) == 1
+
+
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
     bench = Bench(blocks=40, host_blocks=64, row=ELORA)
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))

@@ -173,7 +173,7 @@ class Engine:
     @property
     def has_chores(self) -> bool:
         """Whether there is something to do without requests: transfers, or ticks that move something."""
-        return self.has_transfers or self._memory.swapper.reads_ahead or self.due_s < math.inf
+        return self.has_transfers or self.host_fill_pending or self.due_s < math.inf
 
     @property
     def has_transfers(self) -> bool:
@@ -188,7 +188,7 @@ class Engine:
     @property
     def host_fill_pending(self) -> bool:
         """Whether known adapters are still being read into the host tier."""
-        return self._memory.swapper.reads_ahead
+        return self._memory.swapper.reads_ahead(self._clock.now())
 
     @property
     def queue(self) -> AdmissionQueue:

@@ -150,7 +150,11 @@ class Memory:
         Raises:
             BlockError: a sequence uses it.
         """
-        return self.adapters.retire(digest, now)
+        node = self.tree.adapter(digest)
+        is_gone = self.adapters.retire(digest, now)
+        if is_gone and node is not None:
+            self.swapper.forget(node)
+        return is_gone
 
     def finish_transfer(self, done: TransferDone, now: float) -> TransferOutcome:
         """Take the end of a transfer in.

@@ -7,7 +7,7 @@ what scores highest. In between it does nothing. Nothing here waits: transfers e
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict
 from itertools import islice
 
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
@@ -27,7 +27,8 @@ _EVICTIONS_A_TICK = 64
 _PREFETCHES_A_TICK = 256
 """A tick takes its time from the steps; what is left to do, the next one does."""
 _RETRY_S = 5.0
-"""After a transfer that nobody waited for has failed, its adapter is left alone for so long."""
+"""After a transfer of an adapter has failed it is not prefetched for so long. Nor is any read into the host tier after
+one of those reads has failed, unless another succeeds: all files may be out of reach."""
 
 
 class Swapper:
@@ -58,8 +59,9 @@ class Swapper:
         self._rules = rules
         self._counters = counters
         self._most_unasked = (_SHARE_UNASKED if rules.host_kv and rules.keep_kv else 1.0) * tiers.host.total
-        self._unread: deque[int] = deque()
+        self._unread: OrderedDict[int, None] = OrderedDict()
         self._reads = 0
+        self._read_again_s = -math.inf
         self._retry_s: dict[int, float] = {}
         self._due_s = 0.0 if rules.tick_s else math.inf
         self._resting = True
@@ -107,9 +109,10 @@ class Swapper:
         Called once the waiting requests have had their turn.
         """
         self._read_ahead(now)
+        self._expected_s = self._read_again_s if self._unread and now < self._read_again_s else math.inf
         if not self._prefetch.fills:
             self._fill(0, now)
-            self._expected_s = self._prefetch.due_s(now)
+            self._expected_s = min(self._expected_s, self._prefetch.due_s(now))
 
     def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> Flight:
         """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made.
@@ -127,8 +130,12 @@ class Swapper:
     def note_known(self, node: int) -> None:
         """A new adapter is to be read into the host tier when there is room."""
         self.stir()
-        if self._tiers.host.total:
-            self._unread.append(node)
+        self._await_read(node)
+
+    def forget(self, node: int) -> None:
+        """An adapter was taken out of the tree."""
+        self._unread.pop(node, None)
+        self._retry_s.pop(node, None)
 
     def note_landing(self, flight: Flight, error: str | None, now: float) -> None:
         """A transfer has ended."""
@@ -137,15 +144,23 @@ class Swapper:
             self._counters.left(flight.nodes)
         if flight.transfer.adapter is None:
             return
-        self._reads -= flight.transfer.target is Tier.HOST
+        node = flight.nodes[0]
+        if flight.transfer.target is Tier.HOST:
+            self._reads -= 1
+            self._read_again_s = -math.inf if error is None else now + _RETRY_S
         if error is not None:
-            self._retry_s = {node: until_s for node, until_s in self._retry_s.items() if until_s > now}
-            self._retry_s[flight.nodes[0]] = now + _RETRY_S
+            self._retry_s[node] = now + _RETRY_S
+            self._await_read(node)
 
-    @property
-    def reads_ahead(self) -> bool:
+    def reads_ahead(self, now: float) -> bool:
         """Whether adapters are still to be read into the host tier, and can be."""
-        return bool(self._reads or self._next_unread() is not None)
+        return bool(self._reads or self._next_unread(now) is not None)
+
+    def _await_read(self, node: int) -> None:
+        """Let an adapter be read into the host tier after all others."""
+        if self._tiers.host.total:
+            self._unread[node] = None
+            self._unread.move_to_end(node)
 
     def _fill(self, leave_free: int, now: float) -> None:
         """Bring nodes to the device as long as more than ``leave_free`` blocks stay unused."""
@@ -185,20 +200,20 @@ class Swapper:
             self._counters.prefetched(node)
 
     def _read_ahead(self, now: float) -> None:
-        while self._reads < _READS_UNDER_WAY and (node := self._next_unread()) is not None:
-            self._unread.popleft()
+        while self._reads < _READS_UNDER_WAY and (node := self._next_unread(now)) is not None:
+            del self._unread[node]
             self._reads += 1
             blocks = self._tiers.host.lease(self._tree.adapters[node].host_size)
             self._tiers.read_to_host(node, blocks, now)
 
-    def _next_unread(self) -> int | None:
-        """Return the next adapter to read into the host tier, None if there is none or no room."""
+    def _next_unread(self, now: float) -> int | None:
+        """Return the next adapter to read into the host tier, None if there is none or no room, or it is too early."""
         tree, most = self._tree, self._most_unasked  # one that is larger by itself must not keep others from being read
-        while self._unread:
-            node = self._unread[0]
-            entry = tree.adapters.get(node)
-            if entry is None or entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
-                self._unread.popleft()
+        while self._unread and now >= self._read_again_s:
+            node = next(iter(self._unread))
+            entry = tree.adapters[node]
+            if entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
+                del self._unread[node]
                 continue
             return node if self._has_room_unasked(entry.host_size) else None
         return None
