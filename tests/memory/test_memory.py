@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
@@ -340,6 +341,22 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
     stats = bench.engine.memory_stats()
     assert (stats.adapter_hits, stats.adapter_queries) == (1, 1)
     assert (stats.prefetched_used, stats.prefetched) == (1, 6)
+
+
+@pytest.mark.parametrize("name", ["elora", "lorikeet:plain"])
+def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = msgspec.structs.replace(ROWS[name], prefetch="all" if name != "elora" else ROWS[name].prefetch)
+    bench = Bench(blocks=100, row=row)
+    bench.engine.know_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))
+    most = 0
+    for _ in range(100):
+        bench.clock.advance(0.1)
+        bench.step()
+        most = max(most, bench.memory.transfers_under_way)
+    assert most == 8
+    assert len(bench.memory.resident()) == 30
 
 
 def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:

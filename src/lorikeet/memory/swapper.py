@@ -21,6 +21,9 @@ from lorikeet.memory.tree import Kind
 
 _READS_UNDER_WAY = 2
 """Reads into the host tier that nobody waits for, at a time."""
+_LOADS_UNDER_WAY = 8
+"""The same of those to the device: enough for readers until the next tick. More would take blocks long before their
+bytes come, and what is wanted may have changed by then."""
 _SHARE_UNASKED = 0.5
 """What nobody waits for leaves the rest of the host tier to KV, where KV goes there."""
 _EVICTIONS_A_TICK = 64
@@ -167,8 +170,15 @@ class Swapper:
         tree = self._tree
         batch: list[int] = []
         refused: dict[float, int] = {}  # by what may be evicted, the least room that could not be made so
+        loads = sum(
+            flight.transfer.source is Tier.SOURCE and flight.transfer.target is Tier.DEVICE and not flight.demand
+            for flight in self._tiers.flights.values()
+        )
         for node in islice(self._prefetch.targets(now), _PREFETCHES_A_TICK):
             if not is_prefetchable(tree, node) or self._retry_s.get(node, now) > now:
+                continue
+            is_read = tree.kind[node] == Kind.ADAPTER and not tree.on_host[node]
+            if is_read and loads >= _LOADS_UNDER_WAY:
                 continue
             size = int(tree.size[node])
             short = size + len(batch) + leave_free - self._tiers.device.free
@@ -184,6 +194,7 @@ class Swapper:
             batch = []
             if self._room.make(0, size, now, below):
                 self._note(self.load(node, now, demand=False), now)
+                loads += is_read
             else:
                 refused[below] = size
         self._fetch(batch, now)
