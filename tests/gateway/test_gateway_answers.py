@@ -236,13 +236,14 @@ def test_most_can(question: Question) -> None:
     assert obstacle(question) is None
 
 
-def test_an_answer_that_is_passed_on_comes_in_whole_lines_as_it_is() -> None:
+@pytest.mark.parametrize("space", [b" ", b""])
+def test_an_answer_that_is_passed_on_comes_in_whole_lines_as_it_is(space: bytes) -> None:
     answer = PassedOn(completion(n=2), "n")
     assert answer.next_body() == completion(n=2).content
     assert (answer.feed(b"data: {"), answer.stuck) == (b"", None)
-    assert answer.feed(b"}\r\n\r\ndata: [DO") == b"data: {}\r\n\r\n"
+    assert answer.feed(b"}\r\n\r\ndata:" + space + b"[DO") == b"data: {}\r\n\r\n"
     assert (answer.stuck, answer.is_done) == ("n", False)
-    assert answer.feed(b"NE]\r\n\r\n") == b"data: [DONE]\r\n\r\n"
+    assert answer.feed(b"NE]\r\n\r\n") == b"data:" + space + b"[DONE]\r\n\r\n"
     assert answer.is_done
 
 

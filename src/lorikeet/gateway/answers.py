@@ -67,7 +67,7 @@ class PassedOn:
         lines, end, self._rest = (self._rest + piece).rpartition(b"\n")
         if lines:
             self.stuck = self._why
-            self.is_done = self.is_done or lines.rstrip().endswith(b"data: [DONE]")
+            self.is_done = self.is_done or lines.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
         return lines + end
 
     def closing(self) -> bytes:
