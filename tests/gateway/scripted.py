@@ -50,6 +50,7 @@ class ScriptedBackend:
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
         key: without which it does not tell its models; None for none.
+        allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
         hung_up: clients that left before the end.
     """
@@ -70,12 +71,14 @@ class ScriptedBackend:
         self.stream_error: dict[str, Any] | None = None
         self.counts = True
         self.pauses_at: int | None = None
-        self.paused = self.waiting = 0
+        self.paused = 0
+        self.waiting: float | str = 0.0
         self.go_on = asyncio.Event()
         self.bad_paths: set[str] = set()
         self.lists = True
         self.health = 200
         self.key: str | None = None
+        self.allows: str | None = None
         self.streaming = self.hung_up = 0
         self.port = 0
         self._server: QuickServer | None = None
@@ -128,7 +131,7 @@ class ScriptedBackend:
     async def _metrics(self) -> Response:
         lines = ["# HELP vllm:num_requests_running", f'vllm:num_requests_running{{engine="0"}} {self.streaming}.0']
         lines += [
-            'vllm:num_requests_waiting{engine="0"} ' + f"{self.waiting}.0",
+            f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}',
             'vllm:num_requests_waiting_by_reason{reason="x"} 50.0',
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
@@ -190,7 +193,8 @@ class ScriptedBackend:
         said = words(body["model"], text, body["max_tokens"])
         content = {"message": {"role": "assistant", "content": said}} if is_chat else {"text": said}
         usage = {"prompt_tokens": len(text), "completion_tokens": body["max_tokens"]}
-        return JSONResponse({"id": "whole", "choices": [{"index": 0, **content}], "usage": usage})
+        headers = None if self.allows is None else {"Access-Control-Allow-Origin": self.allows}
+        return JSONResponse({"id": "whole", "choices": [{"index": 0, **content}], "usage": usage}, headers=headers)
 
     async def _stream(self, http: Request, body: dict[str, Any], text: str, is_chat: bool) -> AsyncIterator[bytes]:
         head = {"id": f"{self.name}-{len(self.bodies)}", "created": len(self.bodies), "model": body["model"]}

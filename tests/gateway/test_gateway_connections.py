@@ -4,10 +4,11 @@ import asyncio
 import gzip
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from errno import ECONNREFUSED, EHOSTUNREACH, EMFILE, ETIMEDOUT
 
 import pytest
 
-from lorikeet.gateway.connections import Broken, Connections, Unreachable
+from lorikeet.gateway.connections import Broken, Connections, NoSocket, NotConnected, ServerLost, Unreachable
 
 Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool]]
 """What a server does with one request; False if it hangs up afterwards."""
@@ -186,6 +187,57 @@ async def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_by_anothe
         for _ in range(2):
             assert await (await connections.send("POST", "/", [], b"one")).read() == b"ok"
         assert (server.accepted, len(server.requests)) == (2, 3)
+
+
+async def test_a_request_is_sent_again_once_and_only_where_a_kept_connection_ended_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_well, together = [True], asyncio.Barrier(3)
+
+    async def script(request: bytes, writer: asyncio.StreamWriter) -> bool:
+        if is_well[0]:
+            await together.wait()  # so that each has a connection of its own
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        return is_well[0]
+
+    async with talking(script) as (server, connections):
+
+        async def ask() -> None:
+            await (await connections.send("POST", "/", [], b"one")).read()
+
+        for limit_s, more in ((60.0, 2), (0.0, 1)):
+            monkeypatch.setattr("lorikeet.gateway.connections._AT_ONCE_S", limit_s)
+            is_well[0] = True
+            await asyncio.gather(*(ask() for _ in range(3)))
+            asked, is_well[0] = len(server.requests), False
+            with pytest.raises(Broken):
+                await ask()
+            assert len(server.requests) == asked + more
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError(ECONNREFUSED, "refused"), Unreachable),
+        (OSError(EHOSTUNREACH, "no route"), Unreachable),
+        (OSError(EMFILE, "too many open files"), NoSocket),
+        (OSError(ETIMEDOUT, "no answer"), NotConnected),
+        (OSError("Multiple exceptions: of different kinds"), NotConnected),
+        (TimeoutError(), NotConnected),
+    ],
+)
+async def test_only_where_nobody_listens_a_server_is_gone(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[Exception]
+) -> None:
+    async def fails(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", fails)
+    connections = Connections("http://127.0.0.1:9")
+    with pytest.raises(ServerLost) as caught:
+        await connections.send("GET", "/", [])
+    assert type(caught.value) is kind
+    await connections.close()
 
 
 async def test_nobody_there_is_told_apart() -> None:

@@ -108,17 +108,21 @@ class _Routes:
         name, catalog = asked.lora_name, self._parts.catalog
         if not name or not asked.lora_path:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
-        if name in catalog.adapters and not asked.load_inplace:
-            said = f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to True."
-            raise ApiError(400, said, type="InvalidUserInput")
+        self._check_is_new(asked)
         try:
             check_name(name, {card["id"] for card in catalog.base_cards()})
             adapter = await asyncio.to_thread(know_adapter, name, asked.lora_path, asked.rank)
         except AdapterError as error:
             raise bad_request(str(error)) from error
+        self._check_is_new(asked)  # another call may have been faster
         await catalog.add(adapter)
         log.info("adapter known", adapter=name, source=adapter.source, rank=adapter.rank)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _check_is_new(self, asked: _Load) -> None:
+        if asked.lora_name in self._parts.catalog.adapters and not asked.load_inplace:
+            said = f"The lora adapter '{asked.lora_name}' has already been loaded. "
+            raise ApiError(400, said + "To replace it, set 'load_inplace' to True.", type="InvalidUserInput")
 
     async def unload(self, http: Request) -> Response:
         """Let clients ask for an adapter no longer."""

@@ -39,7 +39,7 @@ class Health(NamedTuple):
 
     Attributes:
         is_open: it takes new requests; else it finishes those that it has.
-        requests: running and waiting ones, None if it does not tell.
+        requests: running and waiting ones, None if it does not tell, or no number.
     """
 
     is_open: bool
@@ -123,7 +123,10 @@ class Backend:
         status, text = await self._ask("GET", "/metrics")
         found = _REQUESTS.findall(text.decode(errors="replace")) if status == 200 else []
         self._has_metrics = bool(found)
-        return round(sum(map(float, found))) if found else None
+        try:
+            return round(sum(map(float, found))) if found else None
+        except (ValueError, OverflowError):
+            return None  # not a number, or infinite
 
     async def list_models(self) -> None:
         """Find out which models it has. Adapters that it lists no longer are forgotten: it was started again.

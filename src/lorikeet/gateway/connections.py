@@ -3,6 +3,8 @@
 Why aiohttp's client: docs/decisions/the-gateway-speaks-http.md.
 """
 
+import asyncio
+from errno import EADDRNOTAVAIL, ECONNREFUSED, EHOSTUNREACH, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -18,6 +20,11 @@ _MOST_BUFFERED_BYTES = 2**18
 _OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Which aiohttp would add, to what is to be passed on as it came."""
 
+_AT_ONCE_S = 1.0
+"""A kept connection that broke so soon after a request was sent had most likely ended before."""
+_NOBODY_THERE = (ECONNREFUSED, EHOSTUNREACH)
+_OWN_WANT = (EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL)
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -27,6 +34,14 @@ class ServerLost(Exception):
 
 class Unreachable(ServerLost):
     """Nobody listens there."""
+
+
+class NotConnected(ServerLost):
+    """No connection could be made, though somebody may be there: its name is not known, say, or it took too long."""
+
+
+class NoSocket(NotConnected):
+    """No connection could be made for want of something on this machine, which tells nothing of the server."""
 
 
 class Broken(ServerLost):
@@ -96,28 +111,33 @@ class Connections:
     async def send(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
         """Send a request; return the answer as soon as its head has come.
 
-        A kept connection that ends before an answer is replaced by another: as a rule it was closed while it was idle.
+        Where a kept connection ends at once, before an answer, the request is sent once more: as a rule the server has
+        closed it while it was idle, and has not seen the request. One that ends later may have ended by the request.
 
         Raises:
             Unreachable: nobody listens.
+            NotConnected: no connection could be made for another reason.
             Broken: the connection ended before an answer.
         """
         url = URL(self._url + path, encoded=True)
         given = CIMultiDict((name.decode(), value.decode(errors="replace")) for name, value in headers)
+        may_resend = True
         while True:
-            attempt = SimpleNamespace(was_kept=False)
+            attempt = SimpleNamespace(kept_until_s=None)
             try:
                 return Reply(
                     await self._session.request(
                         method, url, headers=given, data=content, allow_redirects=False, trace_request_ctx=attempt
                     )
                 )
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                raise Unreachable(_why(error)) from error
+            except aiohttp.ClientConnectorError as error:
+                raise _not_connected(error) from error
+            except aiohttp.ConnectionTimeoutError as error:
+                raise NotConnected(_why(error)) from error
             except aiohttp.ClientError as error:
-                was_closed = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
-                if not (attempt.was_kept and was_closed):
+                if not (may_resend and _had_ended(attempt, error)):
                     raise Broken(_why(error)) from error
+                may_resend = False
 
     async def close(self) -> None:
         """Close all of them."""
@@ -143,7 +163,21 @@ class Connections:
 
 
 async def _note_kept(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-    context.trace_request_ctx.was_kept = True
+    context.trace_request_ctx.kept_until_s = asyncio.get_running_loop().time()
+
+
+def _had_ended(attempt: SimpleNamespace, error: aiohttp.ClientError) -> bool:
+    """Whether a connection broke that was kept, and at once."""
+    if attempt.kept_until_s is None or not isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
+        return False
+    return bool(asyncio.get_running_loop().time() - attempt.kept_until_s < _AT_ONCE_S)
+
+
+def _not_connected(error: aiohttp.ClientConnectorError) -> ServerLost:
+    number, why = error.os_error.errno, _why(error)
+    if number in _NOBODY_THERE:
+        return Unreachable(why)
+    return NoSocket(why) if number in _OWN_WANT else NotConnected(why)
 
 
 def _why(error: Exception) -> str:

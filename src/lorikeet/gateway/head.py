@@ -22,7 +22,7 @@ from lorikeet.core.messages import StepOutputs, TokenOutput
 from lorikeet.core.plan import Token
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend, Refused
-from lorikeet.gateway.connections import ServerLost
+from lorikeet.gateway.connections import NotConnected, ServerLost
 from lorikeet.gateway.questions import asked
 from lorikeet.gateway.refusals import AroundRefusals
 from lorikeet.gateway.rides import Ride
@@ -57,7 +57,7 @@ class Head:
         self._dropped: set[AdapterDigest] = set()
         """Of the versions those that are forgotten as soon as nobody has them."""
         self._rides: dict[RequestId, Ride] = {}
-        self._router = dispatcher.router = AroundRefusals(dispatcher.router)
+        self._router = dispatcher.router = AroundRefusals(dispatcher.router, lambda each: self._rides[each].failed_at)
         self._tasks = Tasks()
         self._copying: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
         self._gauge = 0
@@ -110,11 +110,19 @@ class Head:
             async with asyncio.timeout(WAIT_S):
                 ride.backend = await ride.placed
         except BaseException as error:
+            why = self._why_waiting(ride)
             self.release(ride)
             if isinstance(error, TimeoutError):
-                raise ApiError(503, f"No backend has been there for {WAIT_S:g} s{self.troubles()}.") from None
+                raise ApiError(503, f"{why} for {WAIT_S:g} s{self.troubles()}.") from None
             raise
         return ride.backend
+
+    def _why_waiting(self, ride: Ride) -> str:
+        if not self.dispatcher.fleet.open_index:
+            return "No backend has been there"
+        if self.dispatcher.fleet.where(ride.request_id) is None:
+            return "No backend has had room for this request"
+        return "This request has waited for a backend to load its adapter"
 
     def started(self, ride: Ride) -> None:
         """A request's backend has given its first token."""
@@ -123,9 +131,9 @@ class Head:
             self._tell(ride, 1, Admitted(ride.request_id, time.monotonic(), 0))
 
     def finished(self, ride: Ride, output_tokens: int) -> None:
-        """A request has its whole answer, of so many tokens."""
+        """A request has its whole answer, of so many tokens over all backends."""
         end = Finished(ride.request_id, time.monotonic(), FinishReason.STOP)
-        self._tell(ride, max(0, output_tokens - ride.is_started), end)
+        self._tell(ride, max(0, output_tokens - ride.output_tokens - ride.is_started), end)
         self._forget(ride)
 
     def release(self, ride: Ride) -> None:
@@ -144,7 +152,7 @@ class Head:
 
     def _may_be_had(self, adapter: KnownAdapter) -> bool:
         """Whether an open backend may load an adapter."""
-        return len(self._router.willing(adapter.digest, self.dispatcher.fleet, time.monotonic())) > 0
+        return self._router.may_be_had(adapter.digest, self.dispatcher.fleet, time.monotonic())
 
     def _forget(self, ride: Ride) -> None:
         ride.is_known = False
@@ -292,9 +300,10 @@ class Head:
             return False  # a placement counts on it nevertheless; who waits goes elsewhere
         try:
             await backend.load(adapter)
-        except Refused as error:
+        except (Refused, NotConnected) as error:
             log.warning("adapter not loaded", backend=backend.url, reason=str(error))
-            self._router.refused(adapter.digest, replica, error, time.monotonic())
+            refusal = error if isinstance(error, Refused) else Refused(503, f"{backend.url}: {error}")
+            self._router.refused(adapter.digest, replica, refusal, time.monotonic())
             return False
         except ServerLost as error:
             self.down(backend, f"while it loaded an adapter: {error}")

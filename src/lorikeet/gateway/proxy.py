@@ -16,7 +16,7 @@ from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.answers import DONE, Answer, BackendFailed, Counts, PassedOn
 from lorikeet.gateway.backends import Backend, Refused
 from lorikeet.gateway.catalog import Catalog
-from lorikeet.gateway.connections import Headers, Reply, ServerLost, Unreachable
+from lorikeet.gateway.connections import Broken, Headers, Reply, ServerLost, Unreachable
 from lorikeet.gateway.head import Head
 from lorikeet.gateway.metrics import GatewayMetrics
 from lorikeet.gateway.obstacles import obstacle
@@ -28,6 +28,8 @@ from lorikeet.server.errors import ApiError
 
 MOST_FAILURES = 3
 """A request is given up after so many failures in a row that are not the end of a backend."""
+MOST_LOSSES = 3
+"""A request is given up when its backend has been lost so many times: it may be what ends them."""
 _PAUSE_S = 0.1
 """Before a request is tried for the third time; longer before the next."""
 _FINAL = (501, 504)
@@ -45,6 +47,7 @@ _OF_THE_CONNECTION = frozenset(
 _NOT_ANSWERED = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
+"""Of an answer; nor those by which a backend says what web pages may do."""
 
 
 class Cut(Exception):
@@ -103,8 +106,8 @@ class Passage:
         self._stream = Answer(ride.question) if why_not is None else PassedOn(ride.question, why_not)
         self._request_id: str = http.state.request_id
         self._headers: Headers = [each for each in http.headers.raw if each[0] not in _OF_THE_CONNECTION]
-        self._attempts = self._failures = 0
-        self._has_sent = self._is_closed = False
+        self._attempts = self._failures = self._losses = 0
+        self._is_there = self._has_sent = self._is_closed = False
         self._reply: Reply | None = None
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ class Passage:
             self.outcome = "failed"
         self.close()  # before a client that reads slowly has read it
         answer = Response(await reply.read(), reply.status)  # which has been read
-        answer.raw_headers += [each for each in reply.headers if each[0] not in _NOT_ANSWERED]
+        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
         return answer
 
     # --- one backend after the other -----------------------------------------------------------------
@@ -150,6 +153,7 @@ class Passage:
         """
         while True:
             backend = await self._head.place(self._ride)
+            self._is_there = False
             try:
                 reply = self._reply = await self._ride.unless_lost(partial(self._ask, backend))
                 if reply.status >= 400:
@@ -171,6 +175,7 @@ class Passage:
             if reply.status != 404 or adapter is None:
                 return reply
             reply.close()
+            self._is_there = False
             backend.forget(adapter)
             await self._load(backend, adapter)
             return await self._send(backend)
@@ -203,6 +208,7 @@ class Passage:
         headers = [*self._headers, (b"x-request-id", request_id.encode())]
         if backend.has_own_key:
             headers = [each for each in headers if each[0] != b"authorization"]
+        self._is_there = True
         return await backend.open("POST", question.path, headers, content)
 
     async def _leave(self, error: Exception) -> None:
@@ -215,10 +221,15 @@ class Passage:
         self._head.release(self._ride)
         if self._reply is not None:
             self._reply.close()
+        if self._is_there and isinstance(error, Lost | Broken):
+            self._losses += 1
+            if self._losses == MOST_LOSSES:
+                raise ApiError(502, f"The backend of this request was lost, {MOST_LOSSES} times: it is given up.")
         if isinstance(error, Unreachable) and backend is not None:
             self._head.down(backend, f"cannot be reached: {error}")
         elif not isinstance(error, Lost):
             if backend is not None:
+                self._ride.failed_at.add(backend.replica)
                 self._parts.watch.suspect(backend)
             self._failures += 1
             if self._failures > MOST_FAILURES:
@@ -321,6 +332,10 @@ class Passage:
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
+
+
+def _is_withheld(header: bytes) -> bool:
+    return header in _NOT_ANSWERED or header.startswith(b"access-control-")
 
 
 def _read_usage(content: bytes) -> Counts | None:

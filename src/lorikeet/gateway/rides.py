@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend
 from lorikeet.gateway.questions import Question
@@ -28,7 +28,8 @@ class Ride:
     Attributes:
         placed: done as soon as a backend has been found and has the adapter.
         backend: where it is, or was last.
-        output_tokens: that it has so far, over all backends.
+        failed_at: backends that have failed it, which are avoided while another is open.
+        output_tokens: that earlier backends have given.
         is_known: the dispatcher counts it.
         is_started: its backend has given a token since it was placed.
     """
@@ -43,6 +44,7 @@ class Ride:
         self.adapter = adapter
         self.prompt_tokens = prompt_tokens
         self.backend: Backend | None = None
+        self.failed_at: set[ReplicaId] = set()
         self.output_tokens = 0
         self.is_known = False
         self.is_started = False

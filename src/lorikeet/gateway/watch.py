@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from lorikeet.cluster.tasks import Tasks
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend, Refused
-from lorikeet.gateway.connections import ServerLost
+from lorikeet.gateway.connections import NoSocket, ServerLost
 from lorikeet.gateway.head import Head
 from lorikeet.server.logs import log
 
@@ -35,7 +35,7 @@ class Watch:
     async def start(self) -> None:
         """Ask everybody once; go on with that beside the requests."""
         backends = self._head.backends.values()
-        await asyncio.gather(*(self._check(backend, wants_models=True) for backend in backends))
+        await asyncio.gather(*(self._look(backend, wants_models=True) for backend in backends))
         for backend in backends:
             self._tasks.run(self._watch(backend))
 
@@ -56,7 +56,14 @@ class Watch:
             except TimeoutError:
                 calls += 1
             suspected.clear()
-            await self._check(backend, wants_models=calls % MODELS_EVERY == 0)
+            await self._look(backend, wants_models=calls % MODELS_EVERY == 0)
+
+    async def _look(self, backend: Backend, *, wants_models: bool) -> None:
+        """Ask a backend once; what nobody foresaw is no reason to ask it never again."""
+        try:
+            await self._check(backend, wants_models=wants_models)
+        except Exception:
+            log.exception("a backend could not be looked after", backend=backend.url)
 
     async def _check(self, backend: Backend, *, wants_models: bool) -> None:
         head = self._head
@@ -64,6 +71,9 @@ class Watch:
             health = await backend.check()
             if wants_models or not backend.is_up or (health.is_open and not backend.is_open):
                 await backend.list_models()
+        except NoSocket as error:
+            log.warning("backend cannot be asked", backend=backend.url, reason=str(error))
+            return
         except (ServerLost, TimeoutError, Refused) as error:
             why = str(error) or type(error).__name__
             if not backend.is_up and why != backend.trouble:
