@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import resource
 import signal
 import sys
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from lorikeet.cli import app
 from lorikeet.gateway.questions import COMPLETIONS
-from lorikeet.gateway.run import RouteOptions
+from lorikeet.gateway.run import RouteOptions, allow_sockets
 from tests.gateway.scripted import ScriptedBackend, words
 
 COMMAND = "from lorikeet.cli import main; main()"
@@ -38,6 +39,16 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.row, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
     assert (options.api_keys, options.admin_keys, options.backend_key) == (("k",), ("a",), "b")
     assert options.allowed_origins == ("http://one", "http://two", "http://three")
+
+
+def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
+        allow_sockets()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """``lorikeet route``: from options to a gateway that answers, and to its orderly end."""
 
 import asyncio
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from types import FrameType
 
@@ -82,12 +83,20 @@ def route(options: RouteOptions) -> None:
     """
     try:
         configure_logs(options.log_level, as_json=options.log_json)
+        allow_sockets()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_route(options))
     except (ConfigError, OSError, ProfileError, ValueError) as error:
         fail(str(error))
     except (asyncio.CancelledError, KeyboardInterrupt):
         fail("stopped before it was ready")
+
+
+def allow_sockets() -> None:
+    """Have as many open files as this process may: a request takes two sockets, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # more than the system really allows: then the limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _route(options: RouteOptions) -> None:
