@@ -4,8 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
 
-from lorikeet.server.logs import configure_logs, log
+from lorikeet.server.logs import RequestIds, configure_logs, log
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +35,27 @@ def test_tracebacks_show_no_local_variables(capsys: pytest.CaptureFixture[str], 
     assert "RuntimeError" in shown
     assert "broken" in shown
     assert "sk-secret" not in shown
+
+
+async def test_a_client_that_hangs_up_while_it_sends_its_request_is_no_failure() -> None:
+    async def route(http: Request) -> Response:
+        await http.body()
+        return Response()
+
+    app = Starlette()
+    app.add_route("/", route, methods=["POST"])
+    app.add_middleware(RequestIds)
+    messages: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    with structlog.testing.capture_logs() as logged:
+        await app(scope, receive, send)
+    assert [(entry["event"], entry["status"]) for entry in logged] == [("request", 499)]
+    assert sent == []

@@ -9,12 +9,14 @@ from typing import Any
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.server.errors import unexpected_failure
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.server")
 
+_CLIENT_CLOSED_REQUEST = 499
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
@@ -54,7 +56,8 @@ def configure_logs(level: str, *, as_json: bool) -> None:
 class RequestIds:
     """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends.
 
-    What nobody expected to fail becomes a 500 here, so that it too has the id in its answer and its log lines.
+    What nobody expected to fail becomes a 500 here, so that it too has the id in its answer and its log lines. A client
+    that hangs up while it sends its request is no such failure: it is logged as 499.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -80,6 +83,8 @@ class RequestIds:
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                status = status or _CLIENT_CLOSED_REQUEST
             except Exception as error:
                 log.error("unexpected error", path=scope["path"], exc_info=error)
                 if status:
