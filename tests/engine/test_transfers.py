@@ -480,7 +480,7 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
         bench.signal_loader(signal.SIGSTOP)
         stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
         assert bench.wait(stuck).error == "the loader process was ended by SIGKILL"
-    assert "the loader process has said nothing for 2 s" in caplog.text
+    assert "the loader process has said nothing that it owes for 2 s" in caplog.text
     assert bench.wait(waiting).error is None
     assert_holds(bench, adapters["large"])
 

@@ -1,6 +1,7 @@
 """Helper processes of a rank: how they are started, set up, replaced when they end unasked, and ended."""
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,8 +29,8 @@ REST_S = 10.0
 """After that none is started for so long, lest starts keep the cores busy."""
 
 START_S, SILENCE_S = 300.0, 60.0
-"""A process that is not up after the one, or that owes something and has said nothing for the other, is ended: it may
-wait for a disk or a file system that does not answer, and others' work waits for it.
+"""A process that is not up after the one, or that has owed something for the other, whatever else it says, is ended: it
+may wait for a disk or a file system that does not answer, and others' work waits for it.
 """
 
 SEND_S = 5.0
@@ -46,14 +47,14 @@ class HelperProcess:
 
     Attributes:
         module, process: as given.
-        is_up: set once it can work.
+        up_s: since when it can work, by the monotonic clock; ``inf`` until then.
         is_gone: set once it has ended, and writes to no memory any more.
     """
 
     def __init__(self, module: str, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
         self.module = module
         self.process = process
-        self.is_up = threading.Event()
+        self.up_s = math.inf
         self.is_gone = threading.Event()
         self._connection = connection
         self._sending = threading.Lock()
@@ -61,7 +62,7 @@ class HelperProcess:
     @property
     def can_work(self) -> bool:
         """Whether it is up and has not ended."""
-        return self.is_up.is_set() and not self.is_gone.is_set()
+        return self.up_s < math.inf and not self.is_gone.is_set()
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send a message and file descriptors.
@@ -234,7 +235,7 @@ class Helper:
     def _listen(self, process: HelperProcess) -> None:
         if self._next(process) is not None:
             with self._changed:
-                process.is_up.set()
+                process.up_s = time.monotonic()
                 self._changed.notify_all()
         while (content := self._next(process)) is not None:
             self._heard(content)
@@ -242,10 +243,13 @@ class Helper:
 
     def _next(self, process: HelperProcess) -> bytes | None:
         """Return what a process says next; None if it has ended, or is to be ended."""
-        patience_s = SILENCE_S if process.is_up.is_set() else START_S
-        while process.is_silent(patience_s):
-            if not process.is_up.is_set() or self._owes(process, time.monotonic() - patience_s):
-                _LOG.error("%s has said nothing for %g s", self._name, patience_s)
+        is_up = process.up_s < math.inf
+        patience_s = SILENCE_S if is_up else START_S
+        while process.is_silent(0.0):  # all that it has said has been heard, be that of what it owes or of other things
+            since_s = time.monotonic() - patience_s
+            owes = process.up_s <= since_s and self._owes(process, since_s)
+            if owes or (process.is_silent(patience_s) and not is_up):
+                _LOG.error("%s has said nothing that it owes for %g s", self._name, patience_s)
                 return None
         return process.receive()
 
