@@ -21,6 +21,8 @@ from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier
 from lorikeet.engine import tensor_parallel
 from lorikeet.engine.executor import ExecutorError
+from lorikeet.engine.rank_process import Failed
+from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.engine.transfer_counts import Work
 from lorikeet.models.checkpoint import ModelConfigError
@@ -212,6 +214,17 @@ def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monke
     with pytest.raises(ExecutorError, match=r"rank 1 did not start: .*layers\.3\..* missing"):
         build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
     assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_has_gone_before_arenas_are_allocated_says_why() -> None:
+    ranks = RankProcesses.__new__(RankProcesses)
+    ours, theirs = multiprocessing.Pipe()
+    ranks._connections = [ours]
+    theirs.send_bytes(msgspec.msgpack.encode(Failed("no memory is left")))
+    theirs.close()
+    with pytest.raises(ExecutorError, match="rank 1 did not start: no memory is left"):
+        ranks.allocate(100, 0)
+    ours.close()
 
 
 def test_heads_that_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:

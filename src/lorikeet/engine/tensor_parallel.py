@@ -115,7 +115,8 @@ class RankProcesses:
         Raises:
             ExecutorError: one could not.
         """
-        self._send(ArenaSizes(device_blocks, host_blocks))
+        with suppress(OSError):  # one that has ended has said why
+            self._send(ArenaSizes(device_blocks, host_blocks))
         self.wait_until_ready()
 
     def host_arenas(self, block_bytes: int) -> list[HostArena]:
