@@ -149,11 +149,9 @@ class MemoryCounters:
         if self._dependent:  # then only the adapter can be missing
             valid = there[tree.top[unpinned]]
         else:
-            valid_everywhere = there.copy()
-            by_depth = np.flatnonzero(is_kv)
-            by_depth = by_depth[np.argsort(tree.depth[by_depth], kind="stable")]
-            depths = tree.depth[by_depth]
-            for level in np.split(by_depth, np.flatnonzero(np.diff(depths)) + 1):
-                valid_everywhere[level] &= valid_everywhere[tree.parent[level]]
+            valid_everywhere, above = there.copy(), np.where(is_kv, tree.parent[:end], np.arange(end))
+            for _ in range(int(tree.depth[:end].max()).bit_length()):  # each time so are twice as many nodes above
+                valid_everywhere &= valid_everywhere[above]
+                above = above[above]
             valid = valid_everywhere[unpinned]
         return len(unpinned) - int(np.count_nonzero(valid)), len(unpinned)
