@@ -190,6 +190,17 @@ def test_knowing_an_adapter_twice_changes_nothing() -> None:
     assert tokens_per_s(estimator)[0] == 10
 
 
+def test_what_came_in_a_period_that_was_broken_off_is_forgotten() -> None:
+    before, after = estimator_of(), estimator_of()
+    before.arrived(A, 10)
+    before.close(1.0)
+    before.arrived(A, 1000)
+    after.resume(before.state(), 100.0)
+    after.arrived(A, 20)
+    after.close(101.0)
+    assert tokens_per_s(after)[0] == 15.0
+
+
 def test_a_period_takes_time() -> None:
     with pytest.raises(ValueError, match="period"):
         estimator_of(now=5.0).close(5.0)

@@ -457,6 +457,7 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     table = await placement.know(KNOWN)
     assert table.shares.keys() == {each.adapter for each in KNOWN}
     assert await placement.load() is None
+    await placement.period(Seen())
     await placement.period(Seen(((KNOWN[0].adapter, 100),)))
     load = await placement.load()
     assert load is not None
@@ -469,6 +470,14 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     assert await placement.state() == state, "a period of a moment is not counted"
     await placement.period(Seen())
     assert len((await placement.state()).demand.adapters[KNOWN[0].adapter].history) == 2
+
+    state = await placement.state()
+    await restarted(placement)
+    await placement.know(KNOWN)  # finds the new one before a period has ended
+    await placement.period(Seen(((KNOWN[0].adapter, 1_000_000),)))
+    assert await placement.state() == state, "nor then"
+    await placement.period(Seen(((KNOWN[0].adapter, 100),)))
+    assert len((await placement.state()).demand.adapters[KNOWN[0].adapter].history) == 3
 
     dropped = await placement.drop(KNOWN[0].adapter)
     assert dropped.epoch == table.epoch + 1

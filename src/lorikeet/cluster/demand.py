@@ -248,7 +248,7 @@ class DemandEstimator:
         return msgspec.convert(msgspec.to_builtins(state), DemandState)
 
     def resume(self, state: DemandState, now: float) -> None:
-        """Go on from what an earlier estimator remembered; what came in between was seen by nobody.
+        """Go on from what an earlier estimator remembered, with a new period; what came in the last one is forgotten.
 
         Args:
             state: of the earlier one.
@@ -256,6 +256,8 @@ class DemandEstimator:
         """
         self._started_s = now
         self._adapters = dict(state.adapters)
+        for known in self._adapters.values():
+            known.requests = known.prompt_tokens = 0
         self._outputs, self._output_tokens = state.outputs, state.output_tokens
         self._has_begun = any(any(known.history) for known in self._adapters.values())
 

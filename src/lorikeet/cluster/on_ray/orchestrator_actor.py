@@ -104,8 +104,8 @@ class RayPlacement:
 
     Ray restarts the actor when it dies; it goes on from the registry. Whatever it missed, it is told by this head,
     which remembers adapters, replicas and the last table: so it makes no difference to the head whether the registry
-    had all of it, or was gone. What was asked for in the period of a restart is not counted. Calls are made one after
-    the other.
+    had all of it, or was gone. What was asked for in the period of a restart is not counted, whichever call finds the
+    new incarnation. Calls are made one after the other.
 
     The actor runs on this head's machine: it is no use without the head, and a SQLite registry is a file here.
 
@@ -134,6 +134,7 @@ class RayPlacement:
         self._patience_s = patience_s
         self._lock = asyncio.Lock()
         self._told = ""  # incarnation that knows all that this head does
+        self._is_new = False  # it has been told that since the last period
         self._known: dict[AdapterDigest, Known] | None = None  # nobody has said yet
         self._replicas: tuple[ReplicaId, ...] | None = None
         self._table: RoutingTable | None = None
@@ -163,7 +164,11 @@ class RayPlacement:
     async def period(self, seen: Seen) -> RoutingTable:
         """See ``PlacementService``."""
         async with self._lock:
-            return await self._call("period", seen)
+            if self._is_new and seen.arrivals:
+                self._told = ""  # its period is younger than what was seen, and begins anew
+            table = await self._call("period", seen)
+            self._is_new = False
+            return table
 
     async def load(self) -> float | None:
         """See ``PlacementService``."""
@@ -190,7 +195,7 @@ class RayPlacement:
         if placed.incarnation != self._told:
             adapters = None if self._known is None else tuple(self._known.values())
             placed = await self._ask("begin", adapters, self._replicas, self._table)
-            self._told = placed.incarnation
+            self._told, self._is_new = placed.incarnation, True
         self._table = placed.table
         return self._table
 
