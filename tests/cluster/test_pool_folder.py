@@ -1,6 +1,7 @@
 """One replica's folder of adapters: whole or not there, checked on arrival, found again after a restart."""
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -147,3 +148,28 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PoolFolderError, match="cannot be written"):
         PoolFolder(tmp_path / "file" / "r0")
+
+
+def test_a_root_that_was_deleted_is_made_again_unless_it_was_discarded(
+    root: Path, adapter: AdapterRef, files: Files
+) -> None:
+    folder = PoolFolder(root)
+    folder.store(adapter.digest, files)
+    shutil.rmtree(root)
+    assert folder.held() == {}
+    with pytest.raises(PoolFolderError, match="in use by another process"):
+        PoolFolder(root)
+    place = folder.store(adapter.digest, files)
+    assert folder.held() == {adapter.digest: str(place)}
+    folder.discard()
+    with pytest.raises(PoolFolderError, match="cannot be read"):
+        folder.held()
+    assert not root.exists()
+
+
+def test_a_root_that_cannot_be_read_is_an_error(root: Path) -> None:
+    folder = PoolFolder(root)
+    shutil.rmtree(root)
+    root.write_text("")
+    with pytest.raises(PoolFolderError, match="cannot be read"):
+        folder.held()

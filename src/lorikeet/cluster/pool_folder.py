@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import numpy as np
@@ -64,18 +65,24 @@ class PoolFolder:
         self._root = root
         self._incoming = root / _INCOMING
         self._publishing = threading.Lock()
+        self._is_discarded = False
+        self._lock = self._make()
+
+    def _make(self) -> TextIO:
+        """Make the folder if it is missing, and return what keeps other processes away."""
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._lock = (root / _LOCK_FILE).open("a")
+            self._root.mkdir(parents=True, exist_ok=True)
+            lock = (self._root / _LOCK_FILE).open("a")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self._lock.close()
-                raise PoolFolderError(f"the pool folder {root} is in use by another process") from None
+                lock.close()
+                raise PoolFolderError(f"the pool folder {self._root} is in use by another process") from None
             shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier owner did not finish
             self._incoming.mkdir()
         except OSError as error:
-            raise PoolFolderError(f"the pool folder {root} cannot be written: {error}") from error
+            raise PoolFolderError(f"the pool folder {self._root} cannot be written: {error}") from error
+        return lock
 
     def close(self) -> None:
         """Let another process own the folder."""
@@ -89,6 +96,7 @@ class PoolFolder:
         """
         try:
             with self._publishing:
+                self._is_discarded = True
                 shutil.rmtree(self._root)
         except OSError as error:
             raise PoolFolderError(f"the pool folder {self._root} cannot be deleted: {error}") from error
@@ -98,8 +106,22 @@ class PoolFolder:
         return self._root / digest
 
     def held(self) -> dict[AdapterDigest, str]:
-        """Return the folders of the versions that are there unharmed; damaged ones are deleted."""
-        found = sorted(AdapterDigest(each.name) for each in os.scandir(self._root) if not each.name.startswith("."))
+        """Return the folders of the versions that are there unharmed; damaged ones are deleted.
+
+        A root that somebody else has deleted is made again.
+
+        Raises:
+            PoolFolderError: it cannot be read or written.
+        """
+        try:
+            with self._publishing:
+                if not (self._root.exists() or self._is_discarded):
+                    self._lock.close()
+                    self._lock = self._make()
+                names = [each.name for each in os.scandir(self._root) if not each.name.startswith(".")]
+        except OSError as error:
+            raise PoolFolderError(f"the pool folder {self._root} cannot be read: {error}") from error
+        found = [AdapterDigest(name) for name in sorted(names)]
         intact = {digest: str(self.folder(digest)) for digest in found if self._problem(digest) is None}
         for digest in found:
             if digest not in intact:

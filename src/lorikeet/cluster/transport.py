@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Return where copies lie at a replica, those of its earlier incarnations included.
 
         Raises:
-            TransportError: the replica is gone.
+            TransportError: the replica is gone, or cannot read them.
         """
         ...
 
