@@ -11,7 +11,7 @@ from lorikeet.memory.policies.histogram_prefetch import GapHistogram, HistogramP
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.tree import BASE, Moving, Tree
-from tests.memory.trees import add_adapter, arrive, leave, view_of
+from tests.memory.trees import add_adapter, arrive, view_of
 
 
 def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -> None:
@@ -101,7 +101,7 @@ def test_an_adapter_is_named_shortly_before_its_next_arrival_is_expected() -> No
 
 def test_it_is_named_by_a_load_and_a_step_earlier() -> None:
     regular = Regular()
-    regular.view.load_s = lambda node: 2.0
+    regular.view.load_s = lambda nodes: np.full(len(nodes), 2.0)
     regular.view.iteration_s = 0.5
     assert regular.named(EARLIEST_S - 2.51) == []
     assert regular.named(EARLIEST_S - 2.49) == [regular.adapter]
@@ -133,7 +133,7 @@ def test_predictions_come_in_the_order_of_their_times() -> None:
     sooner = add_adapter(regular.tree, there=False)
     for number in range(11):
         regular.prefetch.arrived(sooner, 10.0 * number - 0.1 * (number % 2) - 1.0)
-    regular.view.load_s = lambda node: 5.0
+    regular.view.load_s = lambda nodes: np.full(len(nodes), 5.0)
     assert regular.named(108.0) == [sooner, regular.adapter]
 
 
@@ -151,24 +151,26 @@ def test_it_is_protected_no_longer_once_it_was_used() -> None:
     assert regular.score(110.1) <= 1.0
 
 
-def test_accuracy_counts_what_was_used_before_it_left() -> None:
-    regular = Regular()
-    regular.bring(110.0)
-    regular.prefetch.arrived(regular.adapter, 110.0)
-    leave(regular.tree, regular.adapter)
-    regular.bring(120.0)
-    leave(regular.tree, regular.adapter)
-    regular.prefetch.arrived(regular.adapter, 120.0)
-    regular.bring(130.0)
-    assert (regular.prefetch.predicted, regular.prefetch.came_true) == (3, 1)
-
-
-def test_what_the_queue_wanted_is_no_prediction() -> None:
+def test_what_the_queue_wanted_is_not_protected() -> None:
     regular = Regular()
     regular.view.waiting = {regular.adapter: 1}
     regular.bring(110.0)
-    regular.prefetch.arrived(regular.adapter, 111.0)
-    assert (regular.prefetch.predicted, regular.prefetch.came_true) == (0, 0)
+    regular.view.waiting = {}
+    assert regular.score(110.0) <= 1.0
+
+
+def test_only_adapters_that_are_expected_and_away_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step; those whose time is over may be many."""
+    regular = Regular()
+    here = add_adapter(regular.tree)
+    for adapter, until in ((here, 11), (add_adapter(regular.tree, there=False), 10)):
+        for number in range(until - 11, until):
+            regular.prefetch.arrived(adapter, 10.0 * number)
+    looked: list[list[int]] = []
+    regular.view.load_s = lambda nodes: (looked.append(nodes.tolist()), np.zeros(len(nodes)))[1]
+    regular.named(LATEST_S - 0.01)
+    regular.prefetch.due_s(LATEST_S - 0.01)
+    assert looked == [[regular.adapter]] * 2
 
 
 def test_a_forgotten_adapter_is_not_expected_any_more_nor_is_who_takes_its_place() -> None:

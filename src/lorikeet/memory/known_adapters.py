@@ -3,6 +3,8 @@
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
@@ -11,7 +13,7 @@ from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.room import Room
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import Kind, Moving
+from lorikeet.memory.tree import Kind, Moving, Nodes, Scores
 
 
 class AdapterSize(NamedTuple):
@@ -72,10 +74,11 @@ class KnownAdapters:
         self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
         return int(self._tree.size[node])
 
-    def predicted_load_s(self, node: int) -> float:
-        """Return what bringing an adapter to the device should take, by what such transfers took so far."""
-        source = Tier.HOST if self._tree.on_host[node] else Tier.SOURCE
-        return self._tiers.copy_s(source, Tier.DEVICE, int(self._tree.size[node]))
+    def predicted_load_s(self, nodes: Nodes) -> Scores:
+        """Return what bringing each adapter to the device should take, by what such transfers took so far."""
+        host_s, source_s = (self._tiers.copy_s(source, Tier.DEVICE, 1) for source in (Tier.HOST, Tier.SOURCE))
+        seconds: Scores = np.where(self._tree.on_host[nodes], host_s, source_s) * self._tree.size[nodes]
+        return seconds
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
         """Free a version that no request needs, its KV too, on every tier; report what was freed.

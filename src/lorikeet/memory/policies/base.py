@@ -30,7 +30,7 @@ class View:
             up to date where a policy follows the queue.
         resident_adapters: returns the number of adapters on the device or on their way to it, at this moment: it
             changes with every single move.
-        load_s: predicted seconds until an adapter that is loaded now can be used; 0 where nobody knows.
+        load_s: predicted seconds until each of some adapters could be used if it was loaded now; 0 where nobody knows.
         iteration_s: what a step takes at present; 0 where nobody knows.
     """
 
@@ -38,7 +38,7 @@ class View:
     device_blocks: int
     waiting: Mapping[int, int] = field(default_factory=dict)
     resident_adapters: Callable[[], int] = lambda: 0
-    load_s: Callable[[int], float] = lambda node: 0.0
+    load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
 
 

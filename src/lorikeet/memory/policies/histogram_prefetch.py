@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Eviction, View, is_prefetchable, stays
+from lorikeet.memory.policies.base import Eviction, View, by_node
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
+from lorikeet.memory.tree import Moving, Nodes, Scores
 
 _BINS = 240
 _RANGE = 10.0
@@ -82,53 +83,46 @@ class GapHistogram:
 
 
 class HistogramPrefetch(QueuePrefetch):
-    """What the queue wants, and then what is predicted, soonest first, into free memory only.
-
-    Attributes:
-        predicted: adapters brought because of a prediction.
-        came_true: those of them that a request arrived for before they had left again.
-    """
+    """What the queue wants, and then what is predicted, soonest first, into free memory only."""
 
     def __init__(self, view: View, eviction: Eviction) -> None:
         super().__init__(view, eviction)
-        self.predicted = 0
-        self.came_true = 0
         self._gaps: dict[int, GapHistogram] = {}
-        self._expected: dict[int, tuple[float, float]] = {}
+        self._earliest_s = np.zeros(0, np.float64)
+        self._latest_s = np.zeros(0, np.float64)
         self._unused: set[int] = set()
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield the adapters of the queue, then those whose arrival is at hand."""
         yield from super().targets(now)
-        due = [(earliest, adapter) for begin_s, earliest, adapter in self._coming(now) if begin_s <= now + _ROUNDING_S]
-        for _, adapter in sorted(due):
+        coming, begin_s = self._coming(now)
+        due = coming[begin_s <= now + _ROUNDING_S]
+        for adapter in due[np.argsort(self._earliest_s[due], kind="stable")].tolist():
             if adapter not in self.view.waiting:
                 yield adapter
 
     def due_s(self, now: float) -> float:
         """Return when the next arrival will be at hand."""
-        begins_s = (begin_s for begin_s, _, _ in self._coming(now))
-        return min((begin_s for begin_s in begins_s if begin_s > now + _ROUNDING_S), default=float("inf"))
+        _, begin_s = self._coming(now)
+        return float(np.min(begin_s[begin_s > now + _ROUNDING_S], initial=np.inf))
 
-    def _coming(self, now: float) -> Iterator[tuple[float, float, int]]:
-        """Yield when to begin to load each adapter that is expected and not here, when it is expected, and which."""
-        view = self.view
-        for adapter, (earliest, latest) in self._expected.items():
-            if now <= latest and is_prefetchable(view.tree, adapter):
-                yield earliest - view.iteration_s - view.load_s(adapter), earliest, adapter
+    def _coming(self, now: float) -> tuple[Nodes, Scores]:
+        """Return the adapters that are expected and not here, and when to begin to load each."""
+        view, tree = self.view, self.view.tree
+        expected = np.flatnonzero(self._latest_s >= now)
+        away = expected[~tree.on_device[expected] & (tree.moving[expected] == Moving.NO)]
+        return away, self._earliest_s[away] - view.iteration_s - view.load_s(away)
 
     def evicts_below(self, node: int) -> float:
         """Return the same for what the queue wants; for what is predicted nobody leaves."""
         return super().evicts_below(node) if node in self.view.waiting else -np.inf
 
     def arrived(self, adapter: int, now: float) -> None:
-        """Note the gap, and predict the next arrival; see whether the last prediction was of use."""
-        tree = self.view.tree
-        if adapter not in tree.adapters:
+        """Note the gap, and predict the next arrival."""
+        if adapter not in self.view.tree.adapters:
             return
         if adapter in self._unused:
             self._unused.remove(adapter)
-            self.came_true += bool(stays(tree, np.array([adapter]))[0])
             self.eviction.protect(adapter, now)
         gaps = self._gaps.get(adapter)
         if gaps is None:
@@ -136,19 +130,21 @@ class HistogramPrefetch(QueuePrefetch):
             return
         gaps.add(now)
         if gaps.gaps >= _GAPS_NEEDED:
-            earliest = now + gaps.quantile_s(_EARLIEST, upper=False)
-            self._expected[adapter] = earliest, now + gaps.quantile_s(_LATEST, upper=True)
+            self._earliest_s = by_node(self._earliest_s, self.view.tree, 0.0)
+            self._latest_s = by_node(self._latest_s, self.view.tree, -np.inf)
+            self._earliest_s[adapter] = now + gaps.quantile_s(_EARLIEST, upper=False)
+            self._latest_s[adapter] = now + gaps.quantile_s(_LATEST, upper=True)
 
     def fetched(self, node: int, now: float) -> None:
         """Keep what was predicted until the latest time at which it is expected."""
         if node not in self.view.waiting:
-            self.predicted += 1
             self._unused.add(node)
-            self.eviction.protect(node, self._expected[node][1])
+            self.eviction.protect(node, float(self._latest_s[node]))
 
     def forgotten(self, nodes: Sequence[int]) -> None:
         """The adapters are gone."""
         for node in nodes:
             self._gaps.pop(node, None)
-            self._expected.pop(node, None)
             self._unused.discard(node)
+            if node < len(self._latest_s):
+                self._latest_s[node] = -np.inf
