@@ -359,6 +359,22 @@ def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_
     assert len(bench.memory.resident()) == 30
 
 
+@pytest.mark.parametrize(
+    ("name", "follows"), [("elora", False), ("lorikeet:plain", False), ("chameleon:no-scheduler", True)]
+)
+def test_who_wants_what_is_counted_only_where_a_policy_follows_the_queue(
+    name: str, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step; there may be thousands. That some wait is known in any case."""
+    bench, asked = Bench(row=ROWS[name]), []
+    wanted = bench.engine.queue.wanted
+    monkeypatch.setattr(bench.engine.queue, "wanted", lambda: (asked.append(1), wanted())[1])
+    for index in range(3):
+        bench.engine.submit(request(f"r{index}", [1, 2], 0.0, adapter("a", 2)))
+    bench.step()
+    assert (bool(asked), bench.memory._view.queued) == (follows, 3)
+
+
 def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:
     bench = Bench(blocks=40, host_blocks=80, row=ELORA, limits=Limits(8, 64, 64))
     index = 0

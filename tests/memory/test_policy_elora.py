@@ -161,11 +161,11 @@ def test_where_nothing_runs_no_adapter_is_required() -> None:
 
 def test_a_batch_counts_as_1_at_least_while_a_request_waits() -> None:
     tree = Tree()
-    first = add_adapter(tree, there=False)
-    add_adapter(tree, there=False)
+    for _ in range(2):
+        add_adapter(tree, there=False)
     policy = Elora(view_of(tree))
     assert policy.low(1.0) == 0
-    policy.view.waiting = {first: 1}
+    policy.view.queued = 1
     assert policy.low(2.0) == pytest.approx(1.0)
 
 

@@ -329,8 +329,15 @@ class Memory:
                 self.room.discard(node, now)
         self.adapters.free_if_unkept(lease.adapter, self._view.waiting, now)
 
-    def note_waiting(self, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:
-        """Tell the policies which adapters the queued requests want, in the queue's order, if that matters."""
+    def note_waiting(self, queued: int, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:
+        """Tell the policies how many requests are queued and, if that matters, which adapters they want in what order.
+
+        Args:
+            queued: how many.
+            wanted: returns the adapters with how many want each; takes a while.
+            now: the time.
+        """
+        self._view.queued = queued
         if self._rules.keep_adapters and not (self._eviction.follows_queue or self._prefetch.follows_queue):
             return
         nodes = {self.tree.adapter(digest): count for digest, count in wanted().items()}

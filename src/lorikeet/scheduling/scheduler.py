@@ -178,7 +178,7 @@ class Scheduler:
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
         self.selection.choose(self.queue.urgency)
-        self._memory.note_waiting(self.queue.wanted, now)
+        self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
         self._continue_running(draft, now)
         if not draft.preempted:
             self._admit_waiting(draft, now)

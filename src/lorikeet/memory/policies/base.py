@@ -26,8 +26,9 @@ class View:
     Attributes:
         tree: all nodes.
         device_blocks: size of the device arena.
-        waiting: adapters of the requests in the admission queue, in its order, with how many requests want each; kept
-            up to date where a policy follows the queue.
+        queued: requests in the admission queue.
+        waiting: their adapters, in its order, with how many requests want each; kept up to date where a policy follows
+            the queue.
         resident_adapters: returns the number of adapters on the device or on their way to it, at this moment: it
             changes with every single move.
         load_s: predicted seconds until each of some adapters could be used if it was loaded now; 0 where nobody knows.
@@ -36,6 +37,7 @@ class View:
 
     tree: Tree
     device_blocks: int
+    queued: int = 0
     waiting: Mapping[int, int] = field(default_factory=dict)
     resident_adapters: Callable[[], int] = lambda: 0
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))

@@ -114,8 +114,6 @@ class Elora(Eviction):
         without: a factor that is left out.
     """
 
-    follows_queue = True
-
     def __init__(
         self,
         view: View,
@@ -169,7 +167,7 @@ class Elora(Eviction):
 
     def _compute_low(self, now: float) -> float:
         tree, end = self.view.tree, self.view.tree.end
-        busy = self._batch.last > 0 or bool(self.view.waiting)
+        busy = self._batch.last > 0 or self.view.queued > 0
         batch = max(self._batch.mean(now), 1.0 if busy else 0.0)
         visits = tree.visits[:end][tree.kind[:end] == Kind.ADAPTER]
         total = float(np.sum(visits)) + float(tree.visits[BASE])
