@@ -37,6 +37,15 @@ def test_tracebacks_show_no_local_variables(capsys: pytest.CaptureFixture[str], 
     assert "sk-secret" not in shown
 
 
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_terminal_obeys_nobody_who_asks_for_a_path(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    configure_logs("info", as_json=as_json)
+    log.info("request", path="/a\x1b]0;title\x07\x9b1m/é")
+    shown = capsys.readouterr().err
+    assert not {"\x1b", "\x07", "\x9b"} & set(shown.replace("\x1b[0m", ""))
+    assert "title" in shown
+
+
 async def test_a_client_that_hangs_up_while_it_sends_its_request_is_no_failure() -> None:
     async def route(http: Request) -> Response:
         await http.body()

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import structlog
@@ -18,6 +19,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.server")
 
 _CLIENT_CLOSED_REQUEST = 499
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""But for tabs and ends of lines, which are shown as such."""
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
 
@@ -42,6 +45,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _without_control_characters,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([structlog.processors.format_exc_info] if as_json else []),
@@ -51,6 +55,14 @@ def configure_logs(level: str, *, as_json: bool) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def _without_control_characters(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Write control characters as escapes: paths and names are others' words, and a terminal would obey them."""
+    return {
+        key: _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value) if isinstance(value, str) else value
+        for key, value in event.items()
+    }
 
 
 class RequestIds:
