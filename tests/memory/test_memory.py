@@ -256,6 +256,22 @@ def test_visits_and_last_uses_are_noted_on_arrival_along_the_matched_path() -> N
     bench.run()
 
 
+def test_a_request_that_comes_from_another_engine_is_a_visit_and_one_that_gave_way_is_none_again() -> None:
+    source, bench = Bench(), Bench(blocks=14, limits=Limits(8, 64, 64))
+    source.engine.submit(request("moves", words(0, 2), 0.0, adapter("a", 2), max_tokens=24))
+    while len(source.tokens.get(RequestId("moves"), [])) < 3:
+        source.step()
+    moved = source.engine.export_request(RequestId("moves"))
+    bench.tokens[moved.request_id] = source.tokens[moved.request_id]
+    bench.engine.submit(moved)
+    bench.engine.submit(request("new", words(100, 2), 0.0, adapter("a", 2), max_tokens=24))
+    bench.run()
+    assert any(isinstance(event, Preempted) for event in bench.events)
+    node = bench.memory.tree.adapter(AdapterDigest("digest-a"))
+    assert node is not None
+    assert (bench.memory.tree.visits[node], bench.engine.memory_stats().adapter_queries) == (2, 2)
+
+
 def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its_adapter() -> None:
     shares = {}
     for name in ("elora", "vllm-static"):

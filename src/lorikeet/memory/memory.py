@@ -202,8 +202,8 @@ class Memory:
 
         Args:
             ref: its adapter.
-            keys: of the whole blocks of its prompt.
-            tokens: of its prompt.
+            keys: of its whole blocks.
+            tokens: of its prompt, and those that another engine has added.
             now: the time.
         """
         adapter = BASE if ref is None else self.know(ref)

@@ -102,8 +102,8 @@ class Scheduler:
             )
             return
         sequence = self._enqueue(request, now)
-        if not request.output_token_ids:  # others have arrived before
-            self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
+        # Not for those that give way: they are queued again, and have arrived before.
+        self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request; its blocks are free at once. Unknown ids are ignored: it may just have finished."""
