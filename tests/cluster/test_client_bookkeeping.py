@@ -229,6 +229,33 @@ async def test_an_adapter_is_not_gone_while_a_request_needs_it_whose_replica_is(
         assert cluster.client.copies() == set()
 
 
+@pytest.mark.parametrize("is_known_again", [False, True])
+async def test_copies_of_an_adapter_that_was_dropped_while_their_replica_was_away_go_when_it_is_back(
+    tmp_path: Path, adapter: AdapterRef, is_known_again: bool
+) -> None:
+    async with started(tmp_path / "pool") as cluster:
+        cluster.client.know_adapters([adapter])
+        host, copy = cluster.hosts[R0], cluster.pool_dir / R0 / adapter.digest
+        handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
+        await until(lambda: host.engines[0].heard_of(Submit))
+        handle.abort()
+        host.may_start.clear()
+        host.engines[0].kill()
+        await until(lambda: len(cluster.client.fleet) == 1)
+        await cluster.client.drop_adapter(adapter.digest)
+        assert copy.is_dir()
+        if is_known_again:
+            cluster.client.know_adapters([adapter])
+        host.may_start.set()
+        await until(lambda: len(cluster.client.fleet) == 2)
+        if is_known_again:
+            assert cluster.client.copies() == {(adapter.digest, R0)}
+        else:
+            await until(lambda: not copy.exists())
+            assert cluster.client.describe().copies.deletes == 1
+            assert cluster.client.copies() == set()
+
+
 async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import structlog
 
 from lorikeet.cluster.actions import Actions, Provision
 from lorikeet.cluster.carrier import Carrier
-from lorikeet.cluster.dispatcher import Dispatcher
+from lorikeet.cluster.dispatcher import RETIRED_KNOWN, Dispatcher
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.replica import Replica
 from lorikeet.cluster.retiring import Retiring
@@ -51,14 +51,16 @@ class AdapterFiles:
         self._replicas = replicas
         self._do = do
         self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # in the order in which they were
         self._retiring = Retiring()
-        self.carrier = Carrier(transport, self._refs, self)
+        self.carrier = Carrier(transport, self._refs, self._dropped, self)
 
     def know(self, refs: Iterable[AdapterRef]) -> None:
         """Requests may come for these, perhaps again after they were dropped; replicas may have them from before."""
         placed = defaultdict[ReplicaId, list[AdapterRef]](list)
         for ref in refs:
             self._refs[ref.digest] = ref
+            self._dropped.pop(ref.digest, None)
             found = self.carrier.recognise(ref)
             holders = [each for each in found if each in self._replicas and self._replicas[each].is_joined]
             self._dispatcher.know(ref.digest, holders)
@@ -71,6 +73,7 @@ class AdapterFiles:
     def accept(self, ref: AdapterRef) -> None:
         """A request is there for an adapter, perhaps before anybody has made it known, and after its drop has begun."""
         self._refs.setdefault(ref.digest, ref)
+        self._dropped.pop(ref.digest, None)  # a copy that turns up may be what it needs
 
     def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return what will be the bytes freed on all replicas once the dispatcher has retired an adapter."""
@@ -99,9 +102,12 @@ class AdapterFiles:
         return msgspec.structs.replace(request, adapter=adapter)
 
     def end_retired(self) -> None:
-        """Forget adapters that were dropped and are gone by now."""
+        """Forget adapters that were dropped and are gone by now, but for copies that come back with their replicas."""
         for digest in self._retiring.ended(self._dispatcher.uses):
-            self._refs.pop(digest, None)
+            if (ref := self._refs.pop(digest, None)) is not None:
+                self._dropped[digest] = ref
+            if len(self._dropped) > RETIRED_KNOWN:
+                del self._dropped[next(iter(self._dropped))]
 
     def lost(self, replica_id: ReplicaId) -> None:
         """A replica was given up. Its folder stays as it is: a head that is started anew may find it."""

@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from lorikeet.cluster.actions import Provision
+from lorikeet.cluster.placed_copies import PlacedCopies
 from lorikeet.cluster.pool import Fetch
 from lorikeet.cluster.tasks import Tasks
 from lorikeet.cluster.transport import DestinationGone, Transport, TransportError
@@ -40,18 +41,26 @@ class Carrier:
     Args:
         transport: moves bytes.
         refs: adapters with the files that they were registered with; read when a copy begins.
+        dropped: adapters that are wanted no longer; copies of theirs that turn up are deleted.
         receiver: hears what came of copies.
 
     Attributes:
         counts: copies so far.
     """
 
-    def __init__(self, transport: Transport, refs: Mapping[AdapterDigest, AdapterRef], receiver: Receiver) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        refs: Mapping[AdapterDigest, AdapterRef],
+        dropped: Mapping[AdapterDigest, AdapterRef],
+        receiver: Receiver,
+    ) -> None:
         self.counts = CopyCounts()
         self._transport = transport
         self._refs = refs
+        self._dropped = dropped
         self._receiver = receiver
-        self._placed: dict[tuple[AdapterDigest, ReplicaId], AdapterRef] = {}
+        self._placed = PlacedCopies()
         self._unknown: dict[AdapterDigest, dict[ReplicaId, str]] = {}  # folders of adapters that are not in the refs
         self._gone: set[ReplicaId] = set()
         self._locks = WeakValueDictionary[tuple[AdapterDigest, ReplicaId], asyncio.Lock]()
@@ -64,20 +73,21 @@ class Carrier:
         Raises:
             KeyError: it is not there.
         """
-        return self._placed[adapter, replica]
+        return self._placed.get(adapter, replica)
 
     def placed_at(self, replica: ReplicaId) -> list[AdapterRef]:
         """Return all adapters at a replica."""
-        return [ref for (_, where), ref in self._placed.items() if where == replica]
+        return self._placed.at(replica)
 
-    def pairs(self) -> set[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas."""
-        return set(self._placed)
+    def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
+        """Return which adapters are at which replicas; the same set until something changes."""
+        return self._placed.pairs()
 
     async def find(self, replica: ReplicaId) -> list[AdapterDigest]:
         """Look anew at what a replica has that just came (back).
 
-        What lies there and nobody knows is left alone, until somebody does: see :meth:`recognise`.
+        What was dropped is deleted. What nobody has ever known is left alone, until somebody does: see
+        :meth:`recognise`.
 
         Raises:
             TransportError: it cannot be asked, or was taken out.
@@ -88,16 +98,18 @@ class Carrier:
         self._check_is_there(replica)
         for digest, folder in held.items():
             if (ref := self._refs.get(digest)) is not None:
-                self._placed[digest, replica] = msgspec.structs.replace(ref, folder=folder)
+                self._placed.add(msgspec.structs.replace(ref, folder=folder), replica)
+            elif (ref := self._dropped.get(digest)) is not None:
+                self._tasks.run(self._delete_dropped(ref, replica))
             else:
                 self._unknown.setdefault(digest, {})[replica] = folder
-        return [digest for digest, where in self._placed if where == replica]
+        return [ref.digest for ref in self._placed.at(replica)]
 
     def recognise(self, ref: AdapterRef) -> list[ReplicaId]:
         """Take in an adapter that nobody knew; return the replicas that were found to have it."""
         found = self._unknown.pop(ref.digest, {})
         for replica, folder in found.items():
-            self._placed[ref.digest, replica] = msgspec.structs.replace(ref, folder=folder)
+            self._placed.add(msgspec.structs.replace(ref, folder=folder), replica)
         return list(found)
 
     def forget(self, replica: ReplicaId) -> None:
@@ -146,6 +158,8 @@ class Carrier:
         if isinstance(copy, Fetch):
             async with self._lock(copy.adapter, copy.destination):
                 self._check_is_there(copy.destination)
+                if copy.source in self._gone:
+                    raise TransportError(f"{copy.source} was taken out")
                 self._place(await self._transport.copy(ref, copy.source, copy.destination), copy.destination)
             self.counts.fetches += 1
             self.counts.fetched_bytes += ref.weight_bytes
@@ -162,11 +176,10 @@ class Carrier:
 
     def _place(self, ref: AdapterRef, replica: ReplicaId) -> None:
         self._check_is_there(replica)
-        self._placed[ref.digest, replica] = ref
+        self._placed.add(ref, replica)
 
     def _clear(self, replica: ReplicaId) -> None:
-        for key in [key for key in self._placed if key[1] == replica]:
-            del self._placed[key]
+        self._placed.clear(replica)
         for folders in self._unknown.values():
             folders.pop(replica, None)
 
@@ -176,13 +189,21 @@ class Carrier:
 
     async def _delete(self, adapter: AdapterDigest, replica: ReplicaId, drop: Callable[[], Awaitable[object]]) -> None:
         async with self._lock(adapter, replica):
-            ref = self._placed.pop((adapter, replica), None)
+            ref = self._placed.remove(adapter, replica)
             if ref is None:
                 return  # its replica came back without it
             await drop()
-            try:
-                await self._transport.delete(ref, replica)
-            except TransportError as error:
-                log.warning("a copy of an adapter could not be deleted", digest=adapter, reason=str(error))
-            else:
-                self.counts.deletes += 1
+            await self._delete_files(ref, replica)
+
+    async def _delete_dropped(self, ref: AdapterRef, replica: ReplicaId) -> None:
+        async with self._lock(ref.digest, replica):
+            if ref.digest in self._dropped and replica not in self._gone:  # still
+                await self._delete_files(ref, replica)
+
+    async def _delete_files(self, ref: AdapterRef, replica: ReplicaId) -> None:
+        try:
+            await self._transport.delete(ref, replica)
+        except TransportError as error:
+            log.warning("a copy of an adapter could not be deleted", digest=ref.digest, reason=str(error))
+        else:
+            self.counts.deletes += 1

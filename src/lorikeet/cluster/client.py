@@ -193,8 +193,8 @@ class ClusterClient:
         moving = self._moves.under_way
         return {each.request.request_id: each.sent_s for each in there if each.request.request_id not in moving}
 
-    def copies(self) -> set[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas."""
+    def copies(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
+        """Return which adapters are at which replicas; the same set until something changes."""
         return self._files.carrier.pairs()
 
     def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

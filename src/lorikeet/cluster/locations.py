@@ -72,7 +72,7 @@ class Locations:
                 rows_there, copies_there = self._written
                 if rows != rows_there:
                     self._registry.set_replicas(rows)
-                if copies != copies_there:
+                if copies is not copies_there and copies != copies_there:
                     self._registry.change_copies(copies - copies_there, copies_there - copies)
         except RegistryGone as error:
             if not self._is_gone:
