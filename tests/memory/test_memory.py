@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import Tier, Transfer
+from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
@@ -459,6 +459,25 @@ def test_kv_whose_copy_to_the_device_fails_is_computed_again() -> None:
     ask(bench, "again", words(0, 4))
     assert bench.finished()[RequestId("again")].reason is FinishReason.LENGTH
     assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted) and e.request_id == "again"] == [16, 0]
+
+
+def test_kv_that_arrived_leaves_the_device_with_its_sequence_if_earlier_kv_did_not_arrive() -> None:
+    bench = Bench(blocks=20, host_blocks=20)
+    ask(bench, "x", words(0, 4))
+    memory, now = bench.memory, bench.clock.now()
+    memory.room.evict_kv(list(memory.tree.below(BASE))[::-1], now)
+    bench.run()
+    keys = memory.keys_of(None, words(0, 4))
+    leases = [memory.try_admit(None, keys[:blocks], blocks * BLOCK_TOKENS + 1, now) for blocks in (1, 4)]
+    first, rest = memory.take_transfers()[0]
+    assert (len(first.device_blocks), len(rest.device_blocks)) == (1, 3)
+    memory.finish_transfer(TransferDone(rest.transfer_id), now)
+    assert memory.finish_transfer(TransferDone(first.transfer_id, "failed"), now).error == "failed"
+    for lease in leases:
+        assert isinstance(lease, SequenceLease)
+        memory.suspend(lease, words(0, 4), 0, now)
+    memory.check_integrity()
+    assert memory.counts().free == 20
 
 
 def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:

@@ -371,6 +371,9 @@ class Memory:
         self.room.rescore(np.asarray(pinned), now)
         self.room.forget_if_empty(lease.path[::-1])
         self.adapters.clear_stranded(lease.adapter, now)
+        if not self.tree.on_device[lease.path].all():  # some of it did not arrive; what did is of no use here
+            for node in lease.path:
+                self.adapters.clear_stranded_kv(node, now)
         self.swapper.stir()
 
     def _report_load(self, flight: Flight, done: TransferDone, now: float) -> None:
