@@ -93,9 +93,10 @@ def run_late(
     kernels: str = "native",
     count: int = 16,
     answer: int = TOKENS,
+    copies_ahead: int = 2,
 ) -> tuple[LateDevice, bool]:
     """Serve more than fits, with no copy done during a step; return the device, and whether all tokens were right."""
-    device = LateDevice()
+    device = LateDevice(copies_ahead)
     settings = tight_settings(
         models.folder, row=row, kernels=kernels, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes
     )
@@ -132,18 +133,19 @@ def run_late(
 
 
 @pytest.mark.parametrize(
-    ("row", "memory_bytes", "host_memory_bytes"),
+    ("row", "memory_bytes", "host_memory_bytes", "copies_ahead"),
     [
-        ("auto", SCARCE, 0),
-        ("elora", SCARCE, 600_000),
-        ("elora:wom", SCARCE, 100_000),
-        ("vllm-static,adapter_share=0.7", SCARCE, 600_000),
+        ("auto", SCARCE, 0, 2),
+        ("elora", SCARCE, 600_000, 2),
+        ("elora", SCARCE, 600_000, 8),
+        ("elora:wom", SCARCE, 100_000, 2),
+        ("vllm-static,adapter_share=0.7", SCARCE, 600_000, 2),
     ],
 )
 def test_steps_and_late_copies_never_touch_the_same(
-    models: Models, row: str, memory_bytes: int, host_memory_bytes: int
+    models: Models, row: str, memory_bytes: int, host_memory_bytes: int, copies_ahead: int
 ) -> None:
-    device, right = run_late(models, row, memory_bytes, host_memory_bytes)
+    device, right = run_late(models, row, memory_bytes, host_memory_bytes, copies_ahead=copies_ahead)
     assert device.faults == []
     assert device.copied_beside_steps, "or there was nothing to see"
     assert right

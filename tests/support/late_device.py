@@ -127,6 +127,9 @@ class LateGraph:
 class LateDevice:
     """See the module, and ``engine.device.Device``.
 
+    Args:
+        copies_ahead: as of a device; CUDA's has 8.
+
     Attributes:
         faults: what would have gone wrong, some time, on some device.
         copies: groups that were copied.
@@ -139,10 +142,10 @@ class LateDevice:
         unmarked: those behind which no mark can be set.
     """
 
-    copies_ahead = 2
     has_graphs = True
 
-    def __init__(self) -> None:
+    def __init__(self, copies_ahead: int = 2) -> None:
+        self.copies_ahead = copies_ahead
         self.faults: list[str] = []
         self.copies = self.copied_beside_steps = self.copied_beside_graphs = 0
         self.graphs = self.replays = self.replayed = 0

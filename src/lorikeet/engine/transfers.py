@@ -2,8 +2,8 @@
 
 A transfer is read in a loader process, or copied by one of two threads, or both: blocks are copied as soon as they have
 been read. Whoever copies takes the next few blocks of the most urgent transfer each time, so one that is awaited waits
-for no more than a few blocks of the others. A transfer with groups is copied group by group, and steps can ask which
-layers of its adapter have arrived.
+for no more of the others than is in a stream already: a group of blocks, or as many groups as the device has ahead. A
+transfer with groups of its own is copied group by group, and steps can ask which layers of its adapter have arrived.
 """
 
 import logging
