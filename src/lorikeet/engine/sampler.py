@@ -1,7 +1,8 @@
 """From logits to tokens: what each request asks for, around ``Kernels.choose``.
 
-Order of the steps, as in vLLM's V1 sampler: log probabilities to report (of the unmodified distribution), bias and
-``min_tokens``, penalties, and then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise.
+Order of the steps: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
+then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
+``min_tokens`` comes before the penalties.
 """
 
 from collections.abc import Callable, Sequence
