@@ -67,6 +67,14 @@ def test_optgen_forgets_what_is_older_than_its_history(
     assert optgen_hits(trace, capacity, history, beside) == expected
 
 
+def test_optgen_forgets_requests_that_accessed_nothing() -> None:
+    """Those of the base whose prompts are shorter than a block."""
+    optimal = OptGen(10, 100)
+    for _ in range(1000):
+        optimal.next_request(0)
+    assert (optimal.now, len(optimal._blocks), len(optimal._held)) == (1000, 100, 128)
+
+
 def test_optgen_counts_sizes() -> None:
     optimal = OptGen(10, 1000)
     optimal.next_request(14)

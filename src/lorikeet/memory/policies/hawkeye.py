@@ -44,7 +44,8 @@ class OptGen:
         return self._first + len(self._blocks)
 
     def next_request(self, blocks: int) -> None:
-        """End the present request, which accessed so many blocks."""
+        """End the present request, which accessed so many blocks; one counts at least, or some are never forgotten."""
+        blocks = max(1, blocks)
         self._blocks.append(blocks)
         self._accessed += blocks
         forgotten = 0
