@@ -1,5 +1,6 @@
 """The dispatcher: no request is lost or sent twice, none runs where its adapter is not."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -240,6 +241,14 @@ def test_a_retired_adapter_is_deleted_when_its_last_request_ends() -> None:
     assert not dispatcher.uses(A)
 
 
+def test_whether_an_adapter_is_used_takes_no_look_at_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = dispatcher_of(A=[S1])
+    dispatcher.arrive(asked("one"), 0.0)
+    monkeypatch.setattr(dispatcher, "_requests", None)  # of which there may be thousands
+    assert dispatcher.uses(A)
+    assert not dispatcher.uses(B)
+
+
 def test_an_adapter_retired_while_it_is_provided_does_not_stay() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
@@ -418,6 +427,7 @@ class Cluster(RuleBasedStateMachine):
         if self.holds and not self.copies:
             assert pending == 0, "nobody waits for nothing"
         assert self.dispatcher.fleet.loads.requests.sum() + self.dispatcher.waiting == len(self.open)
+        assert self.dispatcher._asking == Counter(self.open.values())
 
 
 TestCluster = Cluster.TestCase

@@ -5,6 +5,7 @@ dispatcher sends requests, copies adapters and deletes them, and tells of what c
 cluster, on a virtual clock for a simulated one. Every call returns what is to be done because of it.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -65,6 +66,7 @@ class Dispatcher:
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch, lambda replica: replica in self.fleet)
         self._prefetch = prefetch
         self._requests: dict[RequestId, _Known] = {}
+        self._asking = Counter[AdapterDigest | None]()  # requests by adapter
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
         self._retired: dict[AdapterDigest, None] = {}  # in the order in which they were
@@ -77,8 +79,7 @@ class Dispatcher:
 
     def uses(self, adapter: AdapterDigest) -> bool:
         """Whether a request needs an adapter, or a replica holds it or soon will."""
-        is_asked_for = any(known.asked.adapter == adapter for known in self._requests.values())
-        return is_asked_for or adapter in self._provisioning or bool(self.pool.table.holders(adapter))
+        return adapter in self._asking or adapter in self._provisioning or bool(self.pool.table.holders(adapter))
 
     # --- replicas ------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Dispatcher:
         collected = Collected()
         homeless = self.fleet.leave(replica)
         for each in homeless:
-            del self._requests[each]
+            self._remove(each)
         todo, _ = self.pool.leave(replica)  # what it alone held is provided anew when it is asked for
         self._take(todo, collected)
         for provisioning in list(self._provisioning.values()):
@@ -166,6 +167,7 @@ class Dispatcher:
         if asked.request_id in self._requests:
             raise ValueError(f"Request {asked.request_id} is here")
         self._requests[asked.request_id] = _Known(asked)
+        self._asking[asked.adapter] += 1
         collected = Collected()
         self._waiting[asked.request_id] = None
         self._try_waiting(collected, now)
@@ -265,7 +267,7 @@ class Dispatcher:
         del self._provisioning[provision.adapter]
         for request_id, replica in where.items():
             self.fleet.ended(replica, request_id, now, is_complete=False)
-            del self._requests[request_id]
+            self._remove(request_id)
         collected.failed += where
         self._try_waiting(collected, now)
         return collected.actions()
@@ -285,8 +287,9 @@ class Dispatcher:
         return self._done(self.pool.retire(adapter))
 
     def swap(self, table: RoutingTable, now: float) -> Actions:
-        """Take a new placement. Requests stay where they were sent; those that wait are tried by it."""
-        self.router.table = table
+        """Take a placement. Requests stay where they were sent; those that wait are tried by it."""
+        if table is not self.router.table:
+            self.router.table = table
         collected = Collected()
         self._take(self.pool.swap(table), collected)
         if self._prefetch:
@@ -369,11 +372,18 @@ class Dispatcher:
             self._take(self.pool.end(known.asked.request_id), collected)
 
     def _forget(self, request_id: RequestId, collected: Collected) -> None:
-        known = self._requests.pop(request_id)
+        known = self._remove(request_id)
         self._waiting.pop(request_id, None)
         if known.asked.adapter in self._provisioning:
             self._provisioning[known.asked.adapter].waiting.pop(request_id, None)
         self._leave_pool(known, collected)
+
+    def _remove(self, request_id: RequestId) -> _Known:
+        known = self._requests.pop(request_id)
+        self._asking[known.asked.adapter] -= 1
+        if not self._asking[known.asked.adapter]:
+            del self._asking[known.asked.adapter]
+        return known
 
     def _done(self, todo: Todo) -> Actions:
         collected = Collected()
