@@ -1,12 +1,14 @@
 """LoRAServe's adapter pool: who fetches what from whom, and what is deleted when."""
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorikeet.cluster.pool import NOTHING, AdapterPool, Fetch, Todo
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from tests.support.placement import digest
 
@@ -54,6 +56,16 @@ def test_the_storage_sequence() -> None:
     pool.end(RequestId("r3"))
     assert pool.swap(routed(S1=1.0)) == Todo(deletes=((A3, S3),))
     assert pool.table.holders(A3) == {S1}
+
+
+def test_by_the_same_table_only_what_was_found_since_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = routed(S1=1.0)
+    pool = pool_of(table, S1)
+    pool.swap(table)
+    monkeypatch.setattr(AdapterTable, "__iter__", Mock(side_effect=AssertionError("it looked at all adapters")))
+    assert pool.swap(table) == NOTHING
+    pool.seed(A3, S2)
+    assert pool.swap(table) == Todo(deletes=((A3, S2),))
 
 
 def test_the_papers_example_keeps_a_source_that_stays_routed() -> None:

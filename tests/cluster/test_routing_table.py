@@ -57,9 +57,10 @@ def test_an_unknown_adapter_is_drawn_for_nobody() -> None:
         table.draw(digest("other"), 0.5)
 
 
-def test_what_a_new_table_adds() -> None:
-    assert table_of((S1, 0.7), (S2, 0.3)).added_since(table_of((S2, 1.0))) == [(A3, S1)]
-    assert table_of((S2, 1.0)).added_since(table_of((S1, 0.7), (S2, 0.3))) == []
+def test_what_people_see_of_a_table_is_made_once() -> None:
+    table = table_of((S1, 0.7), (S2, 0.3))
+    assert table.shown == {A3: {S1: 0.7, S2: 0.3}}
+    assert table.shown is table.shown
 
 
 def test_the_last_copy_is_not_removed() -> None:

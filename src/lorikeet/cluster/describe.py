@@ -35,7 +35,7 @@ def cluster_state(
         replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
         unrouted=dispatcher.waiting,
         epoch=table.epoch,
-        shares={adapter: dict(shares) for adapter, shares in table.shares.items()},
+        shares=table.shown,
         copies=carrier.counts,
         moves=moves.count,
         moves_with_kv=moves.with_kv,

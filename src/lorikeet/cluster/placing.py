@@ -15,7 +15,7 @@ class OrchestratorGone(RuntimeError):
 
 
 class PlacementService(Protocol):
-    """An orchestrator, wherever it is. Every call returns the table that counts after it.
+    """An orchestrator, wherever it is. Every call returns the table that counts then, the same until it changes.
 
     Raises:
         OrchestratorGone: by every call, if it does not answer for a while.

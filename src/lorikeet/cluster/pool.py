@@ -90,11 +90,13 @@ class AdapterPool:
         self._inbound: dict[tuple[AdapterDigest, ReplicaId], _Inbound] = {}
         self._outbound = Counter[ReplicaId]()
         self._retired: set[AdapterDigest] = set()
+        self._found: set[AdapterDigest] = set()  # since the last table, and perhaps where they are not routed to
         self._numbers = count()
 
     def seed(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
         """Note a copy that came from outside the pool: read from the adapter's files, or found after a restart."""
         self._retired.discard(adapter)
+        self._found.add(adapter)
         self.table.add(adapter, replica)
 
     def begin(self, request: RequestId, adapter: AdapterDigest, replica: ReplicaId) -> Todo:
@@ -146,10 +148,12 @@ class AdapterPool:
         return Todo(failed=failed, fetches=fetches, deletes=self._collect([fetch.adapter]))
 
     def swap(self, routing: RoutingTable) -> Todo:
-        """Take a new table. Requests stay where they were routed."""
+        """Take a table. Requests stay where they were routed. By the one that counts already less is to be done."""
+        changed = sorted(self._found) if routing is self._routing else list(self.table)
         self._routing = routing
+        self._found.clear()
         fetches = [fetch for adapter in routing.shares for fetch in self._missing(adapter)] if self._prefetch else []
-        return Todo(fetches=tuple(fetches), deletes=self._collect(list(self.table)))
+        return Todo(fetches=tuple(fetches), deletes=self._collect(changed))
 
     def fill(self, adapter: AdapterDigest) -> Todo:
         """Fetch an adapter to all replicas that serve it, if copies are made unasked: somebody has it by now."""

@@ -7,6 +7,7 @@ Source: LoRAServe, sections IV-A and IV-B.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from math import isclose
 from typing import NamedTuple
 
@@ -72,13 +73,10 @@ class RoutingTable:
         """Yield every adapter with each of its replicas."""
         return ((adapter, replica) for adapter, shares in self.shares.items() for replica, _ in shares)
 
-    def added_since(self, before: "RoutingTable") -> list[tuple[AdapterDigest, ReplicaId]]:
-        """Return the pairs that the table has and an earlier one had not: copies to make, if all are asked for."""
-        return [
-            (adapter, replica)
-            for adapter in self.shares
-            for replica in sorted(self.replicas(adapter) - before.replicas(adapter))
-        ]
+    @cached_property
+    def shown(self) -> dict[AdapterDigest, dict[ReplicaId, float]]:
+        """By adapter and replica the shares, as people see them; to read."""
+        return {adapter: dict(shares) for adapter, shares in self.shares.items()}
 
 
 def _check(adapter: AdapterDigest, shares: tuple[Share, ...]) -> None:

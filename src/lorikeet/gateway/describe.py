@@ -32,7 +32,7 @@ def describe(head: Head) -> ClusterState:
         replicas=tuple(state(backend) for backend in backends),
         unrouted=head.dispatcher.waiting,
         epoch=0 if table is None else table.epoch,
-        shares={} if table is None else {adapter: dict(shares) for adapter, shares in table.shares.items()},
+        shares={} if table is None else table.shown,
         copies=CopyCounts(
             provisions=sum(backend.loads for backend in backends),
             failed=sum(backend.refusals for backend in backends),

@@ -196,8 +196,11 @@ class RayPlacement:
             adapters = None if self._known is None else tuple(self._known.values())
             placed = await self._ask("begin", adapters, self._replicas, self._table)
             self._told, self._is_new = placed.incarnation, True
-        self._table = placed.table
-        return self._table
+        before, table = self._table, placed.table
+        if before is not None and (before.epoch, before.shares) == (table.epoch, table.shares):
+            table = before  # not the copy that was sent: who follows tables sees that nothing has changed
+        self._table = table
+        return table
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """Call the actor, again and again while it is being restarted."""
