@@ -14,6 +14,8 @@ from lorikeet.cluster.orchestrator import Known, Orchestrator
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.placing import InProcess
 from lorikeet.cluster.routing.plain import RoundRobin
+from lorikeet.cluster.scaler import Scaler
+from lorikeet.cluster.scaling import Scaling
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -273,6 +275,26 @@ async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
         assert cluster.client.size == 1
         for each in (handle, later):
             each.abort()
+
+
+async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.cluster.client._DRAIN_CHECK_S", 3600.0)
+    async with started(tmp_path / "pool", replicas=3) as cluster:
+        handles = [cluster.client.submit(greedy(str(number), prompt(8), 5)) for number in range(4)]
+        hosts = [cluster.hosts[replica] for replica in (R0, R1, R2)]
+        await until(lambda: sum(len(host.engines[0].heard_of(Submit)) for host in hosts) == 4)
+        leaving = asyncio.create_task(cluster.client.remove_replica(R2, drain_s=3600.0))
+        await until(lambda: cluster.client.size == 2)
+        hosts[2].may_start.clear()
+        hosts[2].engines[0].kill()
+        await until(lambda: len(cluster.client.fleet) == 2)
+        scaler = Scaler(cluster.client, cluster.service, Scaling(1, 3), drain_s=0.0)
+        assert scaler._least_busy() == R1
+        leaving.cancel()
+        for handle in handles:
+            handle.abort()
 
 
 async def test_nobody_waits_when_the_last_replica_is_lost_and_the_next_cannot_be_started(

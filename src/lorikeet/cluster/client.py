@@ -187,6 +187,11 @@ class ClusterClient:
         """Replicas, those included that are being started, without those that are leaving."""
         return sum(not replica.is_leaving for replica in self._replicas.values())
 
+    @property
+    def staying(self) -> list[ReplicaId]:
+        """Replicas that have started and are not leaving, in the order of their start."""
+        return [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
+
     def sent_s(self) -> dict[RequestId, float]:
         """Return when each request was handed to the replica where it is, without those that wait here or move."""
         there = [handle for handle in self._streams if handle.replica is not None]
@@ -255,13 +260,11 @@ class ClusterClient:
 
     def _has_others(self, replica: Replica) -> bool:
         """Whether a replica may leave: another has started, which does not leave."""
-        others = [other for other in self._replicas.values() if other is not replica]
-        return any(other.epoch and not other.is_leaving for other in others)
+        return any(self._replicas[other] is not replica for other in self.staying)
 
     async def _place(self) -> None:
         """Place on the replicas that there are: also on those whose engine is being started again."""
-        there = [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
-        if there:
+        if there := self.staying:
             await self._placer.set_replicas(there)
 
     def _leave(self, replica: Replica, *, died: bool = False, code: int | None = None) -> None:

@@ -69,7 +69,6 @@ class Scaler:
             log.exception("the number of replicas could not be changed", **why)
 
     def _least_busy(self) -> ReplicaId:
-        """Return the replica with the fewest requests, of several the youngest. One that is down has none."""
-        members = {member.info.replica: member for member in self._client.fleet.members()}
-        staying = [each for each in self._client.views if each not in members or members[each].is_open]
-        return min(reversed(staying), key=lambda each: len(members[each].requests) if each in members else 0)
+        """Return the staying replica with the fewest requests, of several the youngest. One that is down has none."""
+        requests = {member.info.replica: len(member.requests) for member in self._client.fleet.members()}
+        return min(reversed(self._client.staying), key=lambda each: requests.get(each, 0))
