@@ -7,7 +7,7 @@ from lorikeet.core.messages import Abort, BringKv, Departed, LetGo
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.records import Received, Record
-from lorikeet.memory import flights
+from lorikeet.memory import tiers
 from lorikeet.rows import ROWS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
@@ -106,7 +106,7 @@ def test_what_could_not_be_copied_ends_what_travels(
     monkeypatch: pytest.MonkeyPatch, together: int, failing: int, travels: int
 ) -> None:
     """Of five blocks, the later ones first, the second transfer fails, or the only one."""
-    monkeypatch.setattr(flights, "_KV_A_FLIGHT", together)
+    monkeypatch.setattr(tiers, "KV_A_FLIGHT", together)
     outs: list[Transfer] = []
 
     def one_fails(transfer: Transfer) -> bool:

@@ -67,15 +67,21 @@ def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_co
     assert [event.request_id for event in bench.events if isinstance(event, KvArrived)] == ["again"]
 
 
-def test_kv_that_makes_room_at_once_leaves_by_few_transfers() -> None:
-    """All blocks that one request displaces; a block each would be as many to start, to choose from and to report."""
-    bench = Bench(blocks=80, host_blocks=100, limits=Limits(8, 400, 400))
-    ask(bench, "first", words(0, 70))
-    ask(bench, "second", words(1000, 70))
+@pytest.mark.parametrize("name", ["lorikeet:plain", "elora:halp", "elora:bfs"])
+@pytest.mark.parametrize("texts", [1, 7])
+def test_kv_that_makes_room_at_once_leaves_by_few_transfers(name: str, texts: int) -> None:
+    """All blocks that one request displaces, of whatever branches and chosen however; a block each would be as many to
+    start, to choose from and to report."""
+    row = msgspec.structs.replace(ROWS[name], swap_interval_s=0.0)
+    bench = Bench(blocks=80, host_blocks=100, row=row, limits=Limits(8, 400, 400))
+    for text in range(texts):
+        ask(bench, f"r{text}", words(1000 * text, 70 // texts))
+    ask(bench, "last", words(10_000, 70))
     stored = bench.engine.memory_stats().transfers["device-host"]
-    assert (stored.transfers, stored.bytes) == (2, 61 * 1024), "up to 32 blocks at a time"
-    ask(bench, "again", words(0, 70))
-    assert cached_tokens(bench)["again"] == 70 * BLOCK_TOKENS
+    assert stored.bytes >= 61 * 1024
+    assert stored.transfers in (2, 3), "up to 32 blocks at a time"
+    ask(bench, "again", words(0, 70 // texts))
+    assert cached_tokens(bench)["again"] == 70 // texts * BLOCK_TOKENS
 
 
 def test_without_a_host_tier_it_is_computed_again() -> None:

@@ -14,7 +14,7 @@ from lorikeet.core.messages import BringKv
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.scripted import token_by_seed
-from lorikeet.memory import flights
+from lorikeet.memory import swapper, tiers
 from lorikeet.rows import ROWS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
@@ -41,7 +41,8 @@ class Traffic(RuleBasedStateMachine):
         self, blocks: int, host_blocks: int, row: str, repeat: int, budget: int, failing: bool, together: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(flights, "_KV_A_FLIGHT", together)
+        for module in (tiers, swapper):
+            self.patch.setattr(module, "KV_A_FLIGHT", together)
         self.failing = failing
         self.bench = Bench(
             blocks=blocks,

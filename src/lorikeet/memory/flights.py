@@ -1,17 +1,24 @@
 """Values of the tiers: counts of blocks, and transfers under way."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorikeet.core.plan import Transfer, TransferDone
 
-_KV_A_FLIGHT = 32
+KV_A_FLIGHT = 32
 """So many blocks of KV are moved at once where nobody waits for more: fewer take longer, more come later."""
 
 
 class BlockCounts(NamedTuple):
-    """Device blocks by state; their sum is the arena."""
+    """Device blocks by state; their sum is the arena.
+
+    Attributes:
+        free: nobody leases them.
+        cached: they hold an adapter or KV that nobody needs where it is.
+        kv: KV of running sequences.
+        adapter: weights that running sequences use.
+        inflight: part of a transfer that writes them, or that ends with their release.
+    """
 
     free: int
     cached: int
@@ -21,7 +28,7 @@ class BlockCounts(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Host blocks by state; their sum is the arena."""
+    """Host blocks by state; their sum is the arena. See ``BlockCounts``; who needs them makes no difference here."""
 
     free: int
     kv: int
@@ -34,7 +41,7 @@ class Flight:
     """A transfer under way.
 
     Attributes:
-        transfer: as the executor was told.
+        transfer: as the executor was told; before that KV has no blocks in it, and more may join.
         nodes: whose bytes move: one adapter, or nodes of KV in the order of the blocks.
         began_s: when it was decided.
         demand: whether somebody waits for it by now.
@@ -44,12 +51,6 @@ class Flight:
     nodes: tuple[int, ...]
     began_s: float
     demand: bool
-
-
-def by_flight(kv: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield nodes of KV in runs of as many as one transfer moves."""
-    for begin in range(0, len(kv), _KV_A_FLIGHT):
-        yield kv[begin : begin + _KV_A_FLIGHT]
 
 
 @dataclass

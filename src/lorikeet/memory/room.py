@@ -8,7 +8,6 @@ import numpy as np
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError
-from lorikeet.memory.flights import by_flight
 from lorikeet.memory.leases import Wait
 from lorikeet.memory.leaving import Leaving, host_blocks_at_rest, is_nowhere, leaving_device, leaving_host
 from lorikeet.memory.policies.base import Eviction, Prefetch
@@ -180,7 +179,7 @@ class Room:
         goes = set(stored)
         dropped = [node for node in nodes if node not in goes]
         tiers.drop_kv(dropped)
-        self._store(stored, now)
+        tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
         self.forget_if_empty(dropped)
         self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # may leave now, or the host, too
 
@@ -295,12 +294,7 @@ class Room:
         stored = nodes[: self.make_host_room_for_kv(len(nodes))] if self._rules.host_kv else ()
         if stored:
             self._eviction.removed(stored, now)  # so far; it is told when the copy has ended that they are there
-            self._store(stored[::-1], now)
-
-    def _store(self, nodes: Sequence[int], now: float) -> None:
-        """Begin to move KV to the host, which has room; later KV first."""
-        for run in by_flight(nodes):
-            self._tiers.store_kv(run, self._tiers.host.lease(len(run)), now)
+            self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
     def _clear_host_of_kv(self, blocks: int, before: int | None = None) -> bool:
         """Let KV of one branch leave the host towards so many free blocks; whether there was any that may leave."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
-from lorikeet.memory.flights import Flight, by_flight
+from lorikeet.memory.flights import KV_A_FLIGHT, Flight
 from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
 from lorikeet.memory.room import Room
 from lorikeet.memory.rules import MemoryRules
@@ -201,7 +201,8 @@ class Swapper:
 
     def _fetch(self, batch: list[int], now: float) -> None:
         """Begin to bring KV to the device, some blocks to a transfer."""
-        for nodes in by_flight(batch):
+        for begin in range(0, len(batch), KV_A_FLIGHT):
+            nodes = batch[begin : begin + KV_A_FLIGHT]
             blocks = self._tiers.device.lease(len(nodes))
             self._note(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
 

@@ -1,15 +1,7 @@
 """The two tiers: which node has which blocks, what is on its way, and exact accounts of all blocks.
 
-Every device block is in exactly one of five states, every host block in one of four, and the counts add up to the
-arenas after every step:
-
-======== ==========================================================================
-free     nobody leases it
-cached   device: holds an adapter or KV that nobody needs where it is
-kv       device: KV of running sequences; host: KV
-adapter  device: weights that running sequences use; host: weights
-inflight part of a transfer that writes it, or that ends with its release
-======== ==========================================================================
+Every block is in exactly one state of ``BlockCounts`` or ``HostCounts``, and the counts add up to the arenas after
+every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +13,7 @@ import numpy as np
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
-from lorikeet.memory.flights import BlockCounts, Flight, HostCounts, Landing, RouteTotals
+from lorikeet.memory.flights import KV_A_FLIGHT, BlockCounts, Flight, HostCounts, Landing, RouteTotals
 from lorikeet.memory.tree import NO_BLOCK, NO_NODE, Kind, Moving, Tree
 
 
@@ -55,10 +47,10 @@ class Tiers:
         self._dependent = dependent
         self.flight_of: dict[int, Flight] = {}
         self._begun: list[Flight] = []
+        self._storing: Flight | None = None
         self._urgent: list[int] = []
         self._ids = count()
-        self._kv = self._adapter = self._inflight = 0
-        self._host_kv = self._host_adapter = self._host_inflight = 0
+        self._kv = self._adapter = self._inflight = self._host_kv = self._host_adapter = self._host_inflight = 0
 
     # --- accounts ------------------------------------------------------------------------------------
 
@@ -113,10 +105,8 @@ class Tiers:
         self._change_pins(nodes, -1)
 
     def _change_pins(self, nodes: Sequence[int], change: int) -> None:
-        if not nodes:
-            return
         tree = self.tree
-        index = np.asarray(nodes)
+        index = np.asarray(nodes, np.int64)
         before = tree.pins[index]
         tree.pins[index] += change
         tree.touched[index] += 1
@@ -180,18 +170,18 @@ class Tiers:
             demand: whether somebody waits.
         """
         tree = self.tree
-        host_blocks = tuple(self.host_blocks(nodes))
         for node, block in zip(nodes, device_blocks, strict=True):
             tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
             tree.moving[node] = Moving.IN
             tree.children_on_device[tree.parent[node]] += 1
         self._inflight += len(nodes)
         self.used_blocks[Kind.KV] += len(nodes)
-        transfer = Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, host_blocks, tuple(device_blocks), None, demand)
-        return self._begin(transfer, tuple(nodes), now)
+        return self._begin(Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, demand=demand), nodes, now)
 
-    def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> Flight:
+    def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> None:
         """Begin to move KV to the host. Its device blocks are free when the copy has ended, unless needed again.
+
+        It goes with what has begun to leave since the executor was last told.
 
         Args:
             nodes: on the device only, at rest; later KV first, as what stays in the end keeps what it depends on.
@@ -207,9 +197,12 @@ class Tiers:
         np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that what is above can follow at once
         tree.moving[at] = Moving.OUT
         tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
-        device_blocks = tuple(self.device_blocks(nodes))
-        transfer = Transfer(next(self._ids), Tier.DEVICE, Tier.HOST, tuple(host_blocks), device_blocks)
-        return self._begin(transfer, tuple(nodes), now)
+        while nodes:
+            if self._storing is None or len(self._storing.nodes) == KV_A_FLIGHT:
+                self._storing = self._begin(Transfer(next(self._ids), Tier.DEVICE, Tier.HOST), (), now)
+            room = KV_A_FLIGHT - len(self._storing.nodes)
+            self._join(self._storing, nodes[:room])
+            nodes = nodes[room:]
 
     def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> Flight:
         """Begin to read an adapter's source into the host tier; nobody waits for it."""
@@ -254,9 +247,9 @@ class Tiers:
 
     def drop_kv_from_host(self, nodes: Sequence[int]) -> None:
         """Free the host blocks of resting KV."""
-        self._free_host_kv(nodes)
+        self.host.release(self.host_blocks(nodes))
         self._host_kv -= len(nodes)
-        self.tree.on_host[nodes] = False
+        self.tree.host[nodes], self.tree.on_host[nodes] = NO_BLOCK, False
 
     def want(self, nodes: Iterable[int]) -> list[Flight]:
         """Return the transfers to the device that ``nodes`` are part of; somebody waits for them from now on."""
@@ -272,11 +265,20 @@ class Tiers:
         return list(flights.values())
 
     def take_begun(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Return the transfers begun since the last call, and the ids of earlier ones that have become urgent."""
-        new = {flight.transfer.transfer_id for flight in self._begun}
-        begun = tuple(msgspec.structs.replace(flight.transfer, demand=flight.demand) for flight in self._begun)
+        """Return the transfers begun since the last call, and the ids of earlier ones that have become urgent.
+
+        From now on it is settled which nodes of KV are part of a transfer.
+        """
+        replaced = msgspec.structs.replace
+        for flight in self._begun:
+            flight.transfer = replaced(flight.transfer, demand=flight.demand)
+            if flight.transfer.adapter is None:
+                host, device = self.host_blocks(list(flight.nodes)), self.device_blocks(list(flight.nodes))
+                flight.transfer = replaced(flight.transfer, host_blocks=tuple(host), device_blocks=tuple(device))
+        begun = tuple(flight.transfer for flight in self._begun)
+        new = {transfer.transfer_id for transfer in begun}
         urgent = tuple(i for i in self._urgent if i in self.flights and i not in new)
-        self._begun, self._urgent = [], []
+        self._begun, self._urgent, self._storing = [], [], None
         return begun, urgent
 
     def land(self, done: TransferDone) -> Landing:
@@ -309,14 +311,17 @@ class Tiers:
 
     # --- the inside ----------------------------------------------------------------------------------
 
-    def _begin(self, transfer: Transfer, nodes: tuple[int, ...], now: float) -> Flight:
-        flight = Flight(transfer, nodes, now, transfer.demand)
-        self.flights[transfer.transfer_id] = flight
+    def _begin(self, transfer: Transfer, nodes: Sequence[int], now: float) -> Flight:
+        flight = self.flights[transfer.transfer_id] = Flight(transfer, (), now, transfer.demand)
+        self._begun.append(flight)
+        self._join(flight, nodes)
+        return flight
+
+    def _join(self, flight: Flight, nodes: Sequence[int]) -> None:
+        flight.nodes += tuple(nodes)
         for node in nodes:
             self.flight_of[node] = flight
             self.tree.touched[node] += 1
-        self._begun.append(flight)
-        return flight
 
     def _land_in(self, node: int, landing: Landing) -> None:
         tree = self.tree
@@ -325,10 +330,9 @@ class Tiers:
             self._land_host_adapter(node, landing.error)
         parent = int(tree.parent[node])
         # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
-        orphan = self._dependent and parent != NO_NODE
-        orphan = orphan and not (tree.on_device[parent] or tree.moving[parent] == Moving.IN)
+        belongs = not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == Moving.IN
         self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
-        if landing.error is None and not orphan:
+        if landing.error is None and belongs:
             tree.on_device[node] = True
             self._count(node, 1)
             landing.came.append(node)
@@ -351,7 +355,8 @@ class Tiers:
             tree.on_host[node] = True
             self._host_kv += 1
         else:
-            self._free_host_kv([node])
+            self.host.release(self.host_blocks([node]))
+            tree.host[node] = NO_BLOCK
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
             self._count(node, 1)  # it was needed again meanwhile, or what depends on it was
             landing.came.append(node)
@@ -392,7 +397,3 @@ class Tiers:
         else:
             self.device.release(entry.device_blocks)
             entry.device_blocks = ()
-
-    def _free_host_kv(self, nodes: Sequence[int]) -> None:
-        self.host.release(self.host_blocks(nodes))
-        self.tree.host[nodes] = NO_BLOCK
