@@ -15,6 +15,8 @@ ROWS = (1, 8, 32, 128, 512)
 """Rows of the matrices whose multiply rate is measured."""
 
 _READ_BYTES = 512 * 2**20
+_MOST_CALLS = 50
+_ROUND_S = 0.05
 _WEIGHTS = {"cpu": (1536, 576), "cuda": (11008, 4096)}
 """Outputs and inputs of what is multiplied by, by device: of a small model, and of one that fills a GPU."""
 
@@ -26,7 +28,7 @@ class MachineLimits(msgspec.Struct, frozen=True):
         threads: of torch.
         read_gb_s: memory read bandwidth, GB/s: one pass over 512 MiB, best of 10.
         gemm_gflops: rows → matrix-multiply rate, GFLOP/s: weights of 576 × 1536, on a GPU of 4096 × 11008, best of 5
-            rounds of 50.
+            rounds of 50, or of as many as a twentieth of a second holds.
     """
 
     threads: int
@@ -57,13 +59,18 @@ class LimitMeter:
         rates = {}
         for rows, inputs in self._inputs.items():
             multiply = partial(torch.nn.functional.linear, inputs, self._weights)
-            seconds = self._best_s(multiply, rounds=5, calls=50)
+            seconds = self._best_s(multiply, rounds=5, calls=_MOST_CALLS)
             rates[rows] = 2 * rows * self._weights.numel() / seconds / 1e9
         return MachineLimits(torch.get_num_threads(), _READ_BYTES / read_s / 1e9, rates)
 
     def _best_s(self, call: Callable[[], object], rounds: int, calls: int) -> float:
-        """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up."""
+        """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up.
+
+        A round has ``calls`` calls, or as many as fit into its time: where torch computes a dtype by detours, one call
+        may take a tenth of a second.
+        """
         self._seconds(call, 1)
+        calls = max(1, min(calls, int(_ROUND_S / self._seconds(call, 1))))
         return min(self._seconds(call, calls) for _ in range(rounds)) / calls
 
     def _seconds(self, call: Callable[[], object], calls: int) -> float:
