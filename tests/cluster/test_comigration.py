@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lorikeet.cluster.comigration import ilp
 from lorikeet.cluster.comigration.problem import Problem
 from lorikeet.cluster.comigration.review import CoMigration, selected
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Load, Movable, Move, Outcome, Plan, ReplicaLoad
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Movable, Outcome, Plan, ReplicaLoad
 from lorikeet.cluster.comigration.times import rebuild_s
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.request import Request, SamplingParams
@@ -77,7 +77,6 @@ def test_ex_8a_one_type_moves_as_a_whole(full: bool) -> None:
     assert (plan.outcome, plan.before_s, plan.after_s) == (Outcome.PLANNED, 41.0, 22.5)
     assert len({move.adapter for move in plan.moves}) == 1
     assert len(plan.moves) == 2
-    assert plan.loads == (Load(plan.moves[0].adapter or A, R1),)
 
 
 def test_ex_8b_what_is_balanced_stays() -> None:
@@ -198,14 +197,7 @@ def test_of_equally_good_plans_the_one_with_the_fewest_moves(types: str, where: 
 
 def test_requests_of_the_base_model_need_no_adapter() -> None:
     plan = reviewed(requests("--"))
-    assert (len(plan.moves), plan.loads, plan.before_s, plan.after_s) == (1, (), 20.0, 11.0)
-
-
-def test_an_adapter_that_is_there_is_not_loaded_again() -> None:
-    loads = [ReplicaLoad(R0, GB, 0, 0.0, frozenset((A,))), ReplicaLoad(R1, GB, 0, 0.0, frozenset((A,)))]
-    plan = CoMigration(PRINTED).review(loads, requests("AAA"), SIZES)
-    assert plan.moves == (Move(plan.moves[0].request_id, A, R0, R1),)
-    assert plan.loads == ()
+    assert (len(plan.moves), plan.before_s, plan.after_s) == (1, 20.0, 11.0)
 
 
 def test_reserved_memory_is_not_counted_on() -> None:
@@ -293,7 +285,6 @@ def clusters(draw: st.DrawFn) -> tuple[list[ReplicaLoad], list[Movable], dict[Ad
             draw(st.integers(1, 40)) * 100 * MB,
             0,
             0.0,
-            frozenset(draw(st.sets(st.sampled_from(TYPES)))),
             reserved_bytes=50 * MB,
             host_bytes=draw(st.sampled_from((0, 100 * GB))),
         )
@@ -342,13 +333,6 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
     assert len({move.request_id for move in plan.moves}) == len(plan.moves), "one replica for each request"
     assert all(homes[move.request_id] == move.source != move.target for move in plan.moves)
     assert {move.target for move in plan.moves} <= {load.replica for load in loads}
-
-    there = {load.replica: set(load.adapters) for load in loads}
-    for adapter, replica in plan.loads:
-        assert adapter not in there[replica]
-        there[replica].add(adapter)
-    assert all(move.adapter is None or move.adapter in there[move.target] for move in plan.moves)
-    assert len(plan.loads) == len(set(plan.loads))
 
     if plan.moves and not full:
         # Counted anew over all replicas: those left out were less busy than the busiest.

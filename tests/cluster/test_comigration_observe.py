@@ -60,11 +60,10 @@ def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request
     fleet = fleet_of(info("a"), info("b"))
     run(fleet, "a", ask("x", known_tokens=100))
     send(fleet, "a", ask("y"), ask("z"))
-    fleet.loaded(A, AdapterDigest("one"))
     fleet.gauges(Gauges(A, 0, 1, requests=3, free_tokens=850.0))
     observed = observe(fleet, sent(x=0.0, y=6.0, z=4.0), {}, NO_COST, now=10.0, reserved_share=0.05)
     assert observed.replicas == [
-        ReplicaLoad(A, 2000, 1700, 6.0, frozenset({AdapterDigest("one")}), reserved_bytes=100, running=1),
+        ReplicaLoad(A, 2000, 1700, 6.0, reserved_bytes=100, running=1),
         ReplicaLoad(B, 2000, 2000, 0.0, reserved_bytes=100),
     ]
 

@@ -88,12 +88,13 @@ def test_who_leaves_gives_back_what_was_sent_there_in_order() -> None:
     assert counts(fleet, 0) == (0, 0, 0)
 
 
-def test_a_replica_that_was_started_again_gives_back_what_was_there_before() -> None:
+def test_a_replica_that_was_started_again_leaves_before_it_joins() -> None:
     fleet = fleet_of("a", "b")
     send(fleet, "a", ask("x"))
-    with pytest.raises(ValueError, match="epoch 0 joins"):
-        fleet.join(ReplicaInfo(A))
-    assert fleet.join(ReplicaInfo(A, epoch=1)) == ["x"]
+    with pytest.raises(ValueError, match="has not left"):
+        fleet.join(ReplicaInfo(A, epoch=1))
+    assert fleet.leave(A) == ["x"]
+    fleet.join(ReplicaInfo(A, epoch=1))
     assert [(info.replica, info.epoch) for info in fleet.infos()] == [("b", 0), ("a", 1)]
     assert counts(fleet, 1) == (0, 0, 0)
 
@@ -226,7 +227,8 @@ def test_counters_equal_a_recount_after_every_event(seed: int) -> None:
     def restart() -> None:
         replica = draws.choice(replicas)
         epochs[replica] += 1
-        lost = fleet.join(ReplicaInfo(replica, epochs[replica]))
+        lost = fleet.leave(replica)
+        fleet.join(ReplicaInfo(replica, epochs[replica]))
         assert lost == [name for name, each in known.items() if each.replica == replica]
         for name in lost:
             del known[name]

@@ -232,6 +232,7 @@ def test_kv_affinity_forgets_a_replica_that_was_started_again() -> None:
     assert router.route(asked, fleet, 0.0) == "a"
     send(fleet, "a", ask("busy"))
     assert router.route(asked, fleet, 0.0) == "a"
+    fleet.leave(ReplicaId("a"))
     fleet.join(ReplicaInfo(ReplicaId("a"), epoch=1))
     assert [info.replica for info in fleet.infos()] == ["b", "a"]
     assert router.route(asked, fleet, 0.0) == "b", "both are idle and know nothing"

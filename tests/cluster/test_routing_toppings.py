@@ -61,10 +61,13 @@ def test_worked_example_of_the_scheduler(
 
 
 def test_the_examples_decode_times_are_those_printed() -> None:
-    loads = example().loads
-    ranks = loads.rows, loads.largest_rank, loads.total_rank
-    assert np.round(BGMV.seconds(loads.requests, *ranks), 1).tolist() == [34.8, 35.8]
-    assert np.round(MBGMV.seconds(loads.requests, *ranks), 1).tolist() == [35.3, 35.9]
+    for model, printed in ((BGMV, (34.8, 35.8)), (MBGMV, (35.3, 35.9))):
+        for count, rank, seconds in zip((24, 16), (32, 64), printed, strict=True):
+            fleet = fleet_of("i1")
+            run(fleet, "i1", *several(count - 1, rank))
+            loads = fleet.loads
+            found, _ = model.added_seconds(loads.requests, loads.rows, loads.largest_rank, loads.total_rank, rank)
+            assert found.round(1).tolist() == [seconds]
 
 
 def test_the_queue_case() -> None:
@@ -111,7 +114,6 @@ def test_zero_times_infinity_does_not_occur() -> None:
 def test_a_step_without_requests_takes_no_time() -> None:
     """So the first queued request is charged the whole step."""
     nothing = np.zeros(1)
-    assert BGMV.seconds(nothing, nothing, nothing, nothing) == 0
     after, added = BGMV.added_seconds(nothing, nothing, nothing, nothing, 64)
     assert after == added == pytest.approx(32.13 + 64 * 0.00354)
 

@@ -89,8 +89,6 @@ class Dispatcher:
         Raises:
             ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
         """
-        if info.replica in self.fleet:
-            raise ValueError(f"Replica {info.replica} is there and has not left")
         self.fleet.join(info)
         held = set(adapters)
         for adapter in held:

@@ -67,22 +67,19 @@ class Fleet:
         """Return what is remembered of each replica, by index; to read."""
         return self._replicas
 
-    def join(self, info: ReplicaInfo) -> list[RequestId]:
-        """Take a replica in; if an earlier incarnation was there, it leaves, and its requests are returned.
+    def join(self, info: ReplicaInfo) -> None:
+        """Take a replica in.
 
         Raises:
-            ValueError: this incarnation or a later one is there.
+            ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
         """
-        earlier = self._by_id.get(info.replica)
-        if earlier is not None and earlier.info.epoch >= info.epoch:
-            raise ValueError(f"Replica {info.replica} is there, epoch {earlier.info.epoch}; epoch {info.epoch} joins")
-        left = [] if earlier is None else self.leave(info.replica)
+        if info.replica in self._by_id:
+            raise ValueError(f"Replica {info.replica} is there and has not left")
         replica = Member(info, len(self._replicas))
         self._replicas.append(replica)
         self._by_id[info.replica] = replica
         self.loads.append(info.total_tokens, info.max_batch, info.kv_token_bytes)
         self._note_open()
-        return left
 
     def leave(self, replica_id: ReplicaId) -> list[RequestId]:
         """Drop a replica that is gone; return the requests there, in order, to go elsewhere.

@@ -68,7 +68,6 @@ def _load(
         device_bytes=device_bytes,
         free_bytes=int(max(0.0, free_tokens) * token_bytes),
         queue_delay_s=now - min(waiting_s, default=now),
-        adapters=frozenset(member.resident),
         reserved_bytes=int(reserved_share * device_bytes),
         running=int(loads.running[member.index]),
     )

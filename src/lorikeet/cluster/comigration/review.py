@@ -10,7 +10,7 @@ import numpy as np
 
 from lorikeet.cluster.comigration.ilp import rounded, solve_full, solve_relaxed
 from lorikeet.cluster.comigration.problem import Floats, Problem, Whole
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Load, Movable, Move, Outcome, Plan, ReplicaLoad
+from lorikeet.cluster.comigration.state import CoMigrationSettings, Movable, Move, Outcome, Plan, ReplicaLoad
 from lorikeet.core.ids import AdapterDigest
 
 
@@ -62,7 +62,7 @@ class CoMigration:
         # Without moves there may still be a gain, in the full problem: of swaps, which each replica sees to itself.
         if not moves or after_s >= enough_s:
             return Plan(Outcome.NO_BETTER, before_s=before_s, after_s=before_s)
-        return Plan(Outcome.PLANNED, moves, _loads(moves, chosen), before_s, after_s)
+        return Plan(Outcome.PLANNED, moves, before_s, after_s)
 
     def _is_short(self, load: ReplicaLoad) -> bool:
         has_little = load.free_bytes < self._settings.free_share * load.device_bytes
@@ -103,9 +103,3 @@ def _moves(problem: Problem, placement: Whole) -> tuple[Move, ...]:
         for request, j in pairs
         if request.replica != problem.replicas[j]
     )
-
-
-def _loads(moves: Sequence[Move], replicas: Sequence[ReplicaLoad]) -> tuple[Load, ...]:
-    has = {load.replica: load.adapters for load in replicas}
-    wanted = dict.fromkeys((move.adapter, move.target) for move in moves)
-    return tuple(Load(a, replica) for a, replica in wanted if a is not None and a not in has[replica])

@@ -40,7 +40,6 @@ class ReplicaLoad(NamedTuple):
         device_bytes: device memory for adapters and KV: what the base weights leave.
         free_bytes: of these, held by nobody.
         queue_delay_s: how long its oldest waiting request has waited.
-        adapters: those that are on its device.
         reserved_bytes: part of ``device_bytes`` set aside for copies of adapters; requests and their adapters may not
             count on it.
         host_bytes: host memory for swapped KV. Only the full problem has a limit there.
@@ -51,7 +50,6 @@ class ReplicaLoad(NamedTuple):
     device_bytes: int
     free_bytes: int
     queue_delay_s: float
-    adapters: frozenset[AdapterDigest] = frozenset()
     reserved_bytes: int = 0
     host_bytes: int = 0
     running: int = 0
@@ -118,31 +116,17 @@ class Move(NamedTuple):
     target: ReplicaId
 
 
-class Load(NamedTuple):
-    """One adapter that a target of moves lacks. Its copy elsewhere stays.
-
-    Attributes:
-        adapter: which.
-        replica: where to.
-    """
-
-    adapter: AdapterDigest
-    replica: ReplicaId
-
-
 class Plan(NamedTuple):
     """What to do.
 
     Attributes:
         outcome: why there is, or is not, anything to do.
         moves: requests that leave; all others stay.
-        loads: adapters that the moved requests need and do not find.
         before_s, after_s: running time of the busiest of the selected replicas, as things are and by the plan; equal
             if there is none, 0 where nobody looked.
     """
 
     outcome: Outcome
     moves: tuple[Move, ...] = ()
-    loads: tuple[Load, ...] = ()
     before_s: float = 0.0
     after_s: float = 0.0

@@ -34,14 +34,15 @@ class PerformanceModel(msgspec.Struct, frozen=True):
         if self.form is KernelForm.EINSUM:
             raise ValueError("There is no performance model of the form einsum")
 
-    def seconds(self, requests: Numbers, rows: Numbers, largest_rank: Numbers, total_rank: Numbers) -> Numbers:
-        """Return seconds without tokens. All arguments are counts of a step, by replica."""
-        return self.slope_s * self._work(rows, largest_rank, total_rank) + self.fixed_s * (requests > 0)
-
     def added_seconds(
         self, requests: Numbers, rows: Numbers, largest_rank: Numbers, total_rank: Numbers, rank: int
     ) -> tuple[Numbers, Numbers]:
-        """Return seconds of the step with one more request of a rank, and by how many they are more than before."""
+        """Return seconds of the step with one more request of a rank, and by how many they are more than before.
+
+        Args:
+            requests, rows, largest_rank, total_rank: counts of the step before, by replica.
+            rank: of the request. Its tokens are not counted.
+        """
         if self.form is KernelForm.UNPADDED:
             work = total_rank + rank
         else:
