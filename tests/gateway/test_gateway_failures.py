@@ -11,8 +11,8 @@ import structlog
 
 from lorikeet.gateway.adapters import KnownAdapter, know_adapter
 from lorikeet.gateway.backends import Backend, Health
-from lorikeet.gateway.proxy import MOST_LOSSES
 from lorikeet.gateway.questions import COMPLETIONS
+from lorikeet.gateway.rides import MOST_LOSSES
 from tests.gateway.conftest import Start, adapters, events, text_of
 from tests.gateway.scripted import words
 
@@ -75,6 +75,23 @@ async def test_an_answer_that_takes_every_backend_down_is_given_up(start: Start)
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
         assert sum(len(backend.bodies) for backend in router.backends) == MOST_LOSSES
+
+
+async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_up(start: Start) -> None:
+    async with start(count=MOST_LOSSES + 1) as router:
+        for backend in router.backends:
+            backend.open.clear()
+        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("french")))
+        for lost in range(MOST_LOSSES):
+            while sum(map(len, router.calls)) == lost:
+                await asyncio.sleep(0.001)
+            (loading,) = [backend for backend in router.backends if backend.calls and backend.health == 200]
+            loading.health = 500
+            await loading.kill()
+        reply = await asking
+        assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
+        assert router.all_calls == ["+french"] * MOST_LOSSES
+        assert not router.parts.head._rides
 
 
 async def cannot_connect(*args: Any, **kwargs: Any) -> None:

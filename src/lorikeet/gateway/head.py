@@ -206,6 +206,12 @@ class Head:
         for ride in rides:
             if ride.placed.done():
                 ride.lose()  # its own task places it again
+                continue
+            try:
+                ride.count_loss()
+            except ApiError as error:
+                del self._rides[ride.request_id]
+                ride.placed.set_exception(error)
             else:
                 self._arrive(ride)
         self.on_change()

@@ -28,8 +28,6 @@ from lorikeet.server.errors import ApiError
 
 MOST_FAILURES = 3
 """A request is given up after so many failures in a row that are not the end of a backend."""
-MOST_LOSSES = 3
-"""A request is given up when its backend has been lost so many times: it may be what ends them."""
 _PAUSE_S = 0.1
 """Before a request is tried for the third time; longer before the next."""
 _FINAL = (501, 504)
@@ -106,7 +104,7 @@ class Passage:
         self._stream = Answer(ride.question) if why_not is None else PassedOn(ride.question, why_not)
         self._request_id: str = http.state.request_id
         self._headers: Headers = [each for each in http.headers.raw if each[0] not in _OF_THE_CONNECTION]
-        self._attempts = self._failures = self._losses = 0
+        self._attempts = self._failures = 0
         self._is_there = self._has_sent = self._is_closed = False
         self._reply: Reply | None = None
 
@@ -222,9 +220,7 @@ class Passage:
         if self._reply is not None:
             self._reply.close()
         if self._is_there and isinstance(error, Lost | Broken):
-            self._losses += 1
-            if self._losses == MOST_LOSSES:
-                raise ApiError(502, f"The backend of this request was lost, {MOST_LOSSES} times: it is given up.")
+            self._ride.count_loss()
         if isinstance(error, Unreachable) and backend is not None:
             self._head.down(backend, f"cannot be reached: {error}")
         elif not isinstance(error, Lost):

@@ -8,6 +8,10 @@ from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.gateway.adapters import KnownAdapter
 from lorikeet.gateway.backends import Backend
 from lorikeet.gateway.questions import Question
+from lorikeet.server.errors import ApiError
+
+MOST_LOSSES = 3
+"""A request is given up when its backend has been lost so many times: it may be what ends them."""
 
 _T = TypeVar("_T")
 
@@ -48,6 +52,7 @@ class Ride:
         self.output_tokens = 0
         self.is_known = False
         self.is_started = False
+        self._losses = 0
         self._is_lost = False
         self._scope: asyncio.Timeout | None = None
 
@@ -55,6 +60,16 @@ class Ride:
         """It is to be placed, perhaps once more."""
         self.placed = asyncio.get_running_loop().create_future()
         self._is_lost = self.is_started = False
+
+    def count_loss(self) -> None:
+        """Its backend was lost while it answered, or was asked to load the adapter.
+
+        Raises:
+            ApiError: that has happened too often.
+        """
+        self._losses += 1
+        if self._losses == MOST_LOSSES:
+            raise ApiError(502, f"The backend of this request was lost, {MOST_LOSSES} times: it is given up.")
 
     def lose(self) -> None:
         """Its backend is gone: whatever it waits for from there ends with ``Lost``."""
