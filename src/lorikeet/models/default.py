@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,17 +106,19 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-            local_files_only=True,
-        )
-        progress("writing bfloat16 weights", 1, _STEPS)
-        model.save_pretrained(folder)
-        progress("converting the tokenizer", 2, _STEPS)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(folder)
+        with _asked_once():
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+                local_files_only=True,
+            )
+            progress("writing bfloat16 weights", 1, _STEPS)
+            model.save_pretrained(folder)
+            progress("converting the tokenizer", 2, _STEPS)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+            tokenizer.save_pretrained(folder)
     finally:
         transformers_logging.enable_progress_bar()
     _settle_files(folder, model.config)
@@ -123,6 +127,24 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
     # save_pretrained leaves the weights readable by their owner alone; a cache may be shared.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
     progress("converting the tokenizer", _STEPS, _STEPS)
+
+
+@contextmanager
+def _asked_once() -> Iterator[None]:
+    """Let transformers ask for the same things once: it opens the file for settings, weights and tokenizer anew.
+
+    Each time Python reads the vocabulary and its merges for seconds; and for each module all names are made.
+    """
+    import gguf
+
+    asked = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, answer in asked.items():
+            setattr(gguf, name, cache(answer))
+        yield
+    finally:
+        for name, answer in asked.items():
+            setattr(gguf, name, answer)
 
 
 def _settle_files(folder: Path, config: Any) -> None:
