@@ -70,8 +70,7 @@ def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_co
 @pytest.mark.parametrize("name", ["lorikeet:plain", "elora:halp", "elora:bfs"])
 @pytest.mark.parametrize("texts", [1, 7])
 def test_kv_that_makes_room_at_once_leaves_by_few_transfers(name: str, texts: int) -> None:
-    """All blocks that one request displaces, of whatever branches and chosen however; a block each would be as many to
-    start, to choose from and to report."""
+    """Of whatever branches and chosen however: as many as blocks would have to be started, chosen from and reported."""
     row = msgspec.structs.replace(ROWS[name], swap_interval_s=0.0)
     bench = Bench(blocks=80, host_blocks=100, row=row, limits=Limits(8, 400, 400))
     for text in range(texts):
