@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 LINE ?= serve.2
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -44,8 +45,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The tests of a file stay together, since they share engines and servers; files come in their order, since those with
+# few tests are not the short ones.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 accept: setup
 	$(BIN)/python -m benchmarks.accept $(LINE)

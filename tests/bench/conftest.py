@@ -4,6 +4,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lorikeet.engine import arena_sizes
+
+
+@pytest.fixture
+def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines without a size take little: they touch all of it, and the next may come before it is freed."""
+    monkeypatch.setattr(arena_sizes, "_CPU_BYTES", 2**26)
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -188,6 +188,7 @@ def test_rows_are_run_at_a_share_of_their_peak_and_set_beside_what_is_printed(
     assert "P99 TTFT 81%, P50 48% less" in words["admission.3, printed"]
 
 
+@pytest.mark.usefixtures("small_arena")
 def test_an_engine_is_measured_beside_peft_on_the_same_random_weights(
     rig: GpuRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from lorikeet.bench.plot import offline_bars
 from lorikeet.bench.statistics import median_interval
 from lorikeet.models.config import read_model_config
 
+pytestmark = pytest.mark.usefixtures("small_arena")
+
 
 def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
     options = OfflineOptions(
