@@ -31,7 +31,6 @@ MEMORY = MemoryStats(
     host_adapters=6,
     packing_waste_bytes=5,
     invalid_kv_bytes=1,
-    unpinned_kv_bytes=3,
     invalid_kv_share=0.25,
     adapter_queries=20,
     adapter_hits=15,

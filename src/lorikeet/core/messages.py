@@ -164,8 +164,7 @@ class MemoryStats(msgspec.Struct, frozen=True):
         packing_waste_bytes: of device blocks of adapters, what holds no weights.
         invalid_kv_bytes: KV on the device that no sequence needs and none can use, since its adapter or earlier KV is
             not there.
-        unpinned_kv_bytes: all KV on the device that no sequence needs.
-        invalid_kv_share: the former as a share of the latter, averaged over time.
+        invalid_kv_share: that as a share of all KV on the device that no sequence needs, averaged over time.
         adapter_queries, adapter_hits: requests with an adapter, and those that found it on the device on arrival.
         kv_queries_tokens: prompt tokens of all requests on arrival.
         kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those found on the host only.
@@ -182,7 +181,6 @@ class MemoryStats(msgspec.Struct, frozen=True):
     host_adapters: int
     packing_waste_bytes: int
     invalid_kv_bytes: int
-    unpinned_kv_bytes: int
     invalid_kv_share: float
     adapter_queries: int
     adapter_hits: int

@@ -98,7 +98,7 @@ class MemoryCounters:
         """
         device, host = self._tiers.counts(), self._tiers.host_counts()
         cached = self._tiers.cached_blocks
-        invalid, unpinned = self._invalid_blocks()
+        invalid, _ = self._invalid_blocks()
         shares = self._shares
         return MemoryStats(
             device=TierBytes(
@@ -120,7 +120,6 @@ class MemoryCounters:
             host_adapters=int((self._tiers.tree.on_host & (self._tiers.tree.kind == Kind.ADAPTER)).sum()),
             packing_waste_bytes=waste_bytes,
             invalid_kv_bytes=invalid * block_bytes,
-            unpinned_kv_bytes=unpinned * block_bytes,
             invalid_kv_share=shares.invalid / shares.unpinned if shares.unpinned else 0.0,
             adapter_queries=self._adapter_queries,
             adapter_hits=self._adapter_hits,
