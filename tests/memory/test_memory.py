@@ -365,9 +365,7 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
 
 
 @pytest.mark.parametrize("name", ["elora", "lorikeet:plain"])
-def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(name: str) -> None:
     row = msgspec.structs.replace(ROWS[name], prefetch="all" if name != "elora" else ROWS[name].prefetch)
     bench = Bench(blocks=100, row=row)
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))

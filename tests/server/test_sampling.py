@@ -21,14 +21,12 @@ from lorikeet.server.sampling import (
 LIMITS = ModelLimits(max_model_tokens=100, vocabulary=50, eos_token_ids=(2, 3))
 
 
-def params(limits: ModelLimits = LIMITS, max_tokens: int | None = None, **fields: Any) -> SamplingParams:
+def params(limits: ModelLimits = LIMITS, **fields: Any) -> SamplingParams:
     body = Generation(**fields)
     return sampling_params(
         body,
         limits,
         prompt_tokens=40,
-        max_tokens=max_tokens,
-        max_tokens_param="max_tokens",
         default_max_tokens=None,
         logprobs=None,
         logit_bias=logit_bias_pairs(body, limits.vocabulary, 1),

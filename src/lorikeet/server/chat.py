@@ -79,13 +79,10 @@ async def chat_completions(http: Request, body: ChatCompletionRequest, parts: Pa
         )
         return [token_ids]
 
-    max_tokens, max_tokens_param = body.most_tokens
     job = Job(
         prompts=1,
         encode=encode,
         prompt_param="messages",
-        max_tokens=max_tokens,
-        max_tokens_param=max_tokens_param,
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

@@ -98,13 +98,10 @@ async def completions(http: Request, body: CompletionRequest, parts: Parts, send
         special = body.add_special_tokens is not False
         return await parts.texts.encode(prompts, add_special_tokens=special, limits=parts.limits)
 
-    max_tokens, max_tokens_param = body.most_tokens
     job = Job(
         prompts=len(prompts),
         encode=encode,
         prompt_param="prompt",
-        max_tokens=max_tokens,
-        max_tokens_param=max_tokens_param,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
     )

@@ -87,11 +87,9 @@ def sampling_params(
     limits: ModelLimits,
     *,
     prompt_tokens: int,
-    max_tokens: int | None,
-    max_tokens_param: str,
     default_max_tokens: int | None,
     logprobs: int | None,
-    logit_bias: tuple[tuple[int, float], ...] = (),
+    logit_bias: tuple[tuple[int, float], ...],
 ) -> SamplingParams:
     """Check the fields of ``body`` against each other and the model.
 
@@ -99,9 +97,7 @@ def sampling_params(
         body: types and ranges of its fields are already checked.
         limits: the model's.
         prompt_tokens: length of the prompt.
-        max_tokens: most tokens to generate; None if the body does not say.
-        max_tokens_param: the field that says so.
-        default_max_tokens: what counts then, as far as there is room; None for all of the room.
+        default_max_tokens: what counts if the body does not say, as far as there is room; None for all of the room.
         logprobs: alternatives to report with each token; None for no log probabilities.
         logit_bias: what :func:`logit_bias_pairs` makes of the body's; the same object for all of its prompts.
 
@@ -111,12 +107,13 @@ def sampling_params(
     Raises:
         ApiError: 400 with the field named.
     """
+    max_tokens, param = body.most_tokens
     room = limits.max_model_tokens - prompt_tokens
     if max_tokens is not None and max_tokens > room:
         raise bad_request(
             f"{_context(limits)} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
-            f"input, {max_tokens} in the completion). Please reduce the length of the input or {max_tokens_param}.",
-            max_tokens_param,
+            f"input, {max_tokens} in the completion). Please reduce the length of the input or {param}.",
+            param,
         )
     most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
     if (body.min_tokens or 0) > most:

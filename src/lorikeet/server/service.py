@@ -43,17 +43,14 @@ class Job:
         prompts: how many prompts there are.
         encode: gives their token ids.
         prompt_param: field that holds them.
-        max_tokens: most tokens to generate for each; None if the body does not say.
-        max_tokens_param: field that says so.
-        default_max_tokens: what counts then, as far as the context leaves room; None for all of the room.
+        default_max_tokens: of an answer if the body does not say, as far as the context leaves room; None for all of
+            the room.
         logprobs: alternatives to report with each token; None for no log probabilities.
     """
 
     prompts: int
     encode: Callable[[], Awaitable[list[list[int]]]]
     prompt_param: str
-    max_tokens: int | None
-    max_tokens_param: str
     default_max_tokens: int | None
     logprobs: int | None
 
@@ -178,8 +175,6 @@ class Service:
                 body,
                 self.limits,
                 prompt_tokens=len(token_ids),
-                max_tokens=job.max_tokens,
-                max_tokens_param=job.max_tokens_param,
                 default_max_tokens=job.default_max_tokens,
                 logprobs=job.logprobs,
                 logit_bias=logit_bias,
