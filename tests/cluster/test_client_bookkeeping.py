@@ -253,8 +253,8 @@ async def test_copies_of_an_adapter_that_was_dropped_while_their_replica_was_awa
         if is_known_again:
             assert cluster.client.copies() == {(adapter.digest, R0)}
         else:
-            await until(lambda: not copy.exists())
-            assert cluster.client.describe().copies.deletes == 1
+            await until(lambda: cluster.client.describe().copies.deletes == 1)
+            assert not copy.exists()
             assert cluster.client.copies() == set()
 
 

@@ -14,6 +14,7 @@ from lorikeet.server.auth import KeyRing
 from lorikeet.server.text import TextStream
 from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
+from tests.support.live import until
 
 ADMIN_CALLS = [
     ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
@@ -28,12 +29,6 @@ ADMIN_CALLS = [
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-async def until(condition: Any) -> None:
-    """Let the server work until ``condition()`` holds; the test's time limit is the limit."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 async def test_with_api_keys_only_their_holders_are_answered(start: Start) -> None:
