@@ -26,6 +26,11 @@ def test_one_point_holds_everywhere() -> None:
     assert [interpolate(((8, 2.0),), count) for count in (0, 8, 1000)] == [2.0, 2.0, 2.0]
 
 
+def test_what_was_measured_is_not_rounded() -> None:
+    points = ((1, 0.0), (3, 5e-324))  # what lies between them is not twice as large as half of it
+    assert interpolate(points, 3) == 5e-324
+
+
 @given(
     seconds=st.lists(st.floats(0, 10), min_size=1, max_size=6),
     counts=st.lists(st.integers(1, 1000), min_size=6, max_size=6, unique=True),

@@ -16,7 +16,8 @@ from tests.server.conftest import TOKENIZER
 from tests.server.fakes import write_adapter
 from tests.server.test_serve import make_model, serving
 
-TOKENS = 300
+TOKENS = 3000
+"""So many that an answer is under way for seconds, and is not over when its server is killed."""
 MESSAGES = [{"role": "user", "content": "hello world"}]
 
 
@@ -31,7 +32,7 @@ def plain_text() -> dict[str, float]:
 
 
 async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "tiny")
+    model = make_model(tmp_path / "tiny", positions=4096)
     write_adapter(tmp_path / "sources" / "one", layers=3, hidden=48)
     flags = ("--adapter-dir", str(tmp_path / "sources"))
     adapter = know_adapter("one", str(tmp_path / "sources" / "one"))
@@ -46,7 +47,8 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
         urls = [str(server.http.base_url) for server in servers]
         async with routing(urls, adapters=(adapter,), row="toppings:first-fit") as router:
             router.http.timeout = httpx.Timeout(120)
-            whole = {path: (await router.http.post(path, json=body)).json() for path, body in asked.items()}
+            replies = await asyncio.gather(*(router.http.post(path, json=body) for path, body in asked.items()))
+            whole = {path: reply.json() for path, reply in zip(asked, replies, strict=True)}
             begun = asyncio.Queue[str]()
             reading = [asyncio.create_task(_read(router.http, path, body, begun)) for path, body in asked.items()]
             for _ in asked:

@@ -25,9 +25,9 @@ COMMAND = "from lorikeet.cli import main; main()"
 HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, positions: int = 512) -> Path:
     """Write a tiny random model with a tokenizer and a chat template."""
-    make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=512)
+    make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=positions)
     TOKENIZER.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKENIZER.token_to_id("<|im_end|>")}))

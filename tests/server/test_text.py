@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lorikeet.server.text import StopScanner, TextStream
+from lorikeet.server.texts import Texts
 from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
@@ -15,7 +16,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], i
 
 
 def streamed(tokenizer: Tokenizer, context: list[int], token_ids: list[int], *, skip: bool = True) -> str:
-    stream = TextStream(tokenizer, context, skip_special_tokens=skip)
+    stream = Texts(tokenizer, None).stream(context, skip_special_tokens=skip)
     return "".join([*(stream.push(token_id) for token_id in token_ids), stream.flush()])
 
 

@@ -8,17 +8,13 @@ import httpx
 import typer
 
 from lorikeet.commands.console import fail
+from lorikeet.core.urls import root_of
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="LORIKEET_URL")]
 ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="LORIKEET_API_KEY", show_default=False)]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 _CONNECT_S = 5.0
-
-
-def root_of(url: str) -> str:
-    """Return where a server's routes begin, also for the base URL that OpenAI's clients want, which ends in /v1."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class AnswerError(Exception):

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from lorikeet import __version__
-from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url, root_of
+from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
 from lorikeet.commands.console import fail, note
+from lorikeet.core.urls import root_of
 
 if TYPE_CHECKING:
     from lorikeet.bench.exchange import Exchange

@@ -62,7 +62,7 @@ def stream_answer(
             raise GenerationError(str(error)) from error
     request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
     try:
-        yield from _decode(engine, request, TextStream(texts.tokenizer, token_ids))
+        yield from _decode(engine, request, texts.stream(token_ids))
     finally:
         engine.close()
 

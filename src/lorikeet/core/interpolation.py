@@ -17,7 +17,7 @@ def interpolate(points: Sequence[tuple[int, float]], count: int) -> float:
     first, last = points[0], points[-1]
     if count <= first[0] or len(points) == 1:
         return first[1]
-    if count > last[0]:
+    if count >= last[0]:
         half = points[max(0, bisect_right(points, last[0] / 2, key=_count) - 1)]
         return last[1] + max(0.0, _slope(half, last)) * (count - last[0])
     right = bisect_left(points, count, key=_count)

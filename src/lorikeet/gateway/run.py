@@ -21,6 +21,7 @@ from lorikeet.config import ConfigError
 from lorikeet.core.garbage import long_lived
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.slo import Slo
+from lorikeet.core.urls import root_of
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.gateway.adapters import KnownAdapter
@@ -133,7 +134,7 @@ async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
         ProfileError: the profile cannot be read.
         ValueError: no backend, one twice, or what is no address.
     """
-    urls = [url.rstrip("/").removesuffix("/v1") for url in options.backends]
+    urls = [root_of(url) for url in options.backends]
     if len(set(urls)) < len(urls):
         raise ValueError("a backend is given twice")
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]

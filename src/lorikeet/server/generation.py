@@ -13,7 +13,7 @@ from lorikeet.engine.streams import Output, RequestHandle
 from lorikeet.server.errors import ApiError, unexpected_failure
 from lorikeet.server.logs import log
 from lorikeet.server.observer import Observer, RequestWatch
-from lorikeet.server.text import StopScanner, TextStream
+from lorikeet.server.text import StopScanner
 from lorikeet.server.texts import Texts
 
 _READ_S = 10.0
@@ -73,9 +73,8 @@ class Choice:
         self._options = options
         self._sampling = handle.request.sampling
         self._stop_tokens = frozenset(self._sampling.stop_token_ids)
-        self._stream = TextStream(
-            texts.tokenizer, handle.request.prompt_token_ids, skip_special_tokens=options.skip_special_tokens
-        )
+        prompt = handle.request.prompt_token_ids
+        self._stream = texts.stream(prompt, skip_special_tokens=options.skip_special_tokens)
         self._scanner = StopScanner(options.stops, include=options.include_stop)
 
     def take(self, output: Output) -> Piece:

@@ -1,6 +1,6 @@
 """Tokens to text while they arrive, and stop strings in that text."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -15,18 +15,20 @@ class TextStream:
     Args:
         tokenizer: the model's.
         context: the prompt; its last tokens decide whether the first word starts with a space.
-        skip_special_tokens: leave tokens such as end of text out.
+        unseen: tokens that are left out, such as end of text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), unseen: Container[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._unseen = unseen
         self._shown = self._end_of(context)
         self._pending: list[int] = []
-        self._stream = DecodeStream(list(self._shown), skip_special_tokens)
+        self._stream = DecodeStream(list(self._shown), skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
         """Take one token in; return the text it completes, often all of its own, sometimes none."""
+        if token_id in self._unseen:  # else the stream would keep it, and decode it again with every one that follows
+            return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -35,7 +37,7 @@ class TextStream:
                 raise
             # See flush: with this byte those before it, which have been shown, make no characters any more.
             text = self._decode(self._pending)
-            self._stream = DecodeStream(list(self._pending), self._skip)
+            self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
         if text is None:
             return ""
         self._shown, self._pending = self._pending, []
@@ -60,13 +62,13 @@ class TextStream:
         """
         least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
         for tokens in range(least, most + 1):
-            end = list(context[len(context) - tokens :])
+            end = [token_id for token_id in context[len(context) - tokens :] if token_id not in self._unseen]
             if not self._decode(end).endswith("\ufffd"):
                 return end
         return []
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 class StopScanner:

@@ -12,6 +12,7 @@ from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat
 from lorikeet.server.errors import bad_request, not_supported
 from lorikeet.server.protocol import ChatMessage, TextPart
 from lorikeet.server.sampling import ModelLimits, check_text
+from lorikeet.server.text import TextStream
 from lorikeet.server.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.server.token_bound import TokenBound
 
@@ -43,6 +44,8 @@ class Texts:
         self.tokenizer = tokenizer
         self.template = template
         self._bound = TokenBound(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._tokens: dict[int, TokenText] = {}
 
     @classmethod
@@ -107,6 +110,10 @@ class Texts:
         """Return the text of ``token_ids``, all at once."""
         (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
+
+    def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
+        """Return what turns the tokens that answer ``context`` into text while they arrive."""
+        return TextStream(self.tokenizer, context, self._special if skip_special_tokens else ())
 
     def token(self, token_id: int) -> TokenText:
         """Return a token by itself; what was asked for once is remembered."""
