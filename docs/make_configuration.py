@@ -5,18 +5,32 @@
 
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lorikeet.cluster.placement import PLACEMENT
+from lorikeet.cluster.routing import ROUTING
 from lorikeet.commands.serve_flags import FLAGS
 from lorikeet.config import Settings
-from lorikeet.rows import AUTO_ROW, ROWS, Row
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.rows import AUTO_ROW, CHOICES, ROWS, Row
+from lorikeet.scheduling.batching import BATCHING
+from lorikeet.scheduling.policies import ADMISSION
 
 PAGE = Path(__file__).with_name("configuration.md")
 
 _AXES = Row.__struct_fields__
+_POLICIES: dict[str, Iterable[str]] = {
+    "eviction": EVICTION,
+    "prefetch": PREFETCH,
+    "admission": ADMISSION,
+    "batching_mode": BATCHING,
+    "placement": PLACEMENT,
+    "routing": ROUTING,
+}
 
 _HEAD = """\
 # Settings
@@ -45,8 +59,21 @@ admin_keys = ["change-me"]
 ```
 
 The same port by environment: `LORIKEET_SERVER__PORT=8000`. Flags take sizes with units (`--memory 4GiB`), keys of the
-file and the environment take bytes. Flags of vLLM and SGLang with the same meaning are accepted under their names;
-`lorikeet serve --help` lists them all.
+file and the environment take bytes. Flags of vLLM and SGLang with the same meaning are accepted under their names.
+`--no-enable-prefix-caching` stands for the row `lorikeet:plain-no-reuse`; other rows say themselves what becomes of KV.
+
+## Other variables
+
+| variable | meaning |
+|---|---|
+| `LORIKEET_URL`, `LORIKEET_API_KEY` | server, and key for it, of `chat`, `adapters`, `status` and `bench serve` |
+| `LORIKEET_BACKEND_KEY` | key of `lorikeet route` for its backends |
+| `VLLM_API_KEY` | of a server that is given no other API key |
+| `XDG_CACHE_HOME` | `lorikeet/models` in it (else in `~/.cache`) holds converted weights |
+| `XDG_DATA_HOME` | `lorikeet/adapters` in it (else in `~/.local/share`) is the adapter store |
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` | of models and adapters from the Hugging Face hub, as its own tools read them |
+| `OMP_NUM_THREADS` | threads of one rank where `--threads` does not say |
+| `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` | how idle threads of a rank wait; set for it unless the first is there |
 """
 
 
@@ -57,11 +84,11 @@ def page() -> str:
 
 def _section(name: str, struct: type[msgspec.Struct]) -> str:
     summary, meanings = _read_docstring(struct)
-    flags = {flag.setting: flag.names.split()[0].split("/")[0] for flag in FLAGS} | {"model.model": "MODEL"}
+    flags = {flag.setting: flag.names.replace("/", " ").split() for flag in FLAGS} | {"model.model": ["MODEL"]}
     lines = [f"\n## `[{name}]`\n\n{summary}\n\n| key | default | flag | meaning |\n|---|---|---|---|\n"]
     for field in msgspec.structs.fields(struct):
-        flag = flags.get(f"{name}.{field.name}")
-        cells = (f"`{field.name}`", f"`{_toml(field.default)}`", f"`{flag}`" if flag else "", meanings[field.name])
+        names = ", ".join(f"`{flag}`" for flag in flags.get(f"{name}.{field.name}", ()))
+        cells = (f"`{field.name}`", f"`{_toml(field.default)}`", names, meanings[field.name])
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 
@@ -73,9 +100,11 @@ def _rows() -> str:
         f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today. Axes may "
         "be set otherwise\nbehind the name: `vllm-static,adapter_share=0.35`. What the rows are is told in "
         "[memory.md](memory.md#rows),\n[admission.md](admission.md), [modes.md](modes.md) and, for several replicas, "
-        "[cluster.md](cluster.md#rows).\n\n| axis | default | meaning |\n|---|---|---|\n"
+        "[cluster.md](cluster.md#rows).\n\n| axis | default | meaning | values |\n|---|---|---|---|\n"
     ]
-    lines += [f"| `{axis}` | `{_toml(getattr(default, axis))}` | {meanings[axis]} |\n" for axis in _AXES]
+    for axis in _AXES:
+        values = ", ".join(f"`{value}`" for value in CHOICES.get(axis, _POLICIES.get(axis, ())))
+        lines.append(f"| `{axis}` | `{_toml(getattr(default, axis))}` | {meanings[axis]} | {values} |\n")
     lines.append("\n| row | what differs from the defaults |\n|---|---|\n")
     for name, row in ROWS.items():
         axes = [axis for axis in _AXES if getattr(row, axis) != getattr(default, axis)]

@@ -17,7 +17,8 @@ Found = Mapping[str, Any]
 _HEAD = """\
 # Clusters of three papers
 
-Made by `make accept LINE=cluster.3`; do not edit. Everything here is **modelled**: the dispatcher and the policies of a
+Made by `make accept LINE=cluster.3`, at the revision in [status.md](status.md); do not edit.
+Everything here is **modelled**: the dispatcher and the policies of a
 live [cluster](cluster.md) over engines on a virtual clock, by a [profile](profiles.md). What was measured live is in
 [status.md](status.md). Rows of one table have the same requests, and differ in the axes of the cluster alone, except
 for dLoRA's last two. Where a paper prints *up to*, the largest of ours stands beside it."""

@@ -15,7 +15,8 @@ Figures = Mapping[str, Any]
 _HEAD = """\
 # dLoRA's setting
 
-Made by `make accept LINE=modes.4`; do not edit. Everything here is **modelled**: the engine's own loop, memory and
+Made by `make accept LINE=modes.4`, at the revision in [status.md](status.md); do not edit.
+Everything here is **modelled**: the engine's own loop, memory and
 policies on a virtual clock, by a [profile](profiles.md). What was measured live is in [status.md](status.md)."""
 
 _SETTING = """\

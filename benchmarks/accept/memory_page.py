@@ -12,7 +12,8 @@ from benchmarks.accept.status import table_row
 _HEAD = """\
 # Rows of the memory
 
-Made by `make accept LINE=memory.5`; do not edit. Everything here is **modelled**: the engine's own loop, memory and
+Made by `make accept LINE=memory.5`, at the revision in [status.md](status.md); do not edit.
+Everything here is **modelled**: the engine's own loop, memory and
 policies on a virtual clock, by a [profile](profiles.md). What was measured live is in [status.md](status.md), memory.3,
 memory.4, memory.6 and memory.8."""
 

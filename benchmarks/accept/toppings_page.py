@@ -12,7 +12,8 @@ Found = Mapping[str, Mapping[str, Any]]
 _HEAD = """\
 # TOPPINGS' setting
 
-Made by `make accept LINE=modes.6`; do not edit. Everything here is **modelled**: the engine's own loop, memory and
+Made by `make accept LINE=modes.6`, at the revision in [status.md](status.md); do not edit.
+Everything here is **modelled**: the engine's own loop, memory and
 policies on a virtual clock, by a [profile](profiles.md). What was measured live is in [status.md](status.md):
 there host workers assist beside an x86-64 CPU; beside a GPU they have run, but not been timed."""
 

@@ -175,7 +175,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP side.
 
     Attributes:
-        host, port: where to listen; port 0 picks a free one.
+        host: address to listen at.
+        port: to listen at; 0 picks a free one.
         api_keys: bearer keys for all routes but health, ping, version, load and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; empty means the API keys do.
         allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
@@ -188,8 +189,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics_adapters: adapters with metrics of their own; the rest share the label ``other``.
         tenant_header: header whose value names the tenant of a request, trusted as it comes; empty, or a request
             without it: the key that let it in.
-        slo_ttft_s, slo_tpot_s: targets for a request's time to first token and for its mean time per token after that;
-            0 for none.
+        slo_ttft_s: target for a request's time to first token; 0 for none.
+        slo_tpot_s: target for its mean time per token after that; 0 for none.
         adapter_slos: targets of single adapters, which go before the server's: ``name=ttft=0.5,tpot=0.1``, or one entry
             for each; 0 for none.
         shed: answer 429 at once to requests whose first token is predicted to come too late for their target.
@@ -241,8 +242,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ray_address: of a Ray cluster to join; empty starts one here, which ends with the server.
         pool_dir: folder on each machine where its replicas keep their copies of adapters; empty for a temporary one.
         registry_url: SQLAlchemy URL of what several servers of one cluster share; empty for ``adapters.registry_url``.
-        min_replicas, max_replicas: limits within which the number of replicas follows the load; with 0 as the
-            largest it stays as it is.
+        min_replicas: fewest, where the number of replicas follows the load.
+        max_replicas: most, where it does; with 0 it stays as it is.
     """
 
     replicas: Positive = 1

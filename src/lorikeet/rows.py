@@ -86,7 +86,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kernel_form: how a batch of mixed ranks is computed.
         kv_after_finish: what becomes of a request's KV.
         host_kv: KV that leaves the device goes to the host tier; else it is gone.
-        memory_split, adapter_share: how the device is divided.
+        memory_split: whether any block of the device serves adapters and KV alike, or they have parts of their own.
+        adapter_share: of the device that adapters have if it is divided.
         padded_slots: an adapter takes as much of the device as the largest known one.
         keep_adapters: an adapter stays after its last running request, while nobody needs its room.
         dependency_tree: KV leaves the device before its adapter does, and later KV before earlier. Else anything that
@@ -102,7 +103,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         batching_mode: who of the admitted and the waiting requests runs, and whether their adapter is merged.
         merge_by: how another adapter comes to be merged.
         cold_start: what happens while a request's adapter is transferred.
-        layer_groups, host_layers: of assisted prefills.
+        layer_groups: in how many parts an adapter whose prefill is assisted arrives.
+        host_layers: on which layers of an assisted prefill the host computes.
         host_chunk: an assisted prefill uses a host core for so many times the tokens that were measured to suit one.
         placement: which replicas of a cluster serve an adapter. One replica alone has no use for this and what follows.
         placement_period_s: time between two placements, each by the demand of the periods before.
@@ -279,6 +281,13 @@ ROWS: dict[str, Row] = {
 }
 """Every system by name. A new policy is one file and one row here."""
 
+CHOICES: dict[str, tuple[str, ...]] = {
+    field.name: tuple(field.type)
+    for field in msgspec.structs.fields(Row)
+    if isinstance(field.type, type) and issubclass(field.type, StrEnum)
+}
+"""What an axis may be, of those that are no policies with tables of their own."""
+
 _CLUSTER_AXES = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
 
 MERGING_MODES = frozenset(
@@ -309,6 +318,9 @@ def resolve_row(name: str) -> tuple[str, Row]:
         axis, _, value = change.partition("=")
         if axis not in axes:
             raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
+        choices = CHOICES.get(axis)
+        if choices is not None and value not in choices:
+            raise ConfigError(f"row {name!r}: {axis} is one of {', '.join(choices)}, not {value!r}")
         axes[axis] = value
     return ",".join([full, *changes]), convert(axes, Row, f"row {name!r}")
 

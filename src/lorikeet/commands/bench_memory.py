@@ -28,7 +28,9 @@ _PRESETS = "elora,elora:s-lora,vllm-static,vllm-static:discard"
 def bench_memory(
     workload: Annotated[
         str,
-        typer.Argument(help="A workload, Mooncake's JSONL or Azure's CSV; or conversations, agent or translation."),
+        typer.Argument(
+            help="A workload, Mooncake's JSONL or Azure's CSV; or conversations, chatbot, agent or translation."
+        ),
     ],
     adapters: Annotated[int, typer.Option(min=0, help="How many there are, with random weights.")] = 100,
     requests: Annotated[

@@ -29,7 +29,8 @@ def bench_serve(
     model: Annotated[str, typer.Option(help="Base model.", show_default="the first one listed")] = "",
     adapters: Annotated[str, typer.Option(help="Names, separated by commas, or 'all' that are listed.")] = "",
     adapter_choice: Annotated[
-        str, typer.Option(help="uniform, round-robin, distinct, zipf:A, skewed:X, drifting:A:S, functions.")
+        str,
+        typer.Option(help="uniform, round-robin, distinct, zipf:A, skewed:X, drifting:ALPHA:SECONDS, functions:CHUNK."),
     ] = "uniform",
     adapter_as: Annotated[str, typer.Option(help="How 'model' names an adapter.")] = "{adapter}",
     requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="100 or the workload's")] = None,
