@@ -35,6 +35,8 @@ from lorikeet.models.config import read_model_config
 RANK, DECODES, ROUNDS, LOADS, EVERY_S = 64, 8, 3, 12, 1.0
 ADAPTERS = ROUNDS * LOADS
 PROMPT_TOKENS, LONGEST_TOKENS = 32, 1536
+_LEAST_STEPS = 12
+"""Of a round, however long a step takes."""
 BOUND = 1.15
 _HOST_BYTES, _DEVICE_BYTES = 2**30, 300 * 2**20
 """The device holds the decodes and a few adapters, so that every one is loaded anew."""
@@ -221,12 +223,13 @@ def _round(engine: Any, number: int, refs: Sequence[AdapterRef]) -> None:
         engine.submit(request)
     asked = make_requests(f"load{number}", len(refs), 4, 1, refs, seed=100 + number)
     due_s = time.monotonic() + EVERY_S
-    waiting = list(asked)
-    while waiting or time.monotonic() < due_s:
+    waiting, steps = list(asked), 0
+    while waiting or time.monotonic() < due_s or steps < _LEAST_STEPS:
         if waiting and time.monotonic() >= due_s:
             engine.submit(waiting.pop(0))
             due_s += EVERY_S
         engine.step()
+        steps += 1
     for i in range(DECODES):
         engine.abort(f"decode{number}-{i}")
     while engine.has_requests or engine.is_busy:

@@ -29,6 +29,7 @@ class FakeServer:
         bodies: of all requests.
         keys: their ``Authorization``.
         tenants: their ``X-Tenant``.
+        encodings: their ``Accept-Encoding``.
         most_at_once: requests that were being answered at the same time.
         url: where it listens, once it runs.
     """
@@ -37,6 +38,7 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.tenants: list[str | None] = []
+        self.encodings: list[str | None] = []
         self.most_at_once = 0
         self.url = ""
         self._wait_for = wait_for
@@ -58,6 +60,7 @@ class FakeServer:
             self.bodies.append(body)
             self.keys.append(request.headers.get("authorization"))
             self.tenants.append(request.headers.get("x-tenant"))
+            self.encodings.append(request.headers.get("accept-encoding"))
             async with self._arrived:
                 self._arrived.notify_all()
                 await self._arrived.wait_for(lambda: len(self.bodies) >= self._wait_for)

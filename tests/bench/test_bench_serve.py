@@ -18,7 +18,7 @@ from tests.server.conftest import TOKENIZER
 from tests.server.test_serve import serving
 from tests.support.live import write_adapter
 
-SMALL = ("--prompt-tokens", "4-8", "--output-tokens", "3", "--token-ids", "20-90")
+SMALL = ("--prompt-tokens", "4-8", "--output-tokens", "3")
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def server() -> Iterator[FakeServer]:
 
 
 def bench(url: str, *flags: str) -> Result:
-    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["bench", "serve", "--url", url, *SMALL, *flags])
+    lengths = () if "--workload" in flags else SMALL
+    given = ["bench", "serve", "--url", url, "--token-ids", "20-90", *lengths, *flags]
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, given)
 
 
 def test_a_run_is_printed_and_written_with_every_request(server: FakeServer, tmp_path: Path) -> None:
@@ -92,6 +94,13 @@ def test_a_search_says_that_its_workload_has_ended_it(server: FakeServer, tmp_pa
         "--arrivals often",
         "--arrivals uniform",
         "--arrivals now --rate 3",
+        "--rate 3 --arrivals uniform --burstiness 0.5",
+        "--burstiness 0 --rate 3",
+        "--rate inf",
+        "--length-scale 2",
+        "--slo-target 0.5",
+        "--probe-s 10",
+        "--adapters a,a",
         "--endpoint embeddings",
         "--prompt-tokens many",
         "--rate 0 --find-peak --slo ttft=1",

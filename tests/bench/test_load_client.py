@@ -1,11 +1,13 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
+from lorikeet.bench.load_report import LoadFigures, summarise
 from lorikeet.bench.load_run import LoadRunner
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.recipe import Recipe
@@ -145,6 +147,41 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
         runner.find_peak(0.9, start=600.0, probe_s=0.1)
     with pytest.raises(ChoiceError, match=r"takes 10 requests, and the workload holds 5"):
         LoadRunner(Target(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(0.9, 1.0, 0.1)
+
+
+@pytest.mark.parametrize(("start", "least"), [(5.0, 10), (float("inf"), 10)])
+def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float, least: float) -> None:
+    runner = LoadRunner(Target(server.url, "base"), Recipe(), Slo(ttft_s=60))
+    with pytest.raises(ChoiceError, match=f"a search begins at a rate from {least} on"):
+        runner.find_peak(0.9, start=start, probe_s=0.1)
+
+
+def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come as quickly as ever, however many answers are asked for, and answers at most 50 times a second."""
+
+    def summarised(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
+        return msgspec.structs.replace(summarise(exchanges, slo), request_rate=50.0, duration_s=31.0)
+
+    monkeypatch.setattr("lorikeet.bench.load_run.summarise", summarised)
+    runner = LoadRunner(Target(server.url, "base"), Recipe(output_tokens=Range(2, 2)), Slo(tpot_s=60))
+    with pytest.raises(ChoiceError, match=r"at 160 requests/s the server answers 50, and the limits are met"):
+        runner.find_peak(0.9, start=40.0, probe_s=0.5)
+
+
+def test_probes_are_long_beside_the_longest_limit() -> None:
+    def telling_s(slo: Slo, *own: Slo) -> float:
+        trace = tuple(WorkloadRequest(0.0, None, 1, 1, slo=each) for each in own)
+        return LoadRunner(Target("http://nowhere", "base"), Recipe(trace=trace), slo).telling_s
+
+    assert telling_s(Slo(tpot_s=0.1)) == telling_s(Slo(ttft_s=2.0)) == 30.0
+    assert telling_s(Slo(ttft_s=5.0)) == telling_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
+
+
+def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeServer) -> None:
+    (exchange,) = send(server, request("a", tenant="Müller"), tenant_header="X-Tenant")
+    assert exchange.error is None
+    assert [(each or "").encode("latin-1").decode() for each in server.tenants] == ["Müller"]
+    assert server.encodings == ["identity"]
 
 
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:

@@ -14,12 +14,12 @@ from lorikeet.bench.memory_watch import TtftParts
 from lorikeet.bench.memory_work import (
     MemoryWork,
     WorkOptions,
-    adapters_without_files,
     least_memory_bytes,
     make_work,
     working_set,
 )
 from lorikeet.bench.pool_plot import pool_areas
+from lorikeet.bench.synthetic import adapters_by_name
 from lorikeet.bench.workload import WorkloadRequest, write_workload
 from lorikeet.cli import app
 from lorikeet.commands.bench_memory import split_presets
@@ -108,7 +108,7 @@ def test_the_working_set_counts_equal_beginnings_once_and_the_adapters_asked_for
         WorkloadRequest(2.0, "b", 32, 1, (0, 1)),
         names=("a", "b", "idle"),
     )
-    adapters = adapters_without_files(work.names, (1, 8), ("q",), GEOMETRY)
+    adapters = adapters_by_name(work.names, (1, 8), GEOMETRY, modules=("q",))
     found = working_set(work, adapters, GEOMETRY, 16)
     # A rank row of q takes 16 elements a layer: ranks 1 and 8 fit one block each, of 256 elements.
     assert found.adapter_bytes == 2 * BLOCK_BYTES
@@ -223,6 +223,8 @@ def test_the_command_prints_tables(profile: str) -> None:
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
         (["agent", "--memory", "lots"], "'lots' is not a size"),
+        (["agent", "--memory", "0"], "--memory 0: a pool holds at least a request"),
+        (["agent", "--executor", "modelled", "--profile", "x", "--threads", "2"], "--threads: without effect here"),
         (["agent", "--adapter-choice", "fair"], "adapter choice 'fair'"),
         (["agent", "--executor", "paced"], "neither torch nor modelled"),
         (["agent", "--executor", "modelled"], "go together"),
@@ -243,13 +245,23 @@ def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path)
     first = WorkloadRequest(0.0, "a", 40, 8, (), "talk")
     write_workload(file, [first, WorkloadRequest(0.01, "b", 30, 4), WorkloadRequest(0.02, "a", 80, 4, (), "talk")])
     flags = f"{file} --adapters 2 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
-    flags += f" --model {model_folder}"
+    flags += f" --model {model_folder} --host-memory 1MiB"
     result = invoke(*flags.split())
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["results"]
     assert row["completed"] == row["requests"] == 3
     assert row["cached_share"] == pytest.approx(32 / 150)
     assert row["transfers"]["host-device"]["transfers"] >= 2
+
+
+def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    write_workload(file, [WorkloadRequest(0.0, "a", 5, 2)])
+    flags = f"{file} --adapters 1 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
+    result = invoke(*flags.split(), "--model", str(model_folder), "--memory", "1MiB", "--host-memory", "1MiB")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["completed"] == 1
 
 
 def test_a_memory_too_small_is_named(profile: str) -> None:

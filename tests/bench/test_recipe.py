@@ -91,6 +91,19 @@ def test_conversations_of_a_trace_keep_one_adapter_and_their_blocks() -> None:
     assert all(len(each.prefix_blocks) == -(-each.input_tokens // 32) for each in requests)
 
 
+def test_turns_of_a_conversation_ask_for_one_adapter_also_where_it_names_none() -> None:
+    turns = [WorkloadRequest(0.1 * at, None, 10 + at, 1, (), None if at % 5 == 4 else f"c{at % 4}") for at in range(40)]
+    requests = make(trace=tuple(turns), adapters=("a", "b", "c"))
+    adapters = {each.conversation: each.adapter for each in requests if each.conversation}
+    assert all(each.adapter == adapters[each.conversation] for each in requests if each.conversation)
+    assert len({each.adapter for each in requests if each.conversation is None}) > 1
+
+
+def test_a_thousand_requests_are_made_where_nobody_says_how_many() -> None:
+    assert [len(make(2.0, shape=shape)) for shape in ("plain", "agent", "chatbot", "conversations")] == [1000] * 4
+    assert len(make(2.0, shape="agent", duration_s=2000.0)) > 2000
+
+
 def test_dialogues_of_agents_arrive_at_the_rate_of_requests() -> None:
     requests = make(10.0, shape="agent", adapters=("a", "b"), count=20_000, block_tokens=32)
     assert len(requests) == 20_000

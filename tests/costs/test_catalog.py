@@ -1,11 +1,14 @@
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from lorikeet.cli import app
 from lorikeet.costs.catalog import load_profile, profile_names
-from lorikeet.costs.profile import ProfileError, decode_profile, write_profile
+from lorikeet.costs.profile import ProfileError, decode_profile, encode_profile, write_profile
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -28,6 +31,29 @@ def test_a_path_is_read(tmp_path: Path) -> None:
     profile = load_profile("a40-llama-2-7b@toppings")
     write_profile(profile, path)
     assert load_profile(path) == load_profile(str(path)) == profile
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("step", "tokens", "points"), [], "step.tokens: points have ascending counts, at least one, not []"),
+        (("step", "tokens", "points"), [[8, 0.1], [1, 0.2]], "step.tokens: points have ascending counts"),
+        (("step", "sampled_rows", "points"), [[1, -0.1]], "step.sampled_rows: a point takes some time"),
+        (("step", "loop", "value"), float("nan"), "step.loop: nan is no figure"),
+        (("transfers", "host_to_device", "bandwidth", "value"), 0.0, "transfers.host_to_device.bandwidth: 0.0 bytes/s"),
+        (("lora", "padded", "fixed", "value"), float("nan"), "lora.padded.fixed: nan is no figure"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_refused(path: tuple[str, ...], value: object, complaint: str) -> None:
+    tables = tomllib.loads(encode_profile(load_profile("a40-llama-2-7b")))
+    *way, last = path
+    table = tables
+    for name in way:
+        table = table[name]
+    assert last in table
+    table[last] = value
+    with pytest.raises(ProfileError, match=re.escape(f"mine.toml: {complaint}")):
+        decode_profile(tomli_w.dumps(tables), "mine.toml")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

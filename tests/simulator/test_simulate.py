@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.workload import WorkloadRequest, write_workload
+from lorikeet.bench.workload import WorkloadRequest, read_any, write_workload
 from lorikeet.cli import app
+from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario
 from lorikeet.simulator.study import find_peak_rate, run_scenario
@@ -185,6 +186,10 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"trace": "/nowhere.jsonl"}, "prompt_tokens: without effect on a trace"),
         ({"trace": "/nowhere.jsonl", **MADE, "arrivals": "uniform"}, "arrivals: without effect on a trace"),
         ({"length_scale": 2.0}, "length_scale: goes with a trace"),
+        ({"cv": 2.0}, "cv: without effect on arrivals that are poisson"),
+        ({"fetch": "store-and-forward"}, "fetch: without effect on one replica"),
+        ({"provisioned": False}, "provisioned: without effect on one replica"),
+        ({"count": None, "duration_s": float("inf")}, "duration_s inf is no positive number"),
         ({"shape": "agent"}, "prompt_tokens: without effect on the shape agent"),
         ({"arrivals": "now"}, "arrivals 'now' have none"),
         ({"output_tokens": "0-5"}, "output_tokens begins below 1"),
@@ -208,6 +213,7 @@ def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], compl
         ({"rate": None, "arrivals": "now"}, 1.0, "a peak is one rate"),
         ({"rate": "0:2,400:8"}, 1.0, "a peak is one rate"),
         ({"rate": "-1"}, -1.0, "a search begins at a positive one"),
+        ({"count": None, "duration_s": 2.0}, 4.0, "at 4 requests/s fewer than 10 arrive"),
     ],
 )
 def test_a_peak_that_would_mean_nothing_is_refused(
@@ -215,6 +221,34 @@ def test_a_peak_that_would_mean_nothing_is_refused(
 ) -> None:
     with pytest.raises(ScenarioError, match=complaint):
         find_peak_rate(scenario(profile, slo="ttft=0.3", **changes), quiet, target=0.9, start=start)
+
+
+def test_a_trace_may_have_adapters_of_its_own(profile: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    named = ("french", None, "legal", "adapter-0001")
+    write_workload(trace, [WorkloadRequest(0.1 * at, name, 8, 4) for at, name in enumerate(named)])
+    figures = run_scenario(make_scenario(None, {"profile": profile, "trace": str(trace)}), quiet).figures
+    assert {each.adapter for each in figures.adapters} == set(named)
+    among = make_scenario(None, {"profile": profile, "trace": str(trace), "adapters": 2, "ranks": "1,2"})
+    refs = among.adapter_refs(load_profile(profile).geometry, read_any(trace))
+    assert {name: ref.max_rank for name, ref in refs.items()} == {
+        **{"adapter-0000": 1, "adapter-0001": 2},
+        **{"french": 1, "legal": 2},
+    }
+
+
+def test_a_search_in_a_fixed_time_tries_no_rate_at_which_next_to_nothing_comes(profile: str) -> None:
+    never = scenario(profile, count=None, duration_s=10.0, slo="ttft=0.000001")
+    peak, outcomes = find_peak_rate(never, quiet, target=0.9, start=3.0)
+    assert peak.rate is None
+    assert [outcome.rate for outcome in outcomes] == [3.0, 1.5]
+
+
+def test_numbers_of_a_file_may_be_numbers(profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(f"profile = {profile!r}\nrate = 4\nprompt_tokens = 20\nranks = 8\nreplicas = 2\n")
+    read = make_scenario(file, {})
+    assert (read.rate, read.prompt_tokens, read.ranks, read.replicas) == ("4", "20", "8", 2)
 
 
 def test_prefix_blocks_are_as_long_as_the_trace_says_and_shrink_with_it(profile: str, tmp_path: Path) -> None:

@@ -73,11 +73,12 @@ class Target(msgspec.Struct, frozen=True):
             body["prompt"] = (prompts.words if self.text else prompts.token_ids)(index, request)
         return body
 
-    def headers(self, request: WorkloadRequest) -> dict[str, str]:
+    def headers(self, request: WorkloadRequest) -> dict[bytes, bytes]:
         """Return the headers that are sent with ``request``."""
-        headers = {"Content-Type": "application/json"}
+        # Pieces of the answer are read as they come, which a compressed one does not allow.
+        headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
         if self.tenant_header and request.tenant:
-            headers[self.tenant_header] = request.tenant
+            headers[self.tenant_header.encode()] = request.tenant.encode()
         return headers
 
 
@@ -185,7 +186,7 @@ class _Sender:
         self._on_end(exchange)
         return exchange
 
-    async def _stream(self, body: bytes, headers: dict[str, str], answer: AnswerStream) -> tuple[str, str] | None:
+    async def _stream(self, body: bytes, headers: dict[bytes, bytes], answer: AnswerStream) -> tuple[str, str] | None:
         """Read one answer; return kind and message of what went wrong."""
         path = ENDPOINTS[self._target.endpoint]
         try:

@@ -131,7 +131,8 @@ def summarise(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
     whole = [exchange for exchange in exchanges if exchange.error is None]
     sent_s = sorted(exchange.sent_s for exchange in exchanges)
     # A run without any duration has no rates to speak of; the smallest time keeps them finite.
-    duration_s = max(max(exchange.ended_s for exchange in exchanges) - sent_s[0], 1e-9)
+    # To the last answer: one request that hangs until its time is up would else halve or tenth all rates.
+    duration_s = max(max(exchange.ended_s for exchange in whole or exchanges) - sent_s[0], 1e-9)
     span_s = sent_s[-1] - sent_s[0]
     output_tokens = sum(exchange.output_tokens for exchange in whole)
     input_tokens = sum(exchange.input_tokens for exchange in whole)

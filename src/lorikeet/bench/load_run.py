@@ -11,7 +11,7 @@ from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
 from lorikeet.bench.load_report import LoadFigures, summarise
-from lorikeet.bench.peak import Peak, find_peak
+from lorikeet.bench.peak import Peak, find_peak, telling_s
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
@@ -22,7 +22,10 @@ from lorikeet.core.slo import Slo
 Show = Callable[[str, int, int], None]
 """Called with a stage, and how much of it is done out of how much."""
 
+LEAST_PROBE_S = 30.0
 _LEAST_PROBE_REQUESTS = 10
+_UNSERVED = 2.0
+"""A server that answers so many times slower than it is asked, and misses no limit, never will."""
 _LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
 """Of the median TTFT, and of a core."""
 
@@ -104,6 +107,12 @@ class LoadRunner:
         after, ended_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
         return run._replace(rate=rate, server=growth(before, after, ended_s - began_s))
 
+    @property
+    def telling_s(self) -> float:
+        """Length that probes of a search need, by the longest limit of the requests."""
+        own = {request.slo for request in self._recipe.trace if request.slo is not None}
+        return max(LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
+
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
         """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
 
@@ -113,11 +122,11 @@ class LoadRunner:
         Args:
             attainment: share of the requests that must.
             start: first rate.
-            probe_s: length of a probe; longer if fewer than ten requests would come.
+            probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would come.
 
         Raises:
-            ChoiceError: there are no limits, a rule of the recipe has no meaning for so many requests, or its trace
-                holds too few for the first probe.
+            ChoiceError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
+                so many requests, or its trace holds too few for the first probe; or the first rate is too low for one.
         """
         runs: list[Run] = []
         trace_requests = len(self._recipe.trace) or inf
@@ -129,12 +138,23 @@ class LoadRunner:
                 f"{trace_requests}: begin at a lower rate, or with shorter probes"
             )
 
+        if not 1 / probe_s <= start < inf:
+            raise ChoiceError(
+                f"a search begins at a rate from {1 / probe_s:.3g} on, one request a probe: not at {start:g}"
+            )
+
         def probe(rate: float) -> float:
             count = max(_LEAST_PROBE_REQUESTS, round(rate * probe_s))
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
             if attained is None:
                 raise ChoiceError("the requests have no limits to meet")
+            answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
+            if attained >= attainment and answered * _UNSERVED < rate and took_s > LEAST_PROBE_S:
+                raise ChoiceError(
+                    f"at {rate:.3g} requests/s the server answers {answered:.3g}, and the limits are met: they do not "
+                    "tell an overload; add one on ttft or e2e"
+                )
             return attained
 
         return find_peak(probe, attainment, start, lowest=1 / probe_s, highest=highest), runs

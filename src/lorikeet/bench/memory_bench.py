@@ -11,9 +11,10 @@ import numpy as np
 
 from lorikeet.bench.in_process import Run, run_workload
 from lorikeet.bench.memory_watch import MemoryWatch, PoolSample, TtftParts
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions, adapters_without_files, files_of_adapters
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions, files_of_adapters
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.replicas import Started, live_replica, modelled_replica
+from lorikeet.bench.synthetic import adapters_by_name
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -22,6 +23,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
 from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile
+from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
 from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import read_model_config
@@ -87,7 +89,7 @@ def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, fo
 
 def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -> Rig:
     """Return a rig of replicas on virtual clocks, which need no files and no warming up."""
-    adapters = adapters_without_files(work.names, options.ranks, options.modules, profile.geometry)
+    adapters = adapters_by_name(work.names, options.ranks, profile.geometry, modules=options.modules)
     return Rig(profile.geometry, profile.vocabulary, adapters, partial(modelled_replica, profile=profile), ())
 
 
@@ -161,11 +163,21 @@ def warm_replica(rig: Rig, settings: Settings, work: MemoryWork) -> Iterator[Sta
     """
     started = rig.start(settings)
     (engine, _, _), clock, coalesced = started
+    warm_up = [_shortened(request, work.longest_tokens) for request in rig.warm_up]
     with closing(engine):
-        run_workload(engine, clock, rig.warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
+        ran = run_workload(engine, clock, warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
+        if failed := [exchange for exchange in ran.exchanges if exchange.error is not None]:
+            raise ExecutorError(f"a request before the measured ones failed: {failed[0].error}: {failed[0].message}")
         fill_host(engine, tuple(rig.adapters.values()))
         with long_lived():
             yield started
+
+
+def _shortened(request: WorkloadRequest, most_tokens: int) -> WorkloadRequest:
+    """Return a request that fits where the longest is so long."""
+    output_tokens = min(request.output_tokens, max(1, most_tokens // 2))
+    input_tokens = min(request.input_tokens, most_tokens - output_tokens)
+    return msgspec.structs.replace(request, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:

@@ -17,12 +17,11 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.shapes import SHAPES
-from lorikeet.bench.synthetic import ATTENTION, adapter_names, spread, synthetic_adapters
+from lorikeet.bench.synthetic import ATTENTION, adapter_names, spread
 from lorikeet.bench.turns import Turns
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of, read_any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import AdapterName
 from lorikeet.memory.packing import pack
 
 _REQUESTS = 240
@@ -168,14 +167,6 @@ def files_of_adapters(
         written = write_random_adapter(folder / f"{seed:05d}", geometry, rank, modules=modules, seed=seed)
         refs[name] = reference(name, written, geometry)
     return refs
-
-
-def adapters_without_files(
-    names: Sequence[str], ranks: Sequence[int], modules: Sequence[str], geometry: ModelGeometry
-) -> dict[str, AdapterRef]:
-    """Return the same adapters by name, rank and size alone, for executors that compute nothing."""
-    made = synthetic_adapters(len(names), ranks, geometry, modules=modules)
-    return {name: msgspec.structs.replace(ref, name=AdapterName(name)) for name, ref in zip(names, made, strict=True)}
 
 
 class WorkingSet(NamedTuple):

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lorikeet.bench.contestants import Contestant, Outcome, Work
 from lorikeet.bench.limits import ROWS, LimitMeter, MachineLimits
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.bench.synthetic import ATTENTION
+from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.kernels.dtypes import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
@@ -67,7 +69,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
     vllm_python: str = ""
 
     def check(self) -> None:
-        """Raise ``ValueError`` if a peer is not known, named twice, or not there on the device."""
+        """Raise ``ValueError`` if a peer is not known, named twice, not installed, or cannot do the work."""
         for peer in self.peers:
             if peer not in PEERS:
                 raise ValueError(f"peer {peer!r} is not one of: {', '.join(PEERS)}")
@@ -75,6 +77,20 @@ class OfflineOptions(msgspec.Struct, frozen=True):
                 raise ValueError(f"peer {peer!r} is vLLM's CPU build, and the device is {self.device!r}")
         if len(set(self.peers)) < len(self.peers):
             raise ValueError("a peer is named twice")
+        needed = ["transformers", *(["peft"] if self.adapters else [])] if "peft" in self.peers else []
+        if missing := [name for name in needed if find_spec(name) is None]:
+            raise ValueError(f"peer 'peft' needs {missing[0]}: run `pip install 'lorikeet[peers]'`")
+        if any(peer != "peft" for peer in self.peers) and not self.vllm_path.is_file():
+            raise ValueError(
+                f"there is no {self.vllm_path}: `python -m benchmarks.vllm_environment` makes vLLM's environment"
+            )
+        if "vllm" in self.peers and max(self.ranks(), default=0) > LARGEST_RANK:
+            raise ValueError(f"vLLM takes adapters of rank {LARGEST_RANK} at most, not {max(self.ranks())}")
+
+    @property
+    def vllm_path(self) -> Path:
+        """Python of vLLM's environment."""
+        return Path(self.vllm_python) if self.vllm_python else DEFAULT_PYTHON
 
     def ranks(self) -> list[int]:
         """Return the rank of each adapter."""
@@ -146,7 +162,7 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
 
         return PeftContestant(Path(options.model), dtype, folders, options.device)
     from lorikeet.bench.base_only import BaseOnly
-    from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, VllmContestant
+    from lorikeet.bench.vllm_contestant import VllmContestant
 
     base_only = name == "vllm-base"
     vllm = VllmContestant(
@@ -158,7 +174,7 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
         max_model_tokens=request_tokens,
         kv_bytes=config.geometry(dtype.itemsize).block_bytes(options.requests * request_tokens),
         threads=options.threads,
-        python=Path(options.vllm_python) if options.vllm_python else DEFAULT_PYTHON,
+        python=options.vllm_path,
     )
     return BaseOnly(vllm) if base_only else vllm
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from lorikeet.core.slo import Slo
 
+PROBE_LIMITS = 10.0
+"""A probe is so many times as long as the limit on delays."""
 _MOST_TIMES = 20
 """A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
 
@@ -31,20 +33,28 @@ class Peak(NamedTuple):
     probes: tuple[Probe, ...]
 
 
-def probe_requests(rate: float, slo: Slo, fewest: int, limits: float) -> int:
-    """Return how many requests a probe needs to tell whether a rate can be sustained.
+def telling_s(slo: Slo, limits: float = PROBE_LIMITS) -> float:
+    """Return how long a probe must be to tell whether a rate can be sustained; 0 without limits on delays.
 
     What is asked for beyond what can be served delays requests by that part of the probe, so a probe that is not long
-    beside the limit on their delay misses nothing.
+    beside the limit on their delay, on TTFT or E2E, misses nothing.
+
+    Args:
+        slo: has that limit.
+        limits: the probe is so many times as long.
+    """
+    return limits * max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
+
+
+def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = PROBE_LIMITS) -> int:
+    """Return how many requests a probe needs for that.
 
     Args:
         rate: requests per second.
-        slo: has that limit: on TTFT or E2E.
-        fewest: requests of any probe.
-        limits: the probe is so many times as long as the limit, if that takes no more than 20 times ``fewest``.
+        slo, limits: see :func:`telling_s`.
+        fewest: requests of any probe; none has more than 20 times as many.
     """
-    limit_s = max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
-    return min(max(fewest, ceil(rate * limits * limit_s)), _MOST_TIMES * fewest)
+    return min(max(fewest, ceil(rate * telling_s(slo, limits))), _MOST_TIMES * fewest)
 
 
 def find_peak(

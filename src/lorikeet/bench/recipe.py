@@ -23,22 +23,24 @@ SHAPE_NAMES = ("plain", "chat", *SHAPES)
 DEFAULT_COUNT = 1000
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
-_OF_MADE = ("arrivals", "cv", *_LENGTHS)
-_OF_TRACES = ("length_scale", "most_tokens")
+_OF_MADE = ("arrivals", "cv", "burstiness", *_LENGTHS)
+_OF_TRACES = ("length_scale", "most_tokens", "prefix_block_tokens")
+_VARIED = ("gamma", FUNCTION_ARRIVALS)
 
 
-def without_effect(given: Collection[str], shape: str, *, has_trace: bool) -> tuple[str, str] | None:
+def without_effect(given: Collection[str], shape: str, arrivals: str, *, has_trace: bool) -> tuple[str, str] | None:
     """Return which of the options that somebody gave has no effect, and why; None if all have one.
 
     Args:
-        given: names, as ``Scenario`` and ``lorikeet workload`` have them.
-        shape: see ``Recipe``.
+        given: names, as ``Scenario`` and the commands have them.
+        shape, arrivals: see ``Recipe``.
         has_trace: whether there is one.
     """
     rules = (
         (_OF_MADE if has_trace else (), "without effect on a trace, whose requests have their own"),
         (() if has_trace else _OF_TRACES, "goes with a trace"),
         (_LENGTHS if shape in SHAPES else (), f"without effect on the shape {shape}, which has lengths of its own"),
+        (() if arrivals in _VARIED else ("cv", "burstiness"), f"without effect on arrivals that are {arrivals}"),
     )
     return next(((name, reason) for names, reason in rules for name in names if name in given), None)
 
@@ -47,7 +49,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """What a workload is made of.
 
     Attributes:
-        trace: requests to begin with; empty to make them. Requests that name no adapter get one.
+        trace: requests to begin with; empty to make them. Requests that name no adapter get one, the same for all of a
+            conversation.
         shape: ``plain``; ``chat``, whole conversations of ``trace``; or one of ``SHAPES``.
         arrivals: one of ``ARRIVALS``, or ``functions``: each adapter is called like one of Azure's functions.
         function_minutes: calls of functions per minute (functions, minutes), for ``functions``; None to make them.
@@ -120,7 +123,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         if self.shape in SHAPES:
             block_tokens = self.block_tokens or MADE_BLOCK_TOKENS
             requests = SHAPES[self.shape].requests(calls, names, block_tokens, of_lengths)
-            return self._before_the_end(requests)[: self.count]
+            is_all = self.duration_s is not None or self.function_minutes is not None
+            return self._before_the_end(requests)[: self.count or (None if is_all else DEFAULT_COUNT)]
         return [
             WorkloadRequest(call.at_s, names[call.adapter], *lengths)
             for call, lengths in zip(calls, self._lengths(len(calls), of_lengths), strict=True)
@@ -130,8 +134,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """See ``requests``."""
         for name in ("count", "duration_s", "length_scale"):
             number = getattr(self, name)
-            if number is not None and not number > 0:
-                raise ChoiceError(f"{name} {number:g} is not positive")
+            if number is not None and not 0 < number < math.inf:
+                raise ChoiceError(f"{name} {number:g} is no positive number")
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name).low < 1:
                 raise ChoiceError(f"{name} begins below 1: a request has at least a token, and so has its answer")
@@ -171,8 +175,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             for request in whole
             if self.most_tokens is None or request.input_tokens + request.output_tokens <= self.most_tokens
         ][: self.count]
-        chosen = self._choose([request.arrival_s for request in scaled], generator)
-        return [_with_adapter(request, name) for request, name in zip(scaled, chosen, strict=True)]
+        # One choice for all turns of a conversation, which the first of them makes.
+        whose = [request.conversation or index for index, request in enumerate(scaled)]
+        starts_s: dict[str | int, float] = {}
+        for each, request in zip(whose, scaled, strict=True):
+            starts_s.setdefault(each, request.arrival_s)
+        chosen = dict(zip(starts_s, self._choose(list(starts_s.values()), generator), strict=True))
+        return [_with_adapter(request, chosen[each]) for each, request in zip(whose, scaled, strict=True)]
 
     def _in_order(self) -> list[WorkloadRequest]:
         return sorted(self.trace, key=lambda request: request.arrival_s)

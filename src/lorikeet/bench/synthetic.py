@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
+
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
@@ -84,3 +86,11 @@ def synthetic_adapters(
         )
         for name, rank in zip(adapter_names(count), spread(ranks, count), strict=True)
     ]
+
+
+def adapters_by_name(
+    names: Sequence[str], ranks: Sequence[int], geometry: ModelGeometry, *, modules: Sequence[str] = ATTENTION
+) -> dict[str, AdapterRef]:
+    """Return adapters without files of other names, by these; arguments as of :func:`synthetic_adapters`."""
+    made = synthetic_adapters(len(names), ranks, geometry, modules=modules)
+    return {name: msgspec.structs.replace(ref, name=AdapterName(name)) for name, ref in zip(names, made, strict=True)}

@@ -16,6 +16,7 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as ``max_lora_rank``; all adapters are padded to it."""
+LARGEST_RANK = _MAX_RANKS[-1]
 
 _LEAST_KV_GIB = 2
 _LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")

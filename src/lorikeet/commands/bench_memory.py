@@ -94,6 +94,10 @@ def bench_memory(
         fail(f"--executor {executor!r} is neither torch nor modelled", code=2)
     if bool(profile) != (executor == "modelled"):
         fail("--profile and --executor modelled go together", code=2)
+    if executor == "modelled":
+        for flag, given in (("--model", model), ("--dtype", dtype != "auto"), ("--threads", threads)):
+            if given:
+                fail(f"{flag}: without effect here, the profile decides it", code=2)
     if plot is not None and not plot.parent.is_dir():
         fail(f"there is no folder {str(plot.parent)!r}", code=2)
     for flag, number in (("--rate", rate), ("--length-scale", length_scale)):
@@ -120,6 +124,8 @@ def bench_memory(
             seed=seed,
         )
         given_bytes = parse_size(memory) if memory else None
+        if given_bytes == 0:
+            fail("--memory 0: a pool holds at least a request", code=2)
         given_host_bytes = parse_size(host_memory) if host_memory else None
     except ValueError as error:
         fail(str(error), code=2)

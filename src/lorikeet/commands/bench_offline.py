@@ -17,6 +17,8 @@ from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.rows import resolve_row
 
 _LIBGOMP_SPIN_COUNT = "300000"
+_PAIRS = 5
+"""Fewer have no interval worth the name."""
 
 
 def bench_offline(
@@ -32,7 +34,7 @@ def bench_offline(
             help="peft, vllm, vllm-base (vLLM without adapters) or several, peft,vllm: measure them in turns."
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 5,
+    pairs: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = _PAIRS,
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step of Lorikeet's.")] = 2048,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32, on all sides.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda, for all sides; vLLM's build here is for CPUs.")] = "cpu",
@@ -122,7 +124,8 @@ def _print(report: dict[str, Any]) -> None:
     table.add_row("lorikeet", *_figures(report), "")
     for name, figures in report["peers"].items():
         low, high = figures["ratio_interval"]
-        table.add_row(name, *_figures(figures), f"{figures['ratio']:.2f}× ({low:.2f} to {high:.2f})")
+        words = f" ({low:.2f} to {high:.2f})" if report["setup"]["pairs"] >= _PAIRS else ""
+        table.add_row(name, *_figures(figures), f"{figures['ratio']:.2f}×{words}")
     table.add_row("limit", f"{report['limit_output_tok_s']:.1f}", f"{report['limit_total_tok_s']:.1f}", "100%", "")
     console.print(table)
     if report["decode_tok_s"] is not None:

@@ -1,6 +1,7 @@
 """``lorikeet bench serve``: load on a running server, of any make, and what became of it."""
 
 import time
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _REQUESTS = 100
 _FIRST_RATE = 1.0
+_BURSTINESS = 0.25
 
 
 def bench_serve(
@@ -38,7 +40,9 @@ def bench_serve(
     arrivals: Annotated[
         str, typer.Option(help="poisson, gamma (or bursty, the same), uniform or now.", show_default="poisson")
     ] = "",
-    burstiness: Annotated[float, typer.Option(help="Shape of gamma gaps; below 1 bursts.")] = 0.25,
+    burstiness: Annotated[
+        float | None, typer.Option(help="Shape of gamma gaps; below 1 bursts.", show_default="0.25")
+    ] = None,
     workload: Annotated[
         Path | None, typer.Option(help="JSON Lines, Azure's CSV or Mooncake's JSONL.", exists=True, dir_okay=False)
     ] = None,
@@ -63,7 +67,10 @@ def bench_serve(
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1,e2e=10.")] = "",
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
-    probe_s: Annotated[float, typer.Option(min=0.01, help="Length of each probe of the search.")] = 30.0,
+    probe_s: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Length of each probe of the search.", show_default="30, or 10 × limits on delays"),
+    ] = None,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
@@ -78,10 +85,11 @@ def bench_serve(
     from lorikeet.bench.workload import WorkloadError, read_any
     from lorikeet.server.announce import Announcer
 
-    if arrivals == "bursty":  # as vLLM's benchmark calls it
+    if arrivals == "bursty" or (burstiness is not None and not arrivals and workload is None):  # as in vLLM's benchmark
         arrivals = "gamma"
-    if not burstiness > 0:
-        fail(f"--burstiness {burstiness} is not positive", code=2)
+    if burstiness is not None and not 0 < burstiness < inf:
+        fail(f"--burstiness {burstiness} is no positive number", code=2)
+    _check_effects(context, arrivals or "poisson", has_workload=workload is not None)
     for given, known in ((endpoint, tuple(ENDPOINTS)), (arrivals or "poisson", ARRIVALS)):
         if given not in known:
             fail(f"{given!r} is none of {', '.join(known)}", code=2)
@@ -92,8 +100,8 @@ def bench_serve(
         fail(f"{adapter_as!r} may contain {{base}} and {{adapter}}, and no other braces", code=2)
     if json_file is not None and not json_file.parent.is_dir():
         fail(f"there is no folder {str(json_file.parent)!r}", code=2)
-    if rate is not None and not rate > 0:
-        fail(f"a rate of {rate} is not positive", code=2)
+    if rate is not None and not 0 < rate < inf:
+        fail(f"a rate of {rate} is no positive number", code=2)
     if find_peak and not slo and workload is None:
         fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
     if find_peak and requests is not None:
@@ -124,7 +132,7 @@ def bench_serve(
             adapters=names,
             adapter_choice=adapter_choice,
             arrivals=arrivals or "poisson",
-            variation=burstiness**-0.5,
+            variation=(_BURSTINESS if burstiness is None else burstiness) ** -0.5,
             prompt_tokens=Range.parse(prompt_tokens),
             output_tokens=Range.parse(output_tokens),
             length_scale=length_scale,
@@ -143,8 +151,9 @@ def bench_serve(
             failed = runner.warm_up(warmup)
             if failed is not None:
                 fail(f"a request before the measured ones failed, {failed.error}: {failed.message}")
+            probes_s = probe_s or runner.telling_s
             if find_peak:
-                peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probe_s)
+                peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probes_s)
             else:
                 peak = None
                 runs = [runner.run(requests or len(given_requests) or _REQUESTS, rate)]
@@ -157,13 +166,28 @@ def bench_serve(
     else:
         _print_peak(console, peak, runs, slo_target)
         if given_requests and peak.missed_rate is None:
-            note(f"{workload} holds too few requests for probes of {probe_s:g} s at higher rates")
+            note(f"{workload} holds too few requests for probes of {probes_s:g} s at higher rates")
+        if probes_s < runner.telling_s:
+            note(f"probes shorter than {runner.telling_s:g} s may not show that a rate is too high for these limits")
     if json_file is not None:
         setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
         setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
         json_file.write_bytes(_report(setup, runs, peak))
     if not any(run.figures.completed for run in runs):
         fail("no request was answered whole")
+
+
+def _check_effects(context: typer.Context, arrivals: str, *, has_workload: bool) -> None:
+    """End the command if something was given that would have no effect."""
+    from lorikeet.bench.recipe import without_effect
+
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]
+    useless = without_effect([name for name in given if name != "arrivals"], "plain", arrivals, has_trace=has_workload)
+    if useless is None and not context.params["find_peak"]:
+        useless = next(((name, "goes with --find-peak") for name in ("slo_target", "probe_s") if name in given), None)
+    if useless is not None:
+        fail(f"--{useless[0].replace('_', '-')}: {useless[1]}", code=2)
 
 
 def _is_name_form(text: str) -> bool:
@@ -186,6 +210,8 @@ def _models(api: ServerApi, base: str, adapters: str) -> tuple[str, tuple[str | 
             fail(f"the server lists no adapters of {base!r}; name them: --adapters a,b", code=2)
     else:
         names = [name.strip() for name in adapters.split(",") if name.strip()]
+        if len(set(names)) < len(names):
+            fail(f"--adapters {adapters!r} names one twice", code=2)
     return base, tuple(None if name == base else name for name in names)
 
 
@@ -193,7 +219,7 @@ def _print_run(console: Console, run: "Run", top: int) -> None:
     from lorikeet.commands.load_tables import adapters_table, errors_table, times_table, totals_table
 
     figures = run.figures
-    console.print(times_table(figures, "held by --concurrency"))
+    console.print(times_table(figures, "held by --concurrency", has_client=True))
     console.print(totals_table(figures, run.cpu_share, run.server))
     if top and any(each.adapter is not None for each in figures.adapters):
         console.print(adapters_table(figures.adapters, top))

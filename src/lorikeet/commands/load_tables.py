@@ -12,7 +12,7 @@ _KEYS = ("mean", "p50", "p90", "p95", "p99")
 _ENDS = ("p50", "p99")
 
 
-def times_table(figures: LoadFigures, held: str) -> Table:
+def times_table(figures: LoadFigures, held: str, *, has_client: bool) -> Table:
     """All distributions of a run, in milliseconds; ``held`` names the time that requests were held back."""
     table = Table("ms", title="Times", title_justify="left")
     for name in ("mean", "P50", "P90", "P95", "P99", "count"):
@@ -24,7 +24,7 @@ def times_table(figures: LoadFigures, held: str) -> Table:
         "TPOT": figures.tpot_s,
         "ITL": figures.itl_s,
         "E2E": figures.e2e_s,
-        "client's lateness": figures.lateness_s,
+        "client's lateness": figures.lateness_s if has_client else None,
         held: figures.held_s if figures.held_s and figures.held_s.p99 > 1e-3 else None,
     }
     for name, values in rows.items():

@@ -137,7 +137,7 @@ def _print_outcome(console: Console, outcome: "Outcome", top: int) -> None:
     )
     for text in outcome.simulated.notes:
         console.print(f"  {escape(text)}", soft_wrap=True)
-    console.print(times_table(figures, "held for the answer before"))
+    console.print(times_table(figures, "held for the answer before", has_client=False))
     console.print(totals_table(figures, None, {}))
     table = Table("engine", title="Engine", title_justify="left")
     table.add_column("count", justify="right")

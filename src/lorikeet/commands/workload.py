@@ -83,7 +83,7 @@ def workload(
             fail(f"{flag} {number:g} is not positive", code=2)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     named = [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]
-    useless = without_effect(named, shape, has_trace=source is not None)
+    useless = without_effect(named, shape, arrivals, has_trace=source is not None)
     if useless is not None:
         fail(f"--{useless[0].replace('_', '-')}: {useless[1]}", code=2)
     if not file.parent.is_dir():

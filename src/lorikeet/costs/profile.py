@@ -6,6 +6,9 @@ there are no defaults to be wrong by.
 """
 
 import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from math import inf, isnan
 from pathlib import Path
 from typing import TypeVar
 
@@ -309,15 +312,39 @@ def decode_profile(text: str, where: str) -> CostProfile:
     """Read a profile from TOML; ``where`` names it in errors.
 
     Raises:
-        ProfileError: it is not one, or of another format.
+        ProfileError: it is not one, of another format, or says what cannot be.
     """
     try:
         tables = tomllib.loads(text)
         if tables.get("format") != FORMAT:
             raise ProfileError(f"{where}: format {tables.get('format')!r}, this version reads {FORMAT}")
-        return msgspec.convert(tables, CostProfile, str_keys=True)
+        profile = msgspec.convert(tables, CostProfile, str_keys=True)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ProfileError(f"{where}: {error}") from error
+    for problem in _problems(profile, ""):
+        raise ProfileError(f"{where}: {problem}")
+    return profile
+
+
+def _problems(value: object, field: str) -> Iterator[str]:
+    """Yield what no profile can say, as somebody may write it by hand."""
+    match value:
+        case Figure(value=number) if isnan(number):
+            yield f"{field}: {number} is no figure"
+        case Curve(points=points):
+            counts = [count for count, _ in points]
+            if not counts or any(later <= earlier for earlier, later in pairwise(counts)):
+                yield f"{field}: points have ascending counts, at least one, not {counts}"
+            if any(not 0 <= seconds < inf for _, seconds in points):
+                yield f"{field}: a point takes some time from 0 on"
+        case Link(bandwidth=bandwidth) if not bandwidth.value > 0:
+            yield f"{field}.bandwidth: {bandwidth.value} bytes/s move nothing"
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                yield from _problems(getattr(value, name), f"{field}.{name}" if field else name)
+        case dict():
+            for name, each in value.items():
+                yield from _problems(each, f"{field}.{name}")
 
 
 def encode_profile(profile: CostProfile) -> str:

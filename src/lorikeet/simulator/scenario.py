@@ -1,7 +1,7 @@
 """What is simulated, as plain values: from a file, from flags, or both."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from lorikeet.bench.recipe import Recipe, without_effect
 from lorikeet.bench.synthetic import (
     ATTENTION,
     adapter_names,
+    adapters_by_name,
     parse_modules,
     parse_ranks,
     spread,
-    synthetic_adapters,
 )
-from lorikeet.bench.workload import WorkloadError, read_any
+from lorikeet.bench.workload import WorkloadError, WorkloadRequest, read_any
 from lorikeet.cluster.fetch_times import FetchForm
 from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -46,9 +46,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         trace: workload, Azure's CSV or Mooncake's JSONL to begin with; empty to make requests.
         shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_tokens, most_tokens: as in
             :class:`Recipe`.
-        rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1.
-        adapters: how many there are, without files.
-        ranks: of the adapters in turn, such as ``8-128``.
+        rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1. A file may have a number
+            here, and for ``ranks``, ``prompt_tokens`` and ``output_tokens``.
+        adapters: how many there are, without files, beside those that ``trace`` names.
+        ranks: of the adapters in turn, such as ``8-128``; those of a trace in the order of their names.
         modules: that the adapters change; assisted are those of q, k and v alone.
         prompt_tokens, output_tokens: numbers or ranges, of requests that are made.
         max_model_tokens: longest sequence; 0 for the profile's.
@@ -141,15 +142,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except ValueError as error:
             raise ScenarioError(str(error)) from error
 
-    def adapter_refs(self, geometry: ModelGeometry) -> dict[str, AdapterRef]:
-        """Return the adapters by name.
+    def adapter_refs(self, geometry: ModelGeometry, workload: Sequence[WorkloadRequest]) -> dict[str, AdapterRef]:
+        """Return the adapters by name: those that there are, and those that the workload names.
 
         Raises:
             ScenarioError: they change a module that there is not.
         """
-        modules = self.module_names()
-        made = synthetic_adapters(self.adapters, parse_ranks(self.ranks), geometry, modules=modules)
-        return {ref.name: ref for ref in made}
+        named = sorted({request.adapter for request in workload if request.adapter is not None})
+        names = tuple(dict.fromkeys((*adapter_names(self.adapters), *named)))
+        return adapters_by_name(names, parse_ranks(self.ranks), geometry, modules=self.module_names())
 
     def module_names(self) -> tuple[str, ...]:
         """Return what the adapters change.
@@ -177,9 +178,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ScenarioError: something has none.
         """
         given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
-        useless = without_effect(given, self.shape, has_trace=bool(self.trace))
+        useless = without_effect(given, self.shape, self.arrivals, has_trace=bool(self.trace))
         if useless is not None:
             raise ScenarioError(": ".join(useless))
+        for name in ("fetch", "provisioned"):
+            if name in given and self.replicas == 1:
+                raise ScenarioError(f"{name}: without effect on one replica")
         if self.arrivals == "now" and self.rate:
             raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have none")
 
@@ -202,6 +206,9 @@ def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
     given = {name: value for name, value in flags.items() if value is not None}
     if tables.get("engine") and "engine" in given:
         given["engine"] = {**tables["engine"], **given["engine"]}
+    for name, value in tables.items():
+        if _DEFAULTS.get(name).__class__ is str and isinstance(value, int | float) and not isinstance(value, bool):
+            tables[name] = str(value)
     try:
         return msgspec.convert({**tables, **given}, Scenario)
     except msgspec.ValidationError as error:

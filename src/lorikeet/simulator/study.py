@@ -23,8 +23,7 @@ from lorikeet.simulator.scenario import Scenario, ScenarioError
 
 Show = Callable[[str, int, int], None]
 
-_PROBE_LIMITS = 10.0
-"""See ``probe_requests``."""
+_LEAST_PROBE_REQUESTS = 10
 
 
 class Outcome(NamedTuple):
@@ -96,7 +95,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         scenario.settings(),
         profile,
         workload,
-        scenario.adapter_refs(profile.geometry),
+        scenario.adapter_refs(profile.geometry, workload),
         Prompts(scenario.seed, 0, DEFAULT_IDS, block_tokens),
         predict=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
@@ -155,11 +154,17 @@ def find_peak_rate(
             raise ScenarioError("slo: a peak needs limits, such as ttft=0.5,tpot=0.1")
         return attained
 
-    return find_peak(probe, target, start, precision=precision), outcomes
+    lowest = _LEAST_PROBE_REQUESTS / scenario.duration_s if scenario.duration_s is not None else 0.0
+    if start < lowest:
+        raise ScenarioError(
+            f"duration_s {scenario.duration_s:g}: at {start:g} requests/s fewer than {_LEAST_PROBE_REQUESTS} arrive, "
+            "which tell nothing: begin at a higher rate, or make it longer"
+        )
+    return find_peak(probe, target, start, lowest=lowest, precision=precision), outcomes
 
 
 def _long_enough(scenario: Scenario, rate: float) -> Scenario:
     if scenario.trace or scenario.duration_s is not None:
         return scenario
-    requests = probe_requests(rate, scenario.limits(), scenario.count or DEFAULT_COUNT, _PROBE_LIMITS)
+    requests = probe_requests(rate, scenario.limits(), scenario.count or DEFAULT_COUNT)
     return msgspec.structs.replace(scenario, count=requests)

@@ -30,7 +30,7 @@ from lorikeet.costs.step_fit import fit_step
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.kernels.dtypes import torch_dtype
-from lorikeet.models.config import read_model_config
+from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]
 
@@ -143,7 +143,7 @@ def run_profile(
         lora={form: fit_lora(points, form) for form, points in lora.items()},
         transfers=transfers,
         switching=switching,
-        weight_bytes=model_cost(config, dtype.itemsize).parameters * dtype.itemsize,
+        weight_bytes=_weight_bytes(config, dtype.itemsize),
         overlapped=sizes.overlaps,
     )
     return msgspec.structs.replace(
@@ -152,6 +152,12 @@ def run_profile(
         kernel_efficiency=kernel_efficiency(profile, config, seen),
         host_lora=host_lora(host_times, profile, engine.host_lora_workers) if host_times else None,
     )
+
+
+def _weight_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """Return what a whole model takes: layers and head, and an embedding that is not the head."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return (model_cost(config, element_bytes).parameters + embedding) * element_bytes
 
 
 def _ticker(progress: Progress, stage: str, total: int) -> Callable[[], None]:
