@@ -80,7 +80,9 @@ def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
         ({"alora_invocation_tokens": [5]}, "aLoRA"),
         ({"megatron_config": {"x": 1}}, "megatron_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "lora_ga"}, "'lora_ga', which changes the base weights"),
+        ({"init_lora_weights": "mystery"}, "'mystery', which is not known here"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "("}, "regular expression"),
         ({"target_parameters": ["x"]}, "target_parameters"),
         ({"kasa_config": {"x": 1}}, "KaSA"),
         ({"use_something_new": True}, "use_something_new"),
@@ -103,7 +105,8 @@ def test_what_is_not_supported_is_refused_by_its_key(tmp_path: Path, config: dic
 
 def test_keys_that_do_not_change_the_result_are_accepted(tmp_path: Path) -> None:
     check(write_adapter(tmp_path, lora_dropout=0.1, megatron_core="megatron.core", use_dora=False, qalora_group_size=16,
-                        init_lora_weights="gaussian", future_key=None, inference_mode=True))  # fmt: skip
+                        init_lora_weights="mica", future_key=None, inference_mode=True,
+                        fan_in_fan_out=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"r": NaN}', "[" * 100_000, '{"a": "' + "x" * 2**20 + '"}'])
@@ -114,11 +117,20 @@ def test_a_config_that_is_no_json_object_of_fair_size_is_refused(tmp_path: Path,
 
 
 def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.adapters.peft_config._MATCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lorikeet.adapters.patterns._MATCH_TIMEOUT_S", 0.01)
     slow = r"(?:(?=(.))|.|..)*(?<=!)"
     assert "takes too long" in refusal(write_adapter(tmp_path, target_modules=slow))
     assert "takes too long" in refusal(write_adapter(tmp_path, rank_pattern={slow: 4}))
     assert "takes too long" in refusal(write_adapter(tmp_path, layers_to_transform=1, layers_pattern=slow))
+
+
+def test_patterns_that_all_together_would_take_for_ever_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.adapters.patterns._ALL_TIMEOUT_S", 0.05)
+    slow = {f"(?:.|..|...){{{times}}}(?<=!)": 4 for times in range(8, 40)}
+    found = refusal(write_adapter(tmp_path, rank_pattern=slow))
+    assert "adapter_config.json: the patterns all together take too long" in found
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,23 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "a regular expression": {"r": 4, "target_modules": r".*\.layers\.(0|2)\.mlp\.(gate|down)_proj"},
     "some layers": {"r": 4, "target_modules": ["o_proj"], "layers_to_transform": [1]},
     "one layer by pattern": {"target_modules": ["up_proj"], "layers_to_transform": 2, "layers_pattern": "layers"},
+    "an expression with a flag": {
+        "r": 4,
+        "target_modules": r"(?i).*\.(Q|v)_proj",
+        "exclude_modules": r"(?i).*LAYERS\.0.*",
+    },
+    "layers, and an empty pattern": {"target_modules": ["q_proj"], "layers_to_transform": [0, 2], "layers_pattern": ""},
+    "MiCA": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
+    "a key for transposed weights": {"r": 4, "target_modules": ["q_proj"], "fan_in_fan_out": True},
+    "a pattern for each module": {
+        "r": 8,
+        "target_modules": ALL,
+        # in the order in which PEFT saves them
+        "rank_pattern": {r"layers\.\d\.mlp\.gate_proj": 7, "layers.1.self_attn.v_proj": 5}
+        | {f"model.layers.{layer}.mlp.{name}": 2 + layer for layer in range(3) for name in ("gate_proj", "up_proj")}
+        | {"self.attn.k_proj": 6, "v_proj": 9},
+        "alpha_pattern": {"layers.2.mlp.down_proj": 5, "model.layers.0.mlp.up_proj": 11, "up_proj": 3},
+    },
     "excluded": {"r": 4, "target_modules": ATTENTION, "exclude_modules": ["k_proj", "model.layers.1.self_attn.q_proj"]},
     "excluded by expression": {"r": 4, "target_modules": ALL, "exclude_modules": r".*layers\.0.*"},
     "patterns": {

@@ -1,5 +1,6 @@
 """The registry keeps the same promises on SQLite and on PostgreSQL."""
 
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,16 @@ def test_a_write_that_the_database_refuses_is_an_error_of_its_own(url: str) -> N
         with pytest.raises(AdapterStoreError, match="the adapter registry cannot be written"):
             change()
     registry.close()
+
+
+def test_a_registry_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "registry.sqlite3"
+    Registry(sqlite_url(file), "base").close()
+    with sqlite3.connect(file) as connection:
+        connection.execute("ALTER TABLE adapters RENAME COLUMN source TO origin")
+    registry = Registry(sqlite_url(file), "base")
+    with pytest.raises(AdapterStoreError, match="the adapter registry cannot be read: no such column"):
+        registry.load()
 
 
 def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert config_of(tmp_path, eos_token_id=None).eos_token_ids == ()
 
 
+QWEN_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
@@ -85,6 +88,11 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, (16,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 1}, (None,) * 4),
+        ({**QWEN_WINDOW, "max_window_layers": 0}, (16,) * 4),
+        (
+            {**QWEN_WINDOW, "max_window_layers": "none", "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (16, None) * 2,
+        ),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -123,7 +131,7 @@ def test_each_architecture_has_its_own_rule_for_windows(
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "64"}, "hidden_size: must be a number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be an integer from 1 on"),
         ({"vocab_size": None}, "vocab_size: is missing"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 65}, "head_dim: must be even"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.patterns import limited_matching
 from lorikeet.adapters.peft_config import CONFIG_FILE, LoraConfig, read_config
 from lorikeet.adapters.tensors import EXPONENTS, TensorEntry, check_finite, read_entries
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
@@ -85,8 +86,9 @@ def inspect_adapter(folder: Path) -> AdapterCheckpoint:
         raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
     config, base_model = read_config(folder / CONFIG_FILE)
     pairs = _pair_up(read_entries(folder / WEIGHTS_FILE))
-    for (layer, module), pair in pairs.items():
-        _check_rank(pair, config.rank(module_name(layer, module)))
+    with limited_matching():
+        for (layer, module), pair in pairs.items():
+            _check_rank(pair, config.rank(module_name(layer, module)))
     return AdapterCheckpoint(folder, config, base_model, pairs, (folder / WEIGHTS_FILE).stat().st_size)
 
 
@@ -111,7 +113,8 @@ def validate(
         raise AdapterError(f"{WEIGHTS_FILE}: {checkpoint.weight_bytes} bytes, allowed are {max_bytes}")
     for (layer, module), pair in checkpoint.pairs.items():
         _check_fit(layer, module, pair, geometry, max_rank)
-    _check_coverage(checkpoint, geometry)
+    with limited_matching():
+        _check_coverage(checkpoint, geometry)
     check_finite(
         checkpoint.folder / WEIGHTS_FILE, [entry for pair in checkpoint.pairs.values() for entry in (pair.a, pair.b)]
     )
@@ -190,4 +193,7 @@ def _check_coverage(checkpoint: AdapterCheckpoint, geometry: ModelGeometry) -> N
     targets = checkpoint.config.target_modules
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise AdapterError(f"{CONFIG_FILE}: target_modules names {target!r}, where LoRA is not supported")
+            raise AdapterError(
+                f"{CONFIG_FILE}: target_modules names {target!r}, and the base model has no such module that LoRA is "
+                "supported on"
+            )

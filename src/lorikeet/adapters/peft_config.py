@@ -7,22 +7,18 @@ model and is not computed here is refused by its key, never ignored.
 """
 
 import math
-import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import regex  # type: ignore[import-untyped]
 
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.patterns import before_index, compiled, ending, first_match, layer_index, matches_whole
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
-_MATCH_TIMEOUT_S = 1.0
 _MOST_PATTERNS = 2048
 """Every module is held against each; a model of 126 layers has 882 modules."""
-_MAX_PATTERN_CHARS = 20_000
 
 _REFUSED = {
     "use_dora": "DoRA is not supported",
@@ -38,17 +34,19 @@ _REFUSED = {
     "loftq_config": "LoftQ changes the base weights",
     "megatron_config": "Megatron layers are not supported",
     "layer_replication": "replicated layers are not supported",
-    "fan_in_fan_out": "transposed base weights are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
 }
 _HARMLESS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "init_lora_weights", "bias", "megatron_core", "qalora_group_size", "runtime_config",
-    "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying",
+    "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying", "fan_in_fan_out",
 }  # fmt: skip
-"""Read elsewhere, or of no effect on inference: ``*_config`` of initialisers count by ``init_lora_weights``."""
-_KEEPS_BASE = {"gaussian", "eva", "orthogonal"}
-"""Initialisers that leave the base weights as they are; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them."""
+"""Read elsewhere, or of no effect on inference: ``*_config`` of initialisers count by ``init_lora_weights``, and
+``fan_in_fan_out`` on no module that LoRA is supported on, as they are all linear."""
+_KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
+"""Initialisers that leave the base weights as they are."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of the names of others."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
@@ -66,12 +64,13 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     def rank(self, name: str) -> int:
         """Rank of the module called ``name`` in the model (``model.layers.0.self_attn.q_proj``)."""
-        return self.rank_pattern.get(_first_match(tuple(self.rank_pattern), name), self.r)
+        pattern = first_match(tuple(self.rank_pattern), name)
+        return self.r if pattern is None else self.rank_pattern[pattern]
 
     def scaling(self, name: str) -> float:
         """Factor of B·A: alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
-        alpha = self.alpha_pattern.get(_first_match(tuple(self.alpha_pattern), name), self.lora_alpha)
-        rank = self.rank(name)
+        pattern, rank = first_match(tuple(self.alpha_pattern), name), self.rank(name)
+        alpha = self.lora_alpha if pattern is None else self.alpha_pattern[pattern]
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def covers(self, name: str) -> bool:
@@ -79,7 +78,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
         if self.exclude_modules and _in_list_or_regex(name, self.exclude_modules):
             return False
         if isinstance(self.target_modules, str):
-            return self.target_modules == "all-linear" or _fullmatch(self.target_modules, name)
+            return self.target_modules == "all-linear" or matches_whole(self.target_modules, name)
         if name in self.target_modules:
             return True
         return _in_list_or_regex(name, self.target_modules) and self._covers_layer(name)
@@ -88,12 +87,17 @@ class LoraConfig(msgspec.Struct, frozen=True):
         wanted = self.layers_to_transform
         if wanted is None or wanted == []:
             return True
-        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
-        for pattern in patterns or [r"[^.]*"]:
-            match = _match(_compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."), pattern, name)
-            if match is not None:
-                return int(match["idx"]) in ([wanted] if isinstance(wanted, int) else wanted)
+        for pattern in self.patterns_of_layers:
+            index = layer_index(pattern, name)
+            if index is not None:
+                return index in ([wanted] if isinstance(wanted, int) else wanted)
         return False
+
+    @property
+    def patterns_of_layers(self) -> list[str]:
+        """What may stand before a layer's number."""
+        given = self.layers_pattern or [r"[^.]*"]
+        return [given] if isinstance(given, str) else given
 
     def digest_fields(self) -> bytes:
         """The keys that change what the weights mean, in one canonical form. The order of patterns counts."""
@@ -149,7 +153,11 @@ def _refuse(raw: dict[str, Any]) -> None:
         raise AdapterError(f"bias is {raw['bias']!r}: trained biases are not supported")
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init not in _KEEPS_BASE:
-        raise AdapterError(f"init_lora_weights is {init!r}, which changes the base weights; convert it with PEFT first")
+        if init.startswith(_CHANGES_BASE):
+            why = "which changes the base weights; convert it with PEFT first"
+        else:
+            why = f"which is not known here; known are {', '.join(sorted(_KEEPS_BASE))}"
+        raise AdapterError(f"init_lora_weights is {init!r}, {why}")
     if isinstance(raw.get("target_modules"), list):
         for target in raw["target_modules"]:
             if str(target).rsplit(".")[-1] in ("lm_head", "embed_tokens"):
@@ -165,53 +173,21 @@ def _check_values(config: LoraConfig) -> None:
         raise AdapterError("target_modules is empty")
     for listing in (config.target_modules, config.exclude_modules):
         if isinstance(listing, str):
-            _compile(listing)
-    if len(config.rank_pattern) + len(config.alpha_pattern) > _MOST_PATTERNS:
-        raise AdapterError(f"rank_pattern and alpha_pattern have more than {_MOST_PATTERNS} entries")
+            compiled(listing)
+    layers = config.patterns_of_layers
+    if len(config.rank_pattern) + len(config.alpha_pattern) + len(layers) > _MOST_PATTERNS:
+        raise AdapterError(f"rank_pattern, alpha_pattern and layers_pattern have more than {_MOST_PATTERNS} entries")
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        _compile(_ending(pattern))
+        compiled(ending(pattern))
+    for pattern in layers:
+        compiled(before_index(pattern))
 
 
 def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if value is not None}
 
 
-def _first_match(patterns: tuple[str, ...], name: str) -> str:
-    """Return the first pattern that matches the end of ``name``, else ``name``."""
-    for pattern in patterns:
-        if _match(_compile(_ending(pattern)), pattern, name) is not None:
-            return pattern
-    return name
-
-
 def _in_list_or_regex(name: str, names: list[str] | str) -> bool:
     if isinstance(names, str):
-        return _fullmatch(names, name)
+        return matches_whole(names, name)
     return any(name == ending or name.endswith(f".{ending}") for ending in names)
-
-
-def _ending(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
-def _fullmatch(pattern: str, name: str) -> bool:
-    return _match(_compile(f"(?:{pattern})\\Z"), pattern, name) is not None
-
-
-def _match(compiled: "regex.Pattern[str]", pattern: str, name: str) -> "regex.Match[str] | None":
-    try:
-        return compiled.match(name, timeout=_MATCH_TIMEOUT_S, concurrent=True)
-    except TimeoutError as error:
-        raise AdapterError(f"the pattern {pattern!r} takes too long to match {name!r}") from error
-
-
-@lru_cache(maxsize=4096)
-def _compile(pattern: str) -> "regex.Pattern[str]":
-    """Compile with ``regex``, which can time out: a pattern comes from strangers, and ``re`` would hang the process."""
-    if len(pattern) > _MAX_PATTERN_CHARS:
-        raise AdapterError(f"a pattern of {len(pattern)} characters is too long")
-    try:
-        re.compile(pattern)  # the dialect is re's: what it refuses, PEFT could not have used
-        return regex.compile(pattern)
-    except (re.error, regex.error, OverflowError, RecursionError) as error:
-        raise AdapterError(f"{pattern!r} is not a regular expression: {error}") from error

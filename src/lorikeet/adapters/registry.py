@@ -73,7 +73,11 @@ class Registry:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
     def load(self) -> list[RegistryRow]:
-        """All rows of this base, oldest first, in one query."""
+        """Return all rows of this base, oldest first, in one query.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
         query = (
             select(
                 AdapterNameRow.name,
@@ -88,13 +92,13 @@ class Registry:
             .where(AdapterNameRow.base == self._base)
             .order_by(AdapterNameRow.created_at, AdapterNameRow.name)
         )
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             return [RegistryRow(*row) for row in connection.execute(query)]
 
     def names_of_other_bases(self) -> list[str]:
-        """Names that are registered for other base models."""
+        """Return the names that are registered for other base models; errors as of :meth:`load`."""
         query = select(AdapterNameRow.name).where(AdapterNameRow.base != self._base).order_by(AdapterNameRow.name)
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             return list(connection.scalars(query))
 
     def add(self, row: RegistryRow, replace: bool) -> None:
@@ -137,13 +141,22 @@ class Registry:
             return True
 
     def named_digests(self) -> set[str]:
-        """Digests that a name of any base points to."""
-        with self._engine.connect() as connection:
+        """Return the digests that a name of any base points to; errors as of :meth:`load`."""
+        with self._reading() as connection:
             return set(connection.scalars(select(AdapterNameRow.digest).distinct()))
 
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        try:
+            with self._engine.connect() as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            reason = error.orig if isinstance(error, DBAPIError) else error
+            raise AdapterStoreError(f"the adapter registry cannot be read: {reason}") from error
 
     @contextmanager
     def _writing(self, adding: str = "") -> Iterator[Connection]:

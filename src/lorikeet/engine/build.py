@@ -18,7 +18,7 @@ from lorikeet.engine.recording import FileRecorder
 from lorikeet.engine.records import Header
 from lorikeet.engine.torch_executor import build_torch_executor
 from lorikeet.memory.tree import Kind
-from lorikeet.rows import ColdStart, MemorySplit, resolve_row
+from lorikeet.rows import ColdStart, KvAfterFinish, MemorySplit, resolve_row
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
@@ -101,6 +101,11 @@ def assemble(
         raise ConfigError(
             f"row {name}: batching mode {row.batching_mode} chooses the adapters of a step by itself: it goes with "
             "neither max_step_adapters nor a static split of the memory"
+        )
+    if row.memory_split is MemorySplit.STATIC and row.dependency_tree and row.kv_after_finish is KvAfterFinish.KEPT:
+        raise ConfigError(
+            f"row {name}: an adapter would leave its part of the memory after its KV alone, and nothing in that part "
+            "makes KV leave the other: a static split goes with dependency_tree=false or kv_after_finish=dropped"
         )
     scheduler = Scheduler(memory, admission, limits, row, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)

@@ -3,6 +3,7 @@
 All tensors of a batch lie on the executor's device. ``T`` is the number of tokens (rows) of the step.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -209,11 +210,15 @@ class LoraBatch:
         return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
-        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
+        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any.
+
+        Its segments are in the order of their rows.
+        """
         segments: list[LoraSegment] = []
+        starts = [segment.start for segment in self.segments]
         for row, was in enumerate(rows):
-            own = next((segment for segment in self.segments if segment.start <= was < segment.stop), None)
-            if own is None:
+            place = bisect_right(starts, was) - 1
+            if place < 0 or was >= (own := self.segments[place]).stop:
                 continue
             if segments and segments[-1].weights is own.weights and segments[-1].stop == row:
                 segments[-1] = segments[-1]._replace(stop=row + 1)

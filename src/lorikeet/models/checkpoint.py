@@ -37,15 +37,15 @@ class Settings:
             raise self.error(key, f"must be an object, not {value!r}")
         return Settings(value, f"{self._where}: {key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer (a whole float counts).
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return an integer from ``least`` on (a whole float counts).
 
         Raises:
             ModelConfigError: another value, or missing without a default.
         """
         number = self.number(key, default)
-        if number < 1 or number != int(number):
-            raise self.error(key, f"must be a positive integer, not {number!r}")
+        if number < least or number != int(number):
+            raise self.error(key, f"must be an integer from {least} on, not {number!r}")
         return int(number)
 
     def number(self, key: str, default: float | None = None) -> float:

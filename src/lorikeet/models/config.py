@@ -196,8 +196,10 @@ def _windows(settings: Settings, architecture: str, layers: int) -> tuple[int | 
     if not settings.flag("use_sliding_window") or settings.get("sliding_window", 4096) is None:
         return (None,) * layers
     window = settings.integer("sliding_window", 4096)
-    full = settings.integer("max_window_layers", 28)
-    kinds = settings.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * layers
+    kinds = settings.get("layer_types")
+    if not kinds:
+        full = settings.integer("max_window_layers", 28, least=0)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * layers
     by_kind = {"full_attention": None, "sliding_attention": window}
     unknown = sorted({str(kind) for kind in kinds} - set(by_kind))
     if unknown or len(kinds) < layers:
