@@ -30,7 +30,7 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
     [
         # Adapters with KV would fill their part for ever, and whoever asks for another one would wait as long.
         ("lorikeet:plain,memory_split=static", "goes with dependency_tree=false or kv_after_finish=dropped"),
-        ("elora,memory_split=static,adapter_share=0.5", "goes with dependency_tree=false or kv_after_finish=dropped"),
+        ("elora,memory_split=static,adapter_share=0.3", "goes with dependency_tree=false or kv_after_finish=dropped"),
         ("dlora,memory_split=static", "a static split of the memory"),
         ("dlora,max_step_adapters=2", "neither max_step_adapters"),
     ],

@@ -93,4 +93,4 @@ def test_drawn_tokens_are_those_of_a_cpu(models: Models, params: dict[str, objec
             driver.decode(names, 12, 4)
             return [driver.token_ids(name) for name in names]
 
-    assert drawn("cuda", "triton") == drawn("cpu", "native")
+    assert drawn("cuda", "triton") == drawn("cpu", "auto")

@@ -16,6 +16,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.engine.sequences import Ints
 from lorikeet.engine.sequences import Sequence as RunningSequence
 from lorikeet.kernels.base import Batch, HostFacts, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.sending import send
 
 
 class BatchRow(NamedTuple):
@@ -95,7 +96,7 @@ def build_batch(
     tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_tokens)] for row in rows]
 
     def tensor(array: Ints) -> Tensor:
-        return _tensor(array).to(device)
+        return send(_tensor(array), device)
 
     host = HostFacts(
         row_starts=_tensor(np.concatenate(([0], stops))),
@@ -115,10 +116,10 @@ def build_batch(
             )
         ),
         slot_offsets=tensor(positions % block_tokens),
-        row_starts=host.row_starts.to(device),
-        contexts=host.contexts.to(device),
-        block_tables=host.block_tables.to(device),
-        sample_rows=host.sample_rows.to(device),
+        row_starts=send(host.row_starts, device),
+        contexts=send(host.contexts, device),
+        block_tables=send(host.block_tables, device),
+        sample_rows=send(host.sample_rows, device),
         lora=lora_batch(rows, weights, form, merged),
         host=host,
     )

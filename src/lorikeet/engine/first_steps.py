@@ -97,7 +97,7 @@ def _multiples(least: int, factor: int, most: int) -> list[int]:
 def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]) -> int:
     """Prefill sequences, each under an adapter of its own of all modules, and choose a token for each.
 
-    The adapters have the same weights, but no kernel knows that: einsums pad and copy all of them.
+    The adapters lie in the same blocks, but no kernel knows that: einsums pad and copy all of them.
 
     Args:
         model: computes.
@@ -108,8 +108,7 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     Returns:
         Bytes of an arena of its own, which is gone again.
     """
-    arena, rows, weights = _sequences(model, engine, rank, lengths)
-    adapters = {row.sequence.adapter: weights for row in rows if row.sequence.adapter is not None}
+    arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_tokens, model.device, _form(engine))
     geometry = model.geometry
     kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
@@ -130,7 +129,7 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
         sequences: how many.
         longest_tokens: of a sequence; if its decodes are graphs of their own, these follow.
     """
-    arena, rows, weights = _sequences(model, engine, rank, [1] * sequences)
+    arena, rows, adapters = _sequences(model, engine, rank, [1] * sequences)
     device: Any = Once()
     is_einsum = _form(engine) is KernelForm.EINSUM
     graphs = None if is_einsum else build_graphs(engine, model, arena, device, longest_tokens)
@@ -141,10 +140,9 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
     for adapters_used in sorted({*_multiples(1, 2, sequences), max(1, sequences - 1)} if rank else {sequences}):
         for i, row in enumerate(rows):
             row.sequence.adapter = names[min(i, adapters_used - 1)]
-        adapters = {name: weights for name in names if name is not None}
         graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
     if not rank and longest_tokens > LONG_TOKENS:
-        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_tokens + 1))  # type: ignore[arg-type]
+        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_tokens))  # type: ignore[arg-type]
         graphs.start(rows, None, _drawn(sequences))
     graphs.close()
 
@@ -181,8 +179,8 @@ def _form(engine: EngineSettings) -> KernelForm:
 
 def _sequences(
     model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]
-) -> tuple[Tensor, list[BatchRow], LoraWeights]:
-    """Return an arena, sequences with blocks in it that are prefilled, and weights in it that all adapters have."""
+) -> tuple[Tensor, list[BatchRow], dict[AdapterDigest, LoraWeights]]:
+    """Return an arena, sequences with blocks in it that are prefilled, and their adapters, all in the same blocks."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_tokens)
     packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
@@ -196,7 +194,9 @@ def _sequences(
         sequence.add_blocks(range(first, first + own_blocks))  # type: ignore[arg-type]
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
         first += own_blocks
-    return arena, rows, AdapterLayout(packing, geometry).weights(range(packing.blocks), arena)
+    layout, names = AdapterLayout(packing, geometry), [row.sequence.adapter for row in rows]
+    adapters = {name: layout.weights(range(packing.blocks), arena) for name in names if name is not None}
+    return arena, rows, adapters
 
 
 def _drawn(rows: int) -> ChoiceParameters:

@@ -6,8 +6,9 @@ then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from operator import is_
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.engine.sequences import GrowingInts, Ints
 from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.sending import send
 
 Choose = Callable[[Tensor, ChoiceParameters], Tensor]
 """``Kernels.choose``."""
@@ -100,16 +102,17 @@ class Sampler:
         token_ids = list(chosen)
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
-            edited = logits[list(rows.edited)].float()
+            edited = logits[send(torch.tensor(rows.edited), logits.device)].float()
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
                 edit_logits(edited_row, sequences[i], bias)
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 token_ids[i] = -1 if token_ids[i] < 0 else token_id
         tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
-        for i in rows.reported:
-            if tokens[i] is not None:
-                tokens[i] = _with_logprobs(logits[i], token_ids[i], sequences[i].sampling.logprobs or 0)
+        reported = [i for i in rows.reported if tokens[i] is not None]
+        asked = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
+        for i, token in zip(reported, _with_logprobs(logits, reported, asked), strict=True):
+            tokens[i] = token
         return tokens
 
     def parameters(self, sequences: Sequence[Sampled]) -> ChoiceParameters:
@@ -145,7 +148,7 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
     outputs = token_ids[sequence.prompt_tokens :]
     if len(bias.token_ids):
         addends = bias.values[_is_within(bias.token_ids, logits)]
-        logits.index_add_(0, _indices(bias.token_ids, logits), torch.from_numpy(addends).to(logits))
+        logits.index_add_(0, _indices(bias.token_ids, logits), _values(addends, logits))
     if params.repetition_penalty != 1.0:
         seen = _indices(np.unique(token_ids), logits)
         values = logits[seen]
@@ -153,7 +156,7 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
     if (params.presence_penalty or params.frequency_penalty) and len(outputs):
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
-        logits[_indices(ids, logits)] -= torch.from_numpy(penalty).to(logits)
+        logits[_indices(ids, logits)] -= _values(penalty, logits)
     if _is_held(sequence):  # last, since a penalty of 0 would make NaN of -inf
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
@@ -200,11 +203,29 @@ def _is_held(sequence: Sampled) -> bool:
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
 
 
-def _with_logprobs(logits: Tensor, token_id: int, alternatives: int) -> Token:
-    logprobs = logits.float().log_softmax(dim=-1)
-    best = logprobs.topk(min(alternatives, len(logprobs)))
-    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return Token(token_id, float(logprobs[token_id]), tuple(top))
+def _with_logprobs(logits: Tensor, rows: Sequence[int], asked: Sequence[tuple[int, int]]) -> list[Token]:
+    """Return tokens with log probabilities; a device is waited for once all have been computed.
+
+    Each row is computed alone, since torch sums a row of several in another order.
+
+    Args:
+        logits: ``[S, vocab]``.
+        rows: of the logits.
+        asked: for each of them the token that was chosen, and how many of the most likely ones to name.
+    """
+    if not rows:
+        return []
+    of_chosen, most_likely = [], []
+    for row, (token_id, alternatives) in zip(rows, asked, strict=True):
+        logprobs = logits[row].float().log_softmax(dim=-1)
+        of_chosen.append(logprobs[token_id])
+        most_likely.append(logprobs.topk(min(alternatives, len(logprobs))))
+    ids = iter(torch.cat([best.indices for best in most_likely]).tolist())
+    values = iter(torch.cat([best.values for best in most_likely]).tolist())
+    return [
+        Token(token_id, logprob, tuple(islice(zip(ids, values, strict=True), len(best.values))))
+        for (token_id, _), logprob, best in zip(asked, torch.stack(of_chosen).tolist(), most_likely, strict=True)
+    ]
 
 
 def _is_within(ids: Ints, logits: Tensor) -> NDArray[np.bool_]:
@@ -212,4 +233,8 @@ def _is_within(ids: Ints, logits: Tensor) -> NDArray[np.bool_]:
 
 
 def _indices(ids: Ints, logits: Tensor) -> Tensor:
-    return torch.from_numpy(ids[_is_within(ids, logits)]).to(logits.device)
+    return send(torch.from_numpy(ids[_is_within(ids, logits)]), logits.device)
+
+
+def _values(values: NDArray[Any], logits: Tensor) -> Tensor:
+    return send(torch.from_numpy(values).to(logits.dtype), logits.device)

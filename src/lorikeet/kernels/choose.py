@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lorikeet.kernels.sending import send
+
 CANDIDATES = (128, 2048)
 """Top-p looks at so many of the most likely tokens first; sorting a whole vocabulary is slow and rarely needed."""
 
@@ -40,10 +42,10 @@ class ChoiceParameters(NamedTuple):
     position: Tensor
 
     def on(self, device: torch.device) -> "ChoiceParameters":
-        """Return them on a device."""
+        """Return them on a device, as they are now: they may change on the host as soon as this returns."""
         if self.seed.device == device:
             return self
-        return ChoiceParameters(*(values.to(device) for values in self))
+        return ChoiceParameters(*(send(values, device) for values in self))
 
 
 def choose(logits: Tensor, parameters: ChoiceParameters) -> Tensor:

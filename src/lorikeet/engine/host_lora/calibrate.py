@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ DEVICE_TOKENS = (16, 64, 256)
 """Prefills of which the device is measured; the shortest is what workers hide behind."""
 _SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
 _REPEATS = 5
+_DEVICE_LAYERS = 3
 _DEVICE_REPEATS = 2
 """The first of which may compile kernels."""
 _DEVICE_S = 0.1
@@ -191,10 +193,15 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
 def measure_device(
     model: RankModel, arena: Tensor, steps: Stream, block_tokens: int, most_tokens: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return (tokens, seconds) of the first layer in prefills of some lengths."""
+    """Return (tokens, seconds) of a layer in prefills of some lengths.
+
+    That is what more layers take longer than one: beside a layer a step has an embedding, a last norm and a wait, which
+    on a GPU take as long as a layer of few tokens.
+    """
     geometry = model.geometry
-    decoder = model.decoder.cut(1)
-    kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)[:1]
+    most_layers = min(_DEVICE_LAYERS, geometry.layers)
+    decoders = {layers: model.decoder.cut(layers) for layers in (1, most_layers)}
+    kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
     times: list[tuple[int, float]] = []
     for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
         blocks = -(-tokens // block_tokens)
@@ -204,13 +211,17 @@ def measure_device(
         sequence.add_blocks(BlockId(block) for block in range(blocks))
         batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_tokens, arena.device)
         batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))
-        seconds = []
-        for _ in range(_DEVICE_REPEATS):
+        best_s = dict.fromkeys(decoders, inf)
+        for layers in list(decoders) * _DEVICE_REPEATS:
             start_s = time.monotonic()
-            decoder.forward(batch, kv, logits=False)
+            decoders[layers].forward(batch, kv[:layers], logits=False)
             steps.mark().wait()
-            seconds.append(time.monotonic() - start_s)
-        times.append((tokens, min(seconds)))
+            best_s[layers] = min(best_s[layers], time.monotonic() - start_s)
+        layer_s = best_s[1]
+        if most_layers > 1:
+            more_s = (best_s[most_layers] - layer_s) / (most_layers - 1)
+            layer_s = min(layer_s, max(more_s, layer_s / _DEVICE_LAYERS))  # whatever the noise
+        times.append((tokens, layer_s))
     return tuple(times)
 
 
