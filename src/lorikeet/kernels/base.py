@@ -124,8 +124,6 @@ class LoraTargets:
 
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`numbers` where kernels on a device can read them; copied once."""
-        if device.type == "cpu":
-            return self.numbers
         if self._on_device is None:
             self._on_device = send(self.numbers, device)
         return self._on_device
@@ -210,14 +208,10 @@ class LoraBatch:
         return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
-        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any.
-
-        Its segments are in the order of their rows.
-        """
+        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
         segments: list[LoraSegment] = []
-        starts = [segment.start for segment in self.segments]
         for row, was in enumerate(rows):
-            place = bisect_right(starts, was) - 1
+            place = bisect_right(self.segments, was, key=lambda segment: segment.start) - 1
             if place < 0 or was >= (own := self.segments[place]).stop:
                 continue
             if segments and segments[-1].weights is own.weights and segments[-1].stop == row:
