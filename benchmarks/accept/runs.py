@@ -103,6 +103,7 @@ class StoredRuns:
         return dict(stored["result"]) if stored["code"] == self._code and is_from_here else None
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Forget all parts that this machine has made. Those of others, of a GPU perhaps, it may not make again."""
         for path in self._folder.glob("*.json"):
-            path.unlink()
+            if json.loads(path.read_text()).get("machine") == self._machine:
+                path.unlink()

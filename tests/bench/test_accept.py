@@ -48,6 +48,8 @@ def test_a_part_of_another_machine_counts_only_where_that_is_said(tmp_path: Path
     assert StoredRuns("t.1", tmp_path, "code").get("part", lambda: {"v": 1}) == {"v": 1}
     assert there.stored("part") is None
     assert there.of_any_machine().stored("part") == {"v": 1}
+    there.clear()
+    assert there.of_any_machine().stored("part") == {"v": 1}, "it is not this machine's to forget"
 
 
 def test_the_code_digest_follows_sources_and_nothing_that_running_leaves_behind(tmp_path: Path) -> None:
