@@ -149,10 +149,10 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
         LoadRunner(Target(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(0.9, 1.0, 0.1)
 
 
-@pytest.mark.parametrize(("start", "least"), [(5.0, 10), (float("inf"), 10)])
-def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float, least: float) -> None:
+@pytest.mark.parametrize("start", [5.0, float("inf")])
+def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float) -> None:
     runner = LoadRunner(Target(server.url, "base"), Recipe(), Slo(ttft_s=60))
-    with pytest.raises(ChoiceError, match=f"a search begins at a rate from {least} on"):
+    with pytest.raises(ChoiceError, match="a search begins at a rate from 10 on"):
         runner.find_peak(0.9, start=start, probe_s=0.1)
 
 

@@ -86,7 +86,7 @@ def inspect_adapter(folder: Path) -> AdapterCheckpoint:
         raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
     config, base_model = read_config(folder / CONFIG_FILE)
     pairs = _pair_up(read_entries(folder / WEIGHTS_FILE))
-    with limited_matching():
+    with limited_matching(CONFIG_FILE):
         for (layer, module), pair in pairs.items():
             _check_rank(pair, config.rank(module_name(layer, module)))
     return AdapterCheckpoint(folder, config, base_model, pairs, (folder / WEIGHTS_FILE).stat().st_size)
@@ -113,7 +113,7 @@ def validate(
         raise AdapterError(f"{WEIGHTS_FILE}: {checkpoint.weight_bytes} bytes, allowed are {max_bytes}")
     for (layer, module), pair in checkpoint.pairs.items():
         _check_fit(layer, module, pair, geometry, max_rank)
-    with limited_matching():
+    with limited_matching(CONFIG_FILE):
         _check_coverage(checkpoint, geometry)
     check_finite(
         checkpoint.folder / WEIGHTS_FILE, [entry for pair in checkpoint.pairs.values() for entry in (pair.a, pair.b)]

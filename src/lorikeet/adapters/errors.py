@@ -6,7 +6,7 @@ class AdapterError(ValueError):
 
 
 class AdapterStoreError(AdapterError):
-    """The store or the registry cannot be written: the disk is full, the database is locked. No adapter is wrong."""
+    """The store or the registry cannot be read or written: a full disk, a locked database. No adapter is wrong."""
 
 
 class AdapterNotFound(AdapterError):

@@ -5,11 +5,12 @@ They are PEFT's (https://github.com/huggingface/peft), in the dialect of ``re``,
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from math import inf
+from typing import NamedTuple, TypeVar
 
 import regex  # type: ignore[import-untyped]
 
@@ -17,31 +18,47 @@ from lorikeet.adapters.errors import AdapterError
 
 _MATCH_TIMEOUT_S = 1.0
 _ALL_TIMEOUT_S = 10.0
-"""Of all matches of one adapter together."""
+"""Of all matches of one check together."""
 _MAX_PATTERN_CHARS = 20_000
 _NAME = re.compile(r"(\w+\.)*layers\.\d+\.\w+\.\w+")
 """What matches, as an expression for the end of a module's name, that end alone, although a dot is any letter."""
 
-_deadline_s: ContextVar[float] = ContextVar("deadline of all matches", default=inf)
+T = TypeVar("T")
+
+
+class _Limit(NamedTuple):
+    """When all matches must have ended, and the file that their patterns stand in."""
+
+    file: str
+    deadline_s: float
+
+
+_NO_LIMIT = _Limit("an adapter's config", inf)
+_limit: ContextVar[_Limit] = ContextVar("limit of all matches", default=_NO_LIMIT)
 
 
 @contextmanager
-def limited_matching() -> Iterator[None]:
-    """Bound the time that all matches take together within; whichever is under way then ends with AdapterError."""
-    token = _deadline_s.set(time.monotonic() + _ALL_TIMEOUT_S)
+def limited_matching(file: str) -> Iterator[None]:
+    """Bound the time that all matches take together within; whichever is under way then ends with AdapterError.
+
+    Args:
+        file: where the patterns stand, for the message.
+    """
+    token = _limit.set(_Limit(file, time.monotonic() + _ALL_TIMEOUT_S))
     try:
         yield
     finally:
-        _deadline_s.reset(token)
+        _limit.reset(token)
 
 
-def first_match(patterns: Sequence[str], name: str) -> str | None:
-    """Return the first of ``patterns`` that matches the end of a module's name, None if none does.
+def first_of(values: Mapping[str, T], name: str, default: T) -> T:
+    """Return the value of the first pattern that matches the end of a module's name, ``default`` if none does.
 
     Raises:
         AdapterError: one takes too long, or is no regular expression.
     """
-    named, others = _sorted_out(tuple(patterns))
+    patterns = tuple(values)
+    named, others = _sorted_out(patterns)
     parts = name.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     best = min((named[end] for end in ends if end in named), default=len(patterns))
@@ -49,17 +66,17 @@ def first_match(patterns: Sequence[str], name: str) -> str | None:
         if place > best:
             break
         if _match(compiled(ending(patterns[place])).match, patterns[place], name) is not None:
-            return patterns[place]
-    return patterns[best] if best < len(patterns) else None
+            return values[patterns[place]]
+    return values[patterns[best]] if best < len(patterns) else default
 
 
 def matches_whole(pattern: str, name: str) -> bool:
-    """Return whether ``pattern`` matches all of a module's name; errors as of :func:`first_match`."""
+    """Return whether ``pattern`` matches all of a module's name; errors as of :func:`first_of`."""
     return _match(compiled(pattern).fullmatch, pattern, name) is not None
 
 
 def layer_index(pattern: str, name: str) -> int | None:
-    """Return the number behind what ``pattern`` matches in a module's name; errors as of :func:`first_match`."""
+    """Return the number behind what ``pattern`` matches in a module's name; errors as of :func:`first_of`."""
     match = _match(compiled(before_index(pattern)).match, pattern, name)
     return None if match is None else int(match["idx"])
 
@@ -98,11 +115,12 @@ def _sorted_out(patterns: tuple[str, ...]) -> tuple[dict[str, int], tuple[int, .
 
 
 def _match(match: "Callable[..., regex.Match[str] | None]", pattern: str, name: str) -> "regex.Match[str] | None":
-    left_s = _deadline_s.get() - time.monotonic()
+    limit = _limit.get()
+    left_s = limit.deadline_s - time.monotonic()
     try:
         if left_s <= 0:
             raise TimeoutError
         return match(name, timeout=min(_MATCH_TIMEOUT_S, left_s), concurrent=True)
     except TimeoutError as error:
         whose = f"the pattern {pattern!r} takes" if left_s > _MATCH_TIMEOUT_S else "the patterns all together take"
-        raise AdapterError(f"adapter_config.json: {whose} too long to match {name!r}") from error
+        raise AdapterError(f"{limit.file}: {whose} too long to match {name!r}") from error

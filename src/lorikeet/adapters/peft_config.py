@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.patterns import before_index, compiled, ending, first_match, layer_index, matches_whole
+from lorikeet.adapters.patterns import before_index, compiled, ending, first_of, layer_index, matches_whole
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
@@ -64,13 +64,11 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     def rank(self, name: str) -> int:
         """Rank of the module called ``name`` in the model (``model.layers.0.self_attn.q_proj``)."""
-        pattern = first_match(tuple(self.rank_pattern), name)
-        return self.r if pattern is None else self.rank_pattern[pattern]
+        return first_of(self.rank_pattern, name, self.r)
 
     def scaling(self, name: str) -> float:
         """Factor of B·A: alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
-        pattern, rank = first_match(tuple(self.alpha_pattern), name), self.rank(name)
-        alpha = self.lora_alpha if pattern is None else self.alpha_pattern[pattern]
+        alpha, rank = first_of(self.alpha_pattern, name, self.lora_alpha), self.rank(name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def covers(self, name: str) -> bool:

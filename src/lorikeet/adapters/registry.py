@@ -155,8 +155,7 @@ class Registry:
             with self._engine.connect() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            reason = error.orig if isinstance(error, DBAPIError) else error
-            raise AdapterStoreError(f"the adapter registry cannot be read: {reason}") from error
+            raise AdapterStoreError(f"the adapter registry cannot be read: {_reason(error)}") from error
 
     @contextmanager
     def _writing(self, adding: str = "") -> Iterator[Connection]:
@@ -167,8 +166,7 @@ class Registry:
         except SQLAlchemyError as error:
             if adding and isinstance(error, IntegrityError):
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
-            reason = error.orig if isinstance(error, DBAPIError) else error
-            raise AdapterStoreError(f"the adapter registry cannot be written: {reason}") from error
+            raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
@@ -178,3 +176,8 @@ class Registry:
 def _version(row: RegistryRow) -> dict[str, Any]:
     columns = ("digest", "ranks", "max_rank", "weight_bytes", "source", "created_at")
     return {column: getattr(row, column) for column in columns}
+
+
+def _reason(error: SQLAlchemyError) -> object:
+    """Return what the database itself said, without the statement."""
+    return error.orig if isinstance(error, DBAPIError) else error

@@ -11,7 +11,7 @@ from lorikeet.bench.choices import ChoiceError, Range
 from lorikeet.bench.exchange import Exchange
 from lorikeet.bench.load_client import Target, drive
 from lorikeet.bench.load_report import LoadFigures, summarise
-from lorikeet.bench.peak import Peak, find_peak, telling_s
+from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, telling_s
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
@@ -22,8 +22,7 @@ from lorikeet.core.slo import Slo
 Show = Callable[[str, int, int], None]
 """Called with a stage, and how much of it is done out of how much."""
 
-LEAST_PROBE_S = 30.0
-_LEAST_PROBE_REQUESTS = 10
+_LEAST_PROBE_S = 30.0
 _UNSERVED = 2.0
 """A server that answers so many times slower than it is asked, and misses no limit, never will."""
 _LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
@@ -111,7 +110,7 @@ class LoadRunner:
     def telling_s(self) -> float:
         """Length that probes of a search need, by the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
-        return max(LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
+        return max(_LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
         """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
@@ -131,8 +130,8 @@ class LoadRunner:
         runs: list[Run] = []
         trace_requests = len(self._recipe.trace) or inf
         highest = trace_requests / probe_s
-        if start > highest or trace_requests < _LEAST_PROBE_REQUESTS:
-            count = max(_LEAST_PROBE_REQUESTS, round(start * probe_s))
+        if start > highest or trace_requests < LEAST_PROBE_REQUESTS:
+            count = max(LEAST_PROBE_REQUESTS, round(start * probe_s))
             raise ChoiceError(
                 f"a probe of {probe_s:g} s at {start:.3g} requests/s takes {count} requests, and the workload holds "
                 f"{trace_requests}: begin at a lower rate, or with shorter probes"
@@ -144,13 +143,13 @@ class LoadRunner:
             )
 
         def probe(rate: float) -> float:
-            count = max(_LEAST_PROBE_REQUESTS, round(rate * probe_s))
+            count = max(LEAST_PROBE_REQUESTS, round(rate * probe_s))
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
             if attained is None:
                 raise ChoiceError("the requests have no limits to meet")
             answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
-            if attained >= attainment and answered * _UNSERVED < rate and took_s > LEAST_PROBE_S:
+            if attained >= attainment and answered * _UNSERVED < rate and took_s > _LEAST_PROBE_S:
                 raise ChoiceError(
                     f"at {rate:.3g} requests/s the server answers {answered:.3g}, and the limits are met: they do not "
                     "tell an overload; add one on ttft or e2e"

@@ -77,9 +77,8 @@ class OfflineOptions(msgspec.Struct, frozen=True):
                 raise ValueError(f"peer {peer!r} is vLLM's CPU build, and the device is {self.device!r}")
         if len(set(self.peers)) < len(self.peers):
             raise ValueError("a peer is named twice")
-        needed = ["transformers", *(["peft"] if self.adapters else [])] if "peft" in self.peers else []
-        if missing := [name for name in needed if find_spec(name) is None]:
-            raise ValueError(f"peer 'peft' needs {missing[0]}: run `pip install 'lorikeet[peers]'`")
+        if "peft" in self.peers and self.adapters and find_spec("peft") is None:
+            raise ValueError("peer 'peft' is not installed: run `pip install 'lorikeet[peers]'`")
         if any(peer != "peft" for peer in self.peers) and not self.vllm_path.is_file():
             raise ValueError(
                 f"there is no {self.vllm_path}: `python -m benchmarks.vllm_environment` makes vLLM's environment"

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from lorikeet.core.slo import Slo
 
-PROBE_LIMITS = 10.0
+LEAST_PROBE_REQUESTS = 10
+"""Fewer tell nothing."""
+_PROBE_LIMITS = 10.0
 """A probe is so many times as long as the limit on delays."""
 _MOST_TIMES = 20
 """A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
@@ -33,7 +35,7 @@ class Peak(NamedTuple):
     probes: tuple[Probe, ...]
 
 
-def telling_s(slo: Slo, limits: float = PROBE_LIMITS) -> float:
+def telling_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
     """Return how long a probe must be to tell whether a rate can be sustained; 0 without limits on delays.
 
     What is asked for beyond what can be served delays requests by that part of the probe, so a probe that is not long
@@ -46,7 +48,7 @@ def telling_s(slo: Slo, limits: float = PROBE_LIMITS) -> float:
     return limits * max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
 
 
-def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = PROBE_LIMITS) -> int:
+def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = _PROBE_LIMITS) -> int:
     """Return how many requests a probe needs for that.
 
     Args:

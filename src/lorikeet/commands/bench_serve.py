@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lorikeet import __version__
 from lorikeet.commands.api import DEFAULT_URL, ApiKey, ServerApi, Url
-from lorikeet.commands.console import fail, note
+from lorikeet.commands.console import fail, given_options, note
 from lorikeet.core.urls import root_of
 
 if TYPE_CHECKING:
@@ -181,8 +181,7 @@ def _check_effects(context: typer.Context, arrivals: str, *, has_workload: bool)
     """End the command if something was given that would have no effect."""
     from lorikeet.bench.recipe import without_effect
 
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]
+    given = given_options(context)
     useless = without_effect([name for name in given if name != "arrivals"], "plain", arrivals, has_trace=has_workload)
     if useless is None and not context.params["find_peak"]:
         useless = next(((name, "goes with --find-peak") for name in ("slo_target", "probe_s") if name in given), None)

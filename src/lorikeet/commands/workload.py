@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.commands.console import fail, note
+from lorikeet.commands.console import fail, given_options, note
 
 if TYPE_CHECKING:
     from lorikeet.bench.recipe import Recipe
@@ -81,9 +81,7 @@ def workload(
     for flag, number in (("--length-scale", length_scale), ("--cv", cv), ("--duration-s", duration_s)):
         if number is not None and not number > 0:
             fail(f"{flag} {number:g} is not positive", code=2)
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    named = [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]
-    useless = without_effect(named, shape, arrivals, has_trace=source is not None)
+    useless = without_effect(given_options(context), shape, arrivals, has_trace=source is not None)
     if useless is not None:
         fail(f"--{useless[0].replace('_', '-')}: {useless[1]}", code=2)
     if not file.parent.is_dir():

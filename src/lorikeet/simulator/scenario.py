@@ -188,6 +188,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have none")
 
 
+_NUMBERS = {"rate", "ranks", "prompt_tokens", "output_tokens"}
+"""Texts that may be a number alone."""
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
@@ -206,9 +208,7 @@ def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
     given = {name: value for name, value in flags.items() if value is not None}
     if tables.get("engine") and "engine" in given:
         given["engine"] = {**tables["engine"], **given["engine"]}
-    for name, value in tables.items():
-        if _DEFAULTS.get(name).__class__ is str and isinstance(value, int | float) and not isinstance(value, bool):
-            tables[name] = str(value)
+    tables |= {name: str(tables[name]) for name in _NUMBERS & tables.keys() if type(tables[name]) in (int, float)}
     try:
         return msgspec.convert({**tables, **given}, Scenario)
     except msgspec.ValidationError as error:

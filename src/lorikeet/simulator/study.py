@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.bench.load_report import LoadFigures
-from lorikeet.bench.peak import Peak, find_peak, probe_requests
+from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, probe_requests
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
@@ -22,8 +22,6 @@ from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 
 Show = Callable[[str, int, int], None]
-
-_LEAST_PROBE_REQUESTS = 10
 
 
 class Outcome(NamedTuple):
@@ -154,10 +152,10 @@ def find_peak_rate(
             raise ScenarioError("slo: a peak needs limits, such as ttft=0.5,tpot=0.1")
         return attained
 
-    lowest = _LEAST_PROBE_REQUESTS / scenario.duration_s if scenario.duration_s is not None else 0.0
+    lowest = LEAST_PROBE_REQUESTS / scenario.duration_s if scenario.duration_s is not None else 0.0
     if start < lowest:
         raise ScenarioError(
-            f"duration_s {scenario.duration_s:g}: at {start:g} requests/s fewer than {_LEAST_PROBE_REQUESTS} arrive, "
+            f"duration_s {scenario.duration_s:g}: at {start:g} requests/s fewer than {LEAST_PROBE_REQUESTS} arrive, "
             "which tell nothing: begin at a higher rate, or make it longer"
         )
     return find_peak(probe, target, start, lowest=lowest, precision=precision), outcomes

@@ -220,7 +220,7 @@ def measure_device(
         layer_s = best_s[1]
         if most_layers > 1:
             more_s = (best_s[most_layers] - layer_s) / (most_layers - 1)
-            layer_s = min(layer_s, max(more_s, layer_s / _DEVICE_LAYERS))  # whatever the noise
+            layer_s = min(layer_s, max(more_s, layer_s / 3))  # of one layer's step it is more, whatever the noise
         times.append((tokens, layer_s))
     return tuple(times)
 
