@@ -16,13 +16,13 @@ from lorikeet.cluster.routing import ROUTING
 from lorikeet.commands.serve_flags import FLAGS
 from lorikeet.config import Settings
 from lorikeet.memory.policies import EVICTION, PREFETCH
-from lorikeet.rows import AUTO_ROW, CHOICES, ROWS, Row
+from lorikeet.presets import AUTO_PRESET, CHOICES, PRESETS, Preset
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
 
 PAGE = Path(__file__).with_name("configuration.md")
 
-_AXES = Row.__struct_fields__
+_AXES = Preset.__struct_fields__
 _POLICIES: dict[str, Iterable[str]] = {
     "eviction": EVICTION,
     "prefetch": PREFETCH,
@@ -47,7 +47,7 @@ that name their source.
 model = "/models/Llama-3.1-8B-Instruct"
 
 [engine]
-max_running = 128
+max_num_seqs = 128
 
 [adapters]
 adapter_dir = "/srv/adapters"
@@ -95,9 +95,9 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
 
 def _rows() -> str:
     """Return the table of axes, and that of rows with what differs from the defaults."""
-    meanings, default = _read_docstring(Row)[1], Row()
+    meanings, default = _read_docstring(Preset)[1], Preset()
     lines = [
-        f"\n## Rows\n\n`engine.row` names a system: one choice on every axis. `auto` is `{AUTO_ROW}` today. Axes may "
+        f"\n## Rows\n\n`engine.preset` names a system: one choice on every axis. `auto` is `{AUTO_PRESET}` today. Axes may "
         "be set otherwise\nbehind the name: `vllm-static,adapter_share=0.35`. What the rows are is told in "
         "[memory.md](memory.md#rows),\n[admission.md](admission.md), [modes.md](modes.md) and, for several replicas, "
         "[cluster.md](cluster.md#rows).\n\n| axis | default | meaning | values |\n|---|---|---|---|\n"
@@ -106,7 +106,7 @@ def _rows() -> str:
         values = ", ".join(f"`{value}`" for value in CHOICES.get(axis, _POLICIES.get(axis, ())))
         lines.append(f"| `{axis}` | `{_toml(getattr(default, axis))}` | {meanings[axis]} | {values} |\n")
     lines.append("\n| row | what differs from the defaults |\n|---|---|\n")
-    for name, row in ROWS.items():
+    for name, row in PRESETS.items():
         axes = [axis for axis in _AXES if getattr(row, axis) != getattr(default, axis)]
         choices = ", ".join(f"{axis} `{_toml(getattr(row, axis))}`" for axis in axes)
         lines.append(f"| `{name}` | {choices} |\n")

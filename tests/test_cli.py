@@ -49,8 +49,8 @@ def test_flags_of_vllm_reach_their_settings(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert settings.model.model == "org/model"
     assert settings.model.served_names == ("a", "b")
-    assert (settings.model.max_model_tokens, settings.model.dtype) == (1024, "float16")
-    assert (settings.engine.max_running, settings.engine.max_step_tokens, settings.engine.tensor_parallel) == (
+    assert (settings.model.max_model_len, settings.model.dtype) == (1024, "float16")
+    assert (settings.engine.max_num_seqs, settings.engine.max_num_batched_tokens, settings.engine.tensor_parallel) == (
         8,
         256,
         2,
@@ -68,10 +68,10 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(monkeypatch:
         *"org/my_model --max_model_len 1024 --served_model_name=my_name --max_loras 4 --quantization none".split(),
         *"--lora_modules my_sql=/a/my_sql my_chat=/b --no_enable_prefix_caching".split(),
     )
-    assert (settings.model.model, settings.model.max_model_tokens) == ("org/my_model", 1024)
+    assert (settings.model.model, settings.model.max_model_len) == ("org/my_model", 1024)
     assert settings.model.served_names == ("my_name",)
     assert settings.adapters.preload == ("my_sql=/a/my_sql", "my_chat=/b")
-    assert settings.engine.row == "lorikeet:plain-no-reuse"
+    assert settings.engine.preset == "lorikeet:plain-no-reuse"
 
 
 def test_an_adapter_can_be_given_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,20 +140,20 @@ def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkey
 
 
 def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.row == "lorikeet:plain-no-reuse"
-    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.row == "auto"
-    monkeypatch.setenv("LORIKEET_ENGINE__ROW", "elora")
-    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.row == "elora"
+    assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.preset == "lorikeet:plain-no-reuse"
+    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.preset == "auto"
+    monkeypatch.setenv("LORIKEET_ENGINE__PRESET", "elora")
+    assert settings_of(monkeypatch, "--enable-prefix-caching").engine.preset == "elora"
     refused = runner.invoke(app, ["serve", "--no-enable-prefix-caching"], env={"COLUMNS": "300"})
     assert refused.exit_code == 2
-    assert "--row elora,kv_after_finish=dropped" in refused.output
+    assert "--preset elora,kv_after_finish=dropped" in refused.output
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--row", "vllm"],
-        ["--row", "vllm-static,adapter_share=2"],
+        ["--preset", "vllm"],
+        ["--preset", "vllm-static,adapter_share=2"],
         ["--link-gb-per-s", "fast"],
         ["--link-gb-per-s", "-1"],
         ["--config", "/no/such.toml"],
@@ -242,7 +242,7 @@ def test_common_flags_of_vllm_are_taken_off_with_a_note_where_there_is_something
 
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
-    [("--model", "/no/such/folder", "no such folder"), ("--row", "x", "no row is called"), ("--dtype", "int4", "int4")],
+    [("--model", "/no/such/folder", "no such folder"), ("--preset", "x", "no preset is called"), ("--dtype", "int4", "int4")],
 )
 def test_a_bench_of_what_does_not_exist_ends_with_one_line(flag: str, value: str, reason: str) -> None:
     result = runner.invoke(app, ["bench", "offline", flag, value])

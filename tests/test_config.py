@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.config import ConfigError, load_settings
-from lorikeet.rows import ROWS, of_one_replica, resolve_row
+from lorikeet.presets import PRESETS, for_one_replica, resolve_preset
 
 
 def test_flags_win_over_the_environment_the_file_and_the_defaults(tmp_path: Path) -> None:
@@ -27,8 +27,8 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
     [
         ({"engine": {"rows": "auto"}}, {}, r"flags: \[engine\]: .*unknown field `rows`"),
         ({"motor": {}}, {}, "flags: no section is called 'motor'"),
-        ({"engine": {"max_repeat": 0}}, {}, r"flags: \[engine\]: .*>= 1.*max_repeat"),
-        ({"engine": {"block_tokens": 0}}, {}, "block_tokens"),
+        ({"engine": {"num_scheduler_steps": 0}}, {}, r"flags: \[engine\]: .*>= 1.*num_scheduler_steps"),
+        ({"engine": {"block_size": 0}}, {}, "block_size"),
         ({"server": {"port": 70_000}}, {}, "port"),
         ({}, {"LORIKEET_ENGINE__THREADS": "-1"}, r"environment: \[engine\]: .*threads"),
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: \[engine\]: .*threads"),
@@ -85,16 +85,16 @@ def test_limits_of_scaling_may_come_from_other_sources_than_the_number_of_replic
 
 
 def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
-    name, row = resolve_row("auto")
-    assert ROWS[name] == row
+    name, preset = resolve_preset("auto")
+    assert PRESETS[name] == preset
     with pytest.raises(ConfigError, match="there are: auto, lorikeet:plain"):
-        resolve_row("plain")
+        resolve_preset("plain")
 
 
 def test_axes_of_a_cluster_can_be_set_behind_the_name() -> None:
-    name, row = resolve_row("loraserve,placement_period_s=60,pool_prefetch=true,routing=least-loaded")
+    name, preset = resolve_preset("loraserve,placement_period_s=60,pool_prefetch=true,routing=least-loaded")
     assert name.startswith("loraserve,placement_period_s")
-    assert (row.placement, row.placement_period_s, row.pool_prefetch, row.routing) == (
+    assert (preset.placement, preset.placement_period_s, preset.pool_prefetch, preset.routing) == (
         "loraserve",
         60.0,
         True,
@@ -102,13 +102,13 @@ def test_axes_of_a_cluster_can_be_set_behind_the_name() -> None:
     )
     for wrong in ("placement_period_s=0", "comigration=perhaps"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
-            resolve_row(f"loraserve,{wrong}")
+            resolve_preset(f"loraserve,{wrong}")
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        [name for name in ROWS if name.partition(":")[0] == "loraserve"],
+        [name for name in PRESETS if name.partition(":")[0] == "loraserve"],
         ["toppings", "toppings:dlora", "toppings:first-fit", "toppings:random"],
         ["dlora", "dlora:proactive", "dlora:rr"],
         [f"lorikeet:{name}" for name in ("kv-affinity", "adapter-affinity", "least-loaded", "round-robin", "random")],
@@ -116,5 +116,5 @@ def test_axes_of_a_cluster_can_be_set_behind_the_name() -> None:
 )
 def test_what_is_compared_on_a_cluster_has_the_same_replicas(names: list[str]) -> None:
     assert len(names) > 2
-    assert len({ROWS[name] for name in names}) == len(names)
-    assert len({of_one_replica(ROWS[name]) for name in names}) == 1
+    assert len({PRESETS[name] for name in names}) == len(names)
+    assert len({for_one_replica(PRESETS[name]) for name in names}) == 1

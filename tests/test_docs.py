@@ -128,7 +128,7 @@ def test_the_settings_file_that_the_settings_page_shows_is_valid(tmp_path: Path)
     (tmp_path / "lorikeet.toml").write_text(code_blocks(ROOT / "docs" / "configuration.md", "toml")[0])
     settings = load_settings(file=tmp_path / "lorikeet.toml", environment={"LORIKEET_SERVER__PORT": "8123"})
     assert settings.server.port == 8123
-    assert settings.engine.max_running == 128
+    assert settings.engine.max_num_seqs == 128
 
 
 def test_every_decision_has_its_three_parts_and_is_in_the_index() -> None:

@@ -1,7 +1,7 @@
 """Settings: small frozen values per part, filled from a TOML file, the environment and flags.
 
 Precedence: flags, then environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here.
-Unknown keys are errors. Policies are chosen by the name of a row (``rows``).
+Unknown keys are errors. Policies are chosen by the name of a preset (``presets``).
 """
 
 import os
@@ -61,7 +61,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
-        max_model_tokens: longest sequence; 0 for the model's own.
+        max_model_len: longest sequence; 0 for the model's own.
         chat_template: file with a Jinja template instead of the tokenizer's.
         cache_dir: where converted weights are kept; empty for the user's cache folder.
     """
@@ -70,7 +70,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_names: tuple[str, ...] = ()
     dtype: str = "auto"
     load_format: str = "auto"
-    max_model_tokens: Count = 0
+    max_model_len: Count = 0
     chat_template: str = ""
     cache_dir: str = ""
 
@@ -79,13 +79,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The loop, its memory and its executor.
 
     Attributes:
-        row: name of the system (see ``rows.ROWS``), or ``auto``.
+        preset: name of the system (see ``presets.PRESETS``), or ``auto``.
         executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
         profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
             cluster decide that need one.
         memory_bytes: size of the device arena; 0 takes 40 % of a CPU's free memory, but no more than 4 GiB or the least
-            that works, or what ``memory_share`` leaves of a GPU's.
-        memory_share: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
+            that works, or what ``gpu_memory_utilization`` leaves of a GPU's.
+        gpu_memory_utilization: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
             the largest step takes is measured at the start, and graphs are given as much again. Of no use with
             ``memory_bytes``, and on a CPU.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
@@ -93,12 +93,12 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             requests do not wait for new memory, which a virtual machine can be slow to get.
         link_bytes_per_s: a declared link between host and device: what a copy may move per second in each direction,
             for the CPU backend, whose copies are faster than any link; 0 leaves copies as fast as they are.
-        block_tokens: tokens of KV in a block.
-        max_running: most sequences that hold blocks at once.
-        max_step_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        max_repeat: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a request
+        block_size: tokens of KV in a block.
+        max_num_seqs: most sequences that hold blocks at once.
+        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
+        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a request
             that arrives ends the repeat; unless this is 1, plans for whom nobody waits hold up to 32 there.
-        repeat_limit_s: a repeat ends after this time, on a GPU if somebody waits.
+        multi_step_limit_s: a repeat ends after this time, on a GPU if somebody waits.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
@@ -109,25 +109,25 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
         load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
         host_lora_workers: processes that compute what adapters add to prefills while they are on their way from the
-            host, for rows that have it so, on an x86-64 CPU and beside at most one GPU. Each is one thread, at work
+            host, for presets that have it so, on an x86-64 CPU and beside at most one GPU. Each is one thread, at work
             during such prefills alone; with ``threads``, and beside a GPU, it gets a core of its own where enough are
             left, else it shares them. 0 for none: requests then wait for their adapters.
         record: file for a recording of all that the engine does, prompts included; empty for none.
     """
 
-    row: str = "auto"
+    preset: str = "auto"
     executor: ExecutorKind = ExecutorKind.TORCH
     profile: str = ""
     memory_bytes: Count = 0
-    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     host_memory_bytes: Count = 0
     touch_memory: bool = False
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    block_tokens: Positive = 16
-    max_running: Positive = 64
-    max_step_tokens: Positive = 512
-    max_repeat: Positive = 8
-    repeat_limit_s: Seconds = 0.05
+    block_size: Positive = 16
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 512
+    num_scheduler_steps: Positive = 8
+    multi_step_limit_s: Seconds = 0.05
     tensor_parallel: Positive = 1
     device: str = "cpu"
     kernels: str = "auto"
@@ -234,7 +234,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several engines behind one address. Which of them serves what is in the row.
+    """Several engines behind one address. Which of them serves what is in the preset.
 
     Attributes:
         replicas: engines, each with the settings of ``[engine]``.

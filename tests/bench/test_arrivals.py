@@ -97,9 +97,9 @@ def test_the_first_request_of_mooncakes_trace_keeps_its_fourteen_blocks() -> Non
 @given(st.integers(1, 20_000), st.sampled_from([1 / 256, 1 / 16, 1 / 8, 0.5, 1.0, 2.0]))
 def test_scaling_keeps_full_blocks_full_and_begun_blocks_begun(tokens: int, factor: float) -> None:
     (scaled,) = scale_blocks([WorkloadRequest(0.0, None, tokens, 1)], factor, 512)
-    block_tokens = scaled_block_tokens(512, factor)
-    assert scaled.input_tokens // block_tokens == tokens // 512
-    assert -(-scaled.input_tokens // block_tokens) == -(-tokens // 512)
+    block_size = scaled_block_tokens(512, factor)
+    assert scaled.input_tokens // block_size == tokens // 512
+    assert -(-scaled.input_tokens // block_size) == -(-tokens // 512)
 
 
 @pytest.mark.parametrize("factor", [1 / 3, 1 / 512, 0.1])

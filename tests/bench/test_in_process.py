@@ -37,7 +37,7 @@ class Seen(Watch):
 
 
 def replica(**engine: object) -> Started:
-    given = {"max_repeat": 1, **engine}
+    given = {"num_scheduler_steps": 1, **engine}
     return modelled_replica(Settings(ModelSettings(), EngineSettings(**given)), round_profile())  # type: ignore[arg-type]
 
 
@@ -55,10 +55,10 @@ def talk(second_s: float) -> list[WorkloadRequest]:
     ]
 
 
-@pytest.mark.parametrize("max_repeat", [1, 8])
-def test_a_turn_holds_the_answer_before_it_and_finds_it_in_the_cache(max_repeat: int) -> None:
+@pytest.mark.parametrize("num_scheduler_steps", [1, 8])
+def test_a_turn_holds_the_answer_before_it_and_finds_it_in_the_cache(num_scheduler_steps: int) -> None:
     seen = Seen()
-    done = run(talk(10.0), seen, max_repeat=max_repeat)
+    done = run(talk(10.0), seen, num_scheduler_steps=num_scheduler_steps)
     assert seen.prompts["1"][:70] == seen.prompts["0"] + seen.answers["0"]
     assert [len(seen.prompts[name]) for name in "01"] == [40, 100]
     # 69 tokens of the first turn have KV: four blocks of 16.

@@ -38,7 +38,7 @@ def options(**changes: Any) -> WorkOptions:
 
 
 def small_work(*requests: WorkloadRequest, names: tuple[str, ...] = ("a", "b")) -> MemoryWork:
-    return MemoryWork(list(requests), names, block_tokens=16, seed=0)
+    return MemoryWork(list(requests), names, block_size=16, seed=0)
 
 
 def modelled(preset: str, work: MemoryWork, blocks: int, host_blocks: int = 0) -> RowRun:
@@ -46,7 +46,7 @@ def modelled(preset: str, work: MemoryWork, blocks: int, host_blocks: int = 0) -
     setting = MemorySetting(
         memory_bytes=blocks * BLOCK_BYTES,
         host_memory_bytes=host_blocks * BLOCK_BYTES,
-        max_model_tokens=work.longest_tokens,
+        max_model_len=work.longest_tokens,
     )
     return run_row(rig, setting.settings(preset), work)
 
@@ -65,7 +65,7 @@ def test_a_trace_of_conversations_is_shortened_and_gets_adapters() -> None:
     work = make_work(
         options(source=str(DATA / "mooncake_conversation_excerpt.jsonl"), prefix_block_tokens=None, rate=None)
     )
-    assert work.block_tokens == 16
+    assert work.block_size == 16
     adapters = {request.conversation: request.adapter for request in work.requests}
     assert all(adapters[request.conversation] == request.adapter is not None for request in work.requests)
 
@@ -110,7 +110,7 @@ def test_the_working_set_counts_equal_beginnings_once_and_the_adapters_asked_for
     )
     adapters = adapters_by_name(work.names, (1, 8), GEOMETRY, modules=("q",))
     found = working_set(work, adapters, GEOMETRY, 16)
-    # A rank row of q takes 16 elements a layer: ranks 1 and 8 fit one block each, of 256 elements.
+    # A rank preset of q takes 16 elements a layer: ranks 1 and 8 fit one block each, of 256 elements.
     assert found.adapter_bytes == 2 * BLOCK_BYTES
     assert found.kv_bytes == (6 + 2) * BLOCK_BYTES
     assert found.total_bytes == 10 * BLOCK_BYTES
@@ -136,12 +136,12 @@ def test_hits_are_shares_of_what_a_cache_that_forgets_nothing_would_find() -> No
 
 def test_the_parts_of_ttft_add_up_to_it() -> None:
     work = make_work(options())
-    row = modelled("elora", work, 100, 1000)
-    ttft_s = [exchange.ttft_s for exchange in row.run.exchanges]
-    assert sorted(sum(parts) for parts in row.parts) == pytest.approx(sorted(value or 0.0 for value in ttft_s))
-    figures = row_figures("elora", row)
+    preset = modelled("elora", work, 100, 1000)
+    ttft_s = [exchange.ttft_s for exchange in preset.run.exchanges]
+    assert sorted(sum(parts) for parts in preset.parts) == pytest.approx(sorted(value or 0.0 for value in ttft_s))
+    figures = row_figures("elora", preset)
     assert sum(figures["ttft_parts_s"].values()) == pytest.approx(figures["ttft_mean_s"])
-    assert all(part >= -1e-9 for parts in row.parts for part in parts)
+    assert all(part >= -1e-9 for parts in preset.parts for part in parts)
 
 
 def test_a_request_that_never_began_has_no_parts() -> None:
@@ -151,25 +151,25 @@ def test_a_request_that_never_began_has_no_parts() -> None:
 
 
 def test_what_fills_the_device_adds_up_at_every_sample() -> None:
-    row = modelled("elora", make_work(options()), 100, 1000)
-    assert len(row.samples) > 10
-    assert [sample.at_s for sample in row.samples] == sorted(sample.at_s for sample in row.samples)
-    for sample in row.samples:
+    preset = modelled("elora", make_work(options()), 100, 1000)
+    assert len(preset.samples) > 10
+    assert [sample.at_s for sample in preset.samples] == sorted(sample.at_s for sample in preset.samples)
+    for sample in preset.samples:
         for tier in (sample.device, sample.host):
             parts = (tier.free, tier.adapters, tier.kv_running, tier.kv_cached, tier.inflight)
             assert sum(parts) == tier.total
 
 
 def test_the_host_tier_is_filled_before_the_first_request() -> None:
-    row = modelled("lorikeet:plain", make_work(options()), 100, 1000)
-    assert row.samples[0].host.adapters == 5 * BLOCK_BYTES
-    assert row.began.transfers["source-host"].transfers == 5
-    assert row_figures("x", row)["transfers"]["source-host"]["transfers"] == 0
+    preset = modelled("lorikeet:plain", make_work(options()), 100, 1000)
+    assert preset.samples[0].host.adapters == 5 * BLOCK_BYTES
+    assert preset.began.transfers["source-host"].transfers == 5
+    assert row_figures("x", preset)["transfers"]["source-host"]["transfers"] == 0
 
 
 def test_the_plot_has_a_panel_for_each_row_and_stays_inside_it() -> None:
-    row = modelled("elora", make_work(options()), 100, 1000)
-    svg = pool_areas("a < b", [("elora", row.samples), ("nothing", ())])
+    preset = modelled("elora", make_work(options()), 100, 1000)
+    svg = pool_areas("a < b", [("elora", preset.samples), ("nothing", ())])
     assert svg.startswith("<svg")
     assert "a &lt; b" in svg
     assert svg.count("<polygon") == 4
@@ -196,11 +196,11 @@ def test_the_command_prints_one_result_for_each_preset(profile: str, tmp_path: P
     result = invoke(*SMALL, "--profile", profile, "--presets", "elora, elora:s-lora", "--json", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert [row["preset"] for row in report["results"]] == ["elora", "elora:s-lora"]
-    for row in report["results"]:
-        assert row["completed"] == row["requests"] >= 20
+    assert [preset["preset"] for preset in report["results"]] == ["elora", "elora:s-lora"]
+    for preset in report["results"]:
+        assert preset["completed"] == preset["requests"] >= 20
         for name in ("ttft_mean_s", "ttft_p95_s", "tpot_mean_s", "invalid_kv_share", "kv_hit_rate", "adapter_hit_rate"):
-            assert isinstance(row[name], float)
+            assert isinstance(preset[name], float)
     assert report["setup"]["setting"]["memory_bytes"] <= report["setup"]["setting"]["host_memory_bytes"]
     assert plot.read_text().startswith("<svg")
 
@@ -216,9 +216,9 @@ def test_the_command_prints_tables(profile: str) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere"], "there is no file 'nowhere'"),
-        (["agent", "--presets", "vllm"], "no row is called 'vllm'"),
+        (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
         (["agent", "--presets", ""], "name rows"),
-        (["agent", "--presets", "adapter_share=0.3"], "comes before any row"),
+        (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
         (["agent", "--ranks", "big"], "'big' is no rank"),
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
@@ -248,10 +248,10 @@ def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path)
     flags += f" --model {model_folder} --host-memory 1MiB"
     result = invoke(*flags.split())
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["results"]
-    assert row["completed"] == row["requests"] == 3
-    assert row["cached_share"] == pytest.approx(32 / 150)
-    assert row["transfers"]["host-device"]["transfers"] >= 2
+    (preset,) = json.loads(result.stdout)["results"]
+    assert preset["completed"] == preset["requests"] == 3
+    assert preset["cached_share"] == pytest.approx(32 / 150)
+    assert preset["transfers"]["host-device"]["transfers"] >= 2
 
 
 def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp
     flags = f"{file} --adapters 1 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
     result = invoke(*flags.split(), "--model", str(model_folder), "--memory", "1MiB", "--host-memory", "1MiB")
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["results"]
-    assert row["completed"] == 1
+    (preset,) = json.loads(result.stdout)["results"]
+    assert preset["completed"] == 1
 
 
 def test_a_memory_too_small_is_named(profile: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.bench.ceilings import Ceilings
 from lorikeet.bench.contestants import Outcome
-from lorikeet.bench.limits import ROWS, MachineLimits
+from lorikeet.bench.limits import PRESETS, MachineLimits
 from lorikeet.bench.offline import OfflineOptions, _settings, run_offline
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.bench.plot import offline_bars
@@ -28,7 +28,7 @@ def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
         pairs=3,
         dtype="float32",
     )
-    limits = MachineLimits(1, 10.0, dict.fromkeys((*ROWS, 5), 100.0))
+    limits = MachineLimits(1, 10.0, dict.fromkeys((*PRESETS, 5), 100.0))
     return run_offline(msgspec.structs.replace(options, **changes), measure=lambda: limits)
 
 

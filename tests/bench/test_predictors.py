@@ -35,7 +35,7 @@ class Arrived(Watch):
 
 def run(predictor: str) -> Arrived:
     profile, watch = round_profile(), Arrived()
-    (engine, _, _), clock, coalesced = modelled_replica(Settings(engine=EngineSettings(max_repeat=1)), profile)
+    (engine, _, _), clock, coalesced = modelled_replica(Settings(engine=EngineSettings(num_scheduler_steps=1)), profile)
     refs = synthetic_adapters(2, [1], profile.geometry)
     workload = [
         WorkloadRequest(

@@ -31,7 +31,7 @@ runner = CliRunner(env={"COLUMNS": "200"})
 
 
 def settings_for(folder: Path) -> Settings:
-    engine = EngineSettings(memory_bytes=2**23, host_memory_bytes=2**22, threads=1, max_running=4, max_step_tokens=32)
+    engine = EngineSettings(memory_bytes=2**23, host_memory_bytes=2**22, threads=1, max_num_seqs=4, max_num_batched_tokens=32)
     return Settings(ModelSettings(model=str(folder)), engine)
 
 

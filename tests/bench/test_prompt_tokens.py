@@ -13,14 +13,14 @@ def request(input_tokens: int, *prefix_blocks: int) -> WorkloadRequest:
     return WorkloadRequest(0.0, None, input_tokens, 1, prefix_blocks)
 
 
-def slow_prompt(asked: WorkloadRequest, index: int, seed: int, block_tokens: int, ids: np.ndarray) -> list[int]:
+def slow_prompt(asked: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
     """The same tokens one by one, in Python's integers; ``combine`` of one number is one step of SplitMix64."""
     tokens = []
     for position in range(asked.input_tokens):
-        block, offset = divmod(position, block_tokens)
+        block, offset = divmod(position, block_size)
         shared = block < len(asked.prefix_blocks)
         key = combine(seed, 1, asked.prefix_blocks[block]) if shared else combine(seed, 0, index)
-        step = offset if shared else position - block_tokens * len(asked.prefix_blocks)
+        step = offset if shared else position - block_size * len(asked.prefix_blocks)
         draw = combine(key + (step - 1) * 0x9E3779B97F4A7C15)
         tokens.append(int(ids[((draw >> 32) * len(ids)) >> 32]))
     return tokens

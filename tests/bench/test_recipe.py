@@ -105,7 +105,7 @@ def test_a_thousand_requests_are_made_where_nobody_says_how_many() -> None:
 
 
 def test_dialogues_of_agents_arrive_at_the_rate_of_requests() -> None:
-    requests = make(10.0, shape="agent", adapters=("a", "b"), count=20_000, block_tokens=32)
+    requests = make(10.0, shape="agent", adapters=("a", "b"), count=20_000, block_size=32)
     assert len(requests) == 20_000
     # The first dialogues have nobody beside them: look behind them.
     times_s = np.array([each.arrival_s for each in requests[5000:]])
@@ -172,7 +172,7 @@ def test_a_limit_that_is_none_is_refused(text: str) -> None:
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 9), max_size=8), st.integers(0, 5))
 def test_a_prompt_has_its_length_whatever_its_prefix(tokens: int, blocks: list[int], index: int) -> None:
-    prompts = Prompts(0, ids=Range(20, 90), block_tokens=8)
+    prompts = Prompts(0, ids=Range(20, 90), block_size=8)
     ids = prompts.token_ids(index, request(tokens, *blocks))
     assert len(ids) == tokens
     assert all(20 <= token <= 90 for token in ids)
@@ -180,7 +180,7 @@ def test_a_prompt_has_its_length_whatever_its_prefix(tokens: int, blocks: list[i
 
 
 def test_equal_blocks_are_equal_content_and_the_rest_is_each_requests_own() -> None:
-    prompts = Prompts(0, block_tokens=8)
+    prompts = Prompts(0, block_size=8)
     first, second = prompts.token_ids(0, request(20, 5, 6)), prompts.token_ids(1, request(20, 5, 6))
     assert first[:16] == second[:16]
     assert first[16:] != second[16:]

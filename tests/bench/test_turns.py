@@ -36,7 +36,7 @@ def test_other_conversations_and_other_adapters_are_not_gone_on_from() -> None:
 
 
 def test_a_prompt_holds_the_prompt_and_the_answer_before_it_and_keeps_its_length() -> None:
-    prompts = Prompts(0, block_tokens=BLOCK)
+    prompts = Prompts(0, block_size=BLOCK)
     turns = Turns(TALK, prompts)
     assert list(turns.first()) == [0]
     first = turns.prompt(0)
@@ -52,7 +52,7 @@ def test_a_prompt_holds_the_prompt_and_the_answer_before_it_and_keeps_its_length
 
 
 def test_an_answer_that_ended_early_is_made_up_for_with_other_tokens() -> None:
-    turns = Turns(TALK, Prompts(0, block_tokens=BLOCK))
+    turns = Turns(TALK, Prompts(0, block_size=BLOCK))
     first = turns.prompt(0)
     turns.answered(0, [77])
     second = turns.prompt(1)
@@ -62,7 +62,7 @@ def test_an_answer_that_ended_early_is_made_up_for_with_other_tokens() -> None:
 
 def test_two_that_go_on_from_one_turn_both_hold_its_answer() -> None:
     both = [TALK[0], turn(1, 12, 2, 1, 3, 4), turn(2, 14, 2, 1, 7, 8)]
-    turns = Turns(both, Prompts(0, block_tokens=BLOCK))
+    turns = Turns(both, Prompts(0, block_size=BLOCK))
     said = [*turns.prompt(0), 77, 78, 79]
     assert turns.answered(0, [77, 78, 79]) == [1, 2]
     assert turns.prompt(1)[:9] == turns.prompt(2)[:9] == said

@@ -61,7 +61,7 @@ def contestant(folders: list[Path], ranks: list[int], kv_bytes: int = 1) -> Vllm
         folders,
         ranks,
         requests=3,
-        max_model_tokens=9,
+        max_model_len=9,
         kv_bytes=kv_bytes,
         threads=1,
         python=Path(sys.executable),

@@ -1,4 +1,4 @@
-"""From a row to the policies of a cluster: every row with a published profile, and what is said where one lacks."""
+"""From a preset to the policies of a cluster: every preset with a published profile, and what is said where one lacks."""
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from lorikeet.core.slo import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, Transfers, decode_profile, encode_profile
-from lorikeet.rows import ROWS, Row
+from lorikeet.presets import PRESETS, Preset
 from tests.support.fleets import ask, fleet_of, run, several
 from tests.support.placement import DEMANDS_B, digest, replicas_of
 from tests.support.profiles import round_profile
@@ -41,16 +41,16 @@ def loads(form: KernelForm, slo: Slo, prompt_tokens: int = 512, level: float = 1
     return OperatingLoads(form, slo, prompt_tokens, 128, 64, 512, {8: level, 128: level / 2})
 
 
-# --- every row ---------------------------------------------------------------------------------------
+# --- every preset ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_with_a_published_profile(name: str, published: CostProfile) -> None:
-    router, placement = build_cluster_policies(ROWS[name], REPLICAS, published, OPTIONS)
+    router, placement = build_cluster_policies(PRESETS[name], REPLICAS, published, OPTIONS)
     router.table = placement.place(DEMANDS_B, 0.0)
     assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
-    may_leave = ROWS[name].routing in ("loraserve", "dlora")  # when the named ones are busy
+    may_leave = PRESETS[name].routing in ("loraserve", "dlora")  # when the named ones are busy
     for demand in DEMANDS_B:
         adapter, named = demand.adapter, router.table.replicas(demand.adapter)
         if may_leave:
@@ -64,18 +64,18 @@ def test_every_row_places_and_routes_with_a_published_profile(name: str, publish
 
 
 def test_every_policy_is_in_a_row_and_every_row_names_policies_that_there_are() -> None:
-    assert {row.routing for row in ROWS.values()} == set(ROUTING)
-    assert {row.placement for row in ROWS.values()} == set(PLACEMENT)
+    assert {preset.routing for preset in PRESETS.values()} == set(ROUTING)
+    assert {preset.placement for preset in PRESETS.values()} == set(PLACEMENT)
 
 
 def test_rows_that_need_no_profile_do_without() -> None:
     built, refused = set(), set()
-    for row in ROWS.values():
+    for preset in PRESETS.values():
         try:
-            build_cluster_policies(row, REPLICAS, None, ClusterOptions())
-            built.add((row.routing, row.placement))
+            build_cluster_policies(preset, REPLICAS, None, ClusterOptions())
+            built.add((preset.routing, preset.placement))
         except ConfigError:
-            refused.add((row.routing, row.placement))
+            refused.add((preset.routing, preset.placement))
     by_costs = {"toppings", "toppings:empty-free", "dlora"}
     assert {routing for routing, _ in built}.isdisjoint(by_costs)
     assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
@@ -87,11 +87,11 @@ def test_rows_that_need_no_profile_do_without() -> None:
 
 def test_the_seed_decides_what_is_drawn() -> None:
     def homes(seed: int) -> object:
-        placement = build_placement(ROWS["loraserve:random"], REPLICAS, None, ClusterOptions(seed=seed))
+        placement = build_placement(PRESETS["loraserve:random"], REPLICAS, None, ClusterOptions(seed=seed))
         return placement.place(DEMANDS_B, 0.0).shares
 
     def drawn(seed: int) -> list[object]:
-        router, fleet = build_router(Row(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
+        router, fleet = build_router(Preset(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
         return [router.route(ask(str(number)), fleet, 0.0) for number in range(20)]
 
     assert homes(1) == homes(1) != homes(2)
@@ -99,15 +99,15 @@ def test_the_seed_decides_what_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("preset", "complaint"),
     [
-        (Row(placement="nowhere"), "no placement is called 'nowhere'; there are: everywhere, random"),
-        (Row(routing="nobody"), "no routing is called 'nobody'; there are: random, round-robin"),
+        (Preset(placement="nowhere"), "no placement is called 'nowhere'; there are: everywhere, random"),
+        (Preset(routing="nobody"), "no routing is called 'nobody'; there are: random, round-robin"),
     ],
 )
-def test_a_policy_that_there_is_not_is_named_with_its_axis(row: Row, complaint: str) -> None:
+def test_a_policy_that_there_is_not_is_named_with_its_axis(preset: Preset, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        build_cluster_policies(row, REPLICAS, None, OPTIONS)
+        build_cluster_policies(preset, REPLICAS, None, OPTIONS)
 
 
 def test_options_survive_the_way_to_another_process() -> None:
@@ -146,7 +146,7 @@ def test_toppings_keeps_the_target_for_a_token_and_without_one_has_no_limit(publ
     run(fleet, "a", *several(30, 64))
     broken = []
     for tpot_s in (0.0, 1e-4):
-        router = build_router(ROWS["toppings"], published, ClusterOptions(tpot_s=tpot_s))
+        router = build_router(PRESETS["toppings"], published, ClusterOptions(tpot_s=tpot_s))
         assert isinstance(router, Toppings)
         broken.append(router.costs(ask("new", 64), fleet).breaks_slo.tolist())
     assert broken == [[False, False], [True, True]]
@@ -154,13 +154,13 @@ def test_toppings_keeps_the_target_for_a_token_and_without_one_has_no_limit(publ
 
 def test_toppings_has_no_model_of_einsums(published: CostProfile) -> None:
     with pytest.raises(ConfigError, match=r"routing toppings: .* einsum"):
-        build_router(Row(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
+        build_router(Preset(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
 
 
 @pytest.mark.parametrize("name", ["toppings", "dlora"])
 def test_routers_that_need_costs_say_where_to_get_them(name: str) -> None:
     with pytest.raises(ConfigError, match=f"routing {name} needs .*lorikeet profile.*--profile"):
-        build_router(ROWS[name], None, OPTIONS)
+        build_router(PRESETS[name], None, OPTIONS)
 
 
 # --- dLoRA -------------------------------------------------------------------------------------------
@@ -171,21 +171,21 @@ def test_pending_time_loads_by_the_profiles_link_or_the_declared_one(published: 
     link = published.transfers.host_to_device
     assert link is not None
     for declared, expected_s in ((0.0, link.seconds(100_000_000)), (1e9, 0.1)):
-        router, fleet = build_router(ROWS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)), fleet_of("a")
+        router, fleet = build_router(PRESETS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)), fleet_of("a")
         assert isinstance(router, PendingTime)
         assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)).tolist() == pytest.approx([expected_s])
 
 
 def test_a_profile_without_a_link_is_no_help_to_pending_time() -> None:
     with pytest.raises(ConfigError, match=r"routing dlora: profile round knows no transfers\.host_to_device"):
-        build_router(ROWS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
+        build_router(PRESETS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
 
 
 def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(published: CostProfile) -> None:
     """The reserve is of section 5.2, not of placement alone (5.1). It has room for all adapters here."""
 
-    def pairs(row: str) -> int:
-        return len(list(build_placement(ROWS[row], REPLICAS, published, OPTIONS).place(DEMANDS_B, 0.0).pairs()))
+    def pairs(preset: str) -> int:
+        return len(list(build_placement(PRESETS[preset], REPLICAS, published, OPTIONS).place(DEMANDS_B, 0.0).pairs()))
 
     assert pairs("dlora") == len(DEMANDS_B) * len(REPLICAS)
     assert pairs("dlora:proactive") == pairs("dlora:rr") < pairs("dlora")
@@ -193,17 +193,17 @@ def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(publish
 
 def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile(published: CostProfile) -> None:
     """With as much memory as all adapters take twice, not all have a copy on each of four replicas."""
-    row, needed_bytes = ROWS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
+    preset, needed_bytes = PRESETS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
     copies = []
     for options in (ClusterOptions(), ClusterOptions(memory_bytes=needed_bytes // 2)):
-        placement = build_placement(row, REPLICAS, published, options)
+        placement = build_placement(preset, REPLICAS, published, options)
         assert isinstance(placement, BurstTolerance)
         copies.append(len(list(placement.place(DEMANDS_B, 0.0).pairs())))
     assert copies[0] > copies[1]
     told = ClusterOptions(memory_bytes=needed_bytes // 2, kv_token_bytes=published.geometry.block_bytes(1))
-    assert len(list(build_placement(row, REPLICAS, None, told).place(DEMANDS_B, 0.0).pairs())) == copies[1]
+    assert len(list(build_placement(preset, REPLICAS, None, told).place(DEMANDS_B, 0.0).pairs())) == copies[1]
     with pytest.raises(ConfigError, match=r"placement dlora needs .*memory"):
-        build_placement(row, REPLICAS, None, ClusterOptions(memory_bytes=needed_bytes))
+        build_placement(preset, REPLICAS, None, ClusterOptions(memory_bytes=needed_bytes))
 
 
 # --- operating points --------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_the_operating_points_of_the_kernel_form_and_the_slo_are_taken_and_survi
     assert loads_that_fit(profile, KernelForm.PADDED, ttft, 200, 128) == entries[2]
     assert loads_that_fit(profile, KernelForm.UNPADDED, ttft, 200, 128) == entries[0]
     assert loads_that_fit(profile, KernelForm.EINSUM, ttft, 512, 128) is None
-    placement = build_placement(ROWS["loraserve"], REPLICAS, profile, ClusterOptions(ttft_s=10.0))
+    placement = build_placement(PRESETS["loraserve"], REPLICAS, profile, ClusterOptions(ttft_s=10.0))
     assert isinstance(placement, LoRAServe)
 
 
@@ -240,13 +240,13 @@ def test_operating_points_that_are_not_there_are_named_beside_those_that_are(
 ) -> None:
     profile = round_profile(operating_points=(loads(KernelForm.PADDED, Slo(10.0, 0.1)),))
     with pytest.raises(ConfigError, match=f"placement loraserve.*{complaint}"):
-        build_placement(ROWS["loraserve"], REPLICAS, profile, options)
+        build_placement(PRESETS["loraserve"], REPLICAS, profile, options)
 
 
 def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
     with pytest.raises(ConfigError, match="under ttft=10: run lorikeet profile --operating-points"):
-        build_placement(ROWS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
-    assert build_placement(ROWS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
+        build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
+    assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
 
 
 @pytest.mark.parametrize("name", ["loraserve", "loraserve:literal", "dlora"])

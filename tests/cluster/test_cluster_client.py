@@ -77,7 +77,7 @@ async def cluster(
     """Start a cluster, and close it at the end."""
     there = [ReplicaId(f"replica-{number}") for number in range(replicas)]
     placement = Random(there, seed=1) if one_home else FullReplication(there)
-    settings = msgspec.structs.replace(live_settings(model, max_repeat=1), cluster=ClusterSettings(replicas=replicas))
+    settings = msgspec.structs.replace(live_settings(model, num_scheduler_steps=1), cluster=ClusterSettings(replicas=replicas))
     transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
     router = router or RoundRobin()
     client = ClusterClient(settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05)

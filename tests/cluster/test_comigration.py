@@ -125,7 +125,7 @@ def test_a_move_holds_up_all_that_run_at_the_target() -> None:
 
 def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:
     moved = Request(RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, output_token_ids=[7] * 30)
-    target = Bench(blocks=64, limits=Limits(max_running=8, max_step_tokens=256, max_model_tokens=256))
+    target = Bench(blocks=64, limits=Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256))
     target.tokens[moved.request_id] = list(moved.output_token_ids)  # which the client has: the next is number 31
     target.engine.submit(moved)
     target.run()

@@ -248,7 +248,7 @@ def test_counters_equal_a_recount_after_every_event(seed: int) -> None:
 
 def test_the_fleet_follows_an_engine_by_its_events() -> None:
     """Preemptions, cold adapters and finishes included: after every step both count the same."""
-    bench = Bench(blocks=12, limits=Limits(max_running=4, max_step_tokens=8, max_model_tokens=32))
+    bench = Bench(blocks=12, limits=Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32))
     fleet = fleet_of(ReplicaInfo(A, total_tokens=12 * BLOCK_TOKENS))
     refs = [None, adapter("one"), adapter("two", 2)]
     for number in range(9):

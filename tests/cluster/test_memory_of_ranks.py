@@ -13,12 +13,12 @@ from lorikeet.config import EngineSettings, ExecutorKind, ModelSettings, Setting
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.engine.keeper import EngineKeeper
-from lorikeet.rows import ROWS
+from lorikeet.presets import PRESETS
 from tests.support.fake_engines import HELLO
 from tests.support.fleets import ask
 from tests.support.placement import DEMANDS_B, replicas_of
 
-RANK_TOKEN_BYTES = HELLO.block_bytes // HELLO.block_tokens
+RANK_TOKEN_BYTES = HELLO.block_bytes // HELLO.block_size
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_burst_tolerance_counts_on_the_memory_of_all_ranks(ranks: int) -> None:
     def pairs(tensor_parallel: int, memory_bytes: int) -> int:
         engine = EngineSettings(tensor_parallel=tensor_parallel, memory_bytes=memory_bytes)
         options = cluster_options(Settings(ModelSettings(), engine))
-        placement = build_placement(ROWS["dlora"], replicas_of(4), profile, options)
+        placement = build_placement(PRESETS["dlora"], replicas_of(4), profile, options)
         return len(list(placement.place(DEMANDS_B, 0.0).pairs()))
 
     assert pairs(ranks, needed_bytes // 2) == pairs(1, ranks * (needed_bytes // 2)) > pairs(1, needed_bytes // 2)

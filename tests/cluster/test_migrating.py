@@ -57,7 +57,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
     """Two replicas, of which that which joined first gets all that fits."""
     service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
-    settings = replicas_of(live_settings(model, max_repeat=1), 2)
+    settings = replicas_of(live_settings(model, num_scheduler_steps=1), 2)
     async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, FirstFit())) as client:
         yield client
 
@@ -205,8 +205,8 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
     profile = tmp_path / "round.toml"
     profile.write_text(encode_profile(round_profile()))
     watched = []
-    for row in ("lorikeet:plain", "lorikeet:plain,comigration=true"):
-        settings = live_settings(tmp_path, row=row, profile=str(profile))
+    for preset in ("lorikeet:plain", "lorikeet:plain,comigration=true"):
+        settings = live_settings(tmp_path, preset=preset, profile=str(profile))
         settings = msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=2, start=ReplicaStart.LOCAL))
         async with AsyncExitStack() as stack:
             client = open_cluster(settings, stack)
@@ -219,8 +219,8 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
 async def test_what_a_move_takes_comes_from_the_profile_and_without_one_there_is_no_co_migration() -> None:
     published = load_profile("a100-80-llama-2-7b")
 
-    def costs(row: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
-        return build_migration(EngineSettings(row=row, **engine), profile, lambda: 20e9)
+    def costs(preset: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
+        return build_migration(EngineSettings(preset=preset, **engine), profile, lambda: 20e9)
 
     dlora, toppings = costs("dlora"), costs("toppings:dlora")
     assert dlora is not None

@@ -51,7 +51,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
     service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
-    settings = replicas_of(live_settings(model, max_repeat=1, host_memory_bytes=8 * 2**20), 2)
+    settings = replicas_of(live_settings(model, num_scheduler_steps=1, host_memory_bytes=8 * 2**20), 2)
     async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, LeastLoaded())) as client:
         yield client
 

@@ -175,7 +175,7 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     process = connection.process
     assert isinstance(process, RayProcess)
     assert stages
-    assert connection.hello.max_model_tokens > 0
+    assert connection.hello.max_model_len > 0
 
     engine = psutil.Process(process.pid)
     assert engine.nice() == psutil.Process().nice(), "as important as this process"

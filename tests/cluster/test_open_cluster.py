@@ -34,9 +34,9 @@ ROW = "lorikeet:plain,placement=random,routing=table,placement_period_s=0.2"
 """Every adapter has one home, by the orchestrator's table."""
 
 
-def settings_of(model: Path, folder: Path, row: str, start: ReplicaStart) -> Settings:
+def settings_of(model: Path, folder: Path, preset: str, start: ReplicaStart) -> Settings:
     return msgspec.structs.replace(
-        live_settings(model, max_repeat=1, row=row),
+        live_settings(model, num_scheduler_steps=1, preset=preset),
         adapters=AdapterSettings(store_dir=str(folder / "store")),
         cluster=ClusterSettings(replicas=2, start=start),
     )

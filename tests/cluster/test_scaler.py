@@ -62,7 +62,7 @@ async def check_all(handles: list[RequestHandle]) -> None:
 
 async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many(tmp_path: Path) -> None:
     service = Loaded(Orchestrator(FullReplication((FIRST,)), 0.0))
-    settings = replicas_of(live_settings(make_model(tmp_path / "model"), max_repeat=1), 1)
+    settings = replicas_of(live_settings(make_model(tmp_path / "model"), num_scheduler_steps=1), 1)
     hosts = {SECOND: Fails()}
     client = local_client(
         settings, tmp_path / "pool", service, FirstFit(), lambda replica: hosts.get(replica) or LocalHost()
@@ -95,16 +95,16 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
         assert [replica.id for replica in client.describe().replicas] == [FIRST], "the busiest has stayed"
         await check_all(handles)
         assert all(handle.deaths == 0 for handle in handles)
-        await until(lambda: [row.replica for row in registry.replicas()] == [FIRST])
+        await until(lambda: [preset.replica for preset in registry.replicas()] == [FIRST])
     assert registry.replicas() == []
     for each in (registry, written):
         each.close()
 
 
 def settings_of(model: Path, folder: Path, **engine: object) -> Settings:
-    row = "lorikeet:plain,routing=least-loaded,placement_period_s=0.1"
+    preset = "lorikeet:plain,routing=least-loaded,placement_period_s=0.1"
     return msgspec.structs.replace(
-        live_settings(model, max_repeat=1, row=row, **engine),
+        live_settings(model, num_scheduler_steps=1, preset=preset, **engine),
         server=ServerSettings(slo_ttft_s=1.0, drain_timeout_s=60.0),
         cluster=ClusterSettings(
             start=ReplicaStart.LOCAL, max_replicas=2, registry_url=sqlite_url(folder / "registry.sqlite3")

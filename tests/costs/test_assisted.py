@@ -9,16 +9,16 @@ from lorikeet.costs.assisted import ColdAdapter, assist_costs, host_layer_s, lay
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import Figure, HostLora
 from lorikeet.costs.transfers import TransferModel
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 from tests.support.profiles import round_profile
 
 HOST = HostLora(Figure(0.001, "s"), Figure(0.01, "s/token"), Figure(0.1, "s/(token·rank)"), cores=4, core_tokens=16)
 
 
-def costs_of(row: Row | None = None) -> AssistCosts:
+def costs_of(preset: Preset | None = None) -> AssistCosts:
     profile = round_profile(host_lora=HOST)
-    costs = assist_costs(TransferModel(profile, profile.geometry.block_bytes(16)), row or Row())
+    costs = assist_costs(TransferModel(profile, profile.geometry.block_bytes(16)), preset or Preset())
     assert costs is not None
     return costs
 
@@ -35,12 +35,12 @@ def test_a_long_prompt_is_cut_evenly_over_all_cores() -> None:
 
 
 def test_fewer_cores_take_more_rows_each() -> None:
-    assert host_layer_s([ColdAdapter((), (64,), 1)], costs_of(Row(host_chunk=4))) == pytest.approx(0.001 + 0.64 + 6.4)
+    assert host_layer_s([ColdAdapter((), (64,), 1)], costs_of(Preset(host_chunk=4))) == pytest.approx(0.001 + 0.64 + 6.4)
 
 
 def test_a_replica_without_host_cores_has_nothing_to_plan_with() -> None:
     profile = round_profile()
-    assert assist_costs(TransferModel(profile, 512), Row()) is None
+    assert assist_costs(TransferModel(profile, 512), Preset()) is None
 
 
 def test_a_layer_has_arrived_with_the_last_of_its_blocks() -> None:
@@ -55,7 +55,7 @@ def test_a_layer_has_arrived_with_the_last_of_its_blocks() -> None:
 @pytest.mark.parametrize(("tokens", "device_s", "printed_s"), [(64, 0.0321, 0.061), (256, 0.044, 0.126)])
 def test_the_composed_host_returns_what_toppings_prints(tokens: int, device_s: float, printed_s: float) -> None:
     profile = load_profile("a100-80-llama-2-7b")
-    costs = assist_costs(TransferModel(profile, profile.geometry.block_bytes(16)), Row())
+    costs = assist_costs(TransferModel(profile, profile.geometry.block_bytes(16)), Preset())
     assert costs is not None
     added_s = profile.geometry.layers * host_layer_s([ColdAdapter((), (tokens,), 64)], costs)
     assert device_s + added_s == pytest.approx(printed_s, abs=1e-4)

@@ -8,7 +8,7 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.merging import MergeModel
 from lorikeet.costs.profile import Figure, ProfileError, Switching
 from lorikeet.costs.transfers import TransferModel
-from lorikeet.rows import MergeBy
+from lorikeet.presets import MergeBy
 from tests.support.profiles import round_profile
 
 SWITCHING = Switching(merge=Figure(0.010, "s"), merge_rank=Figure(0.001, "s/rank"), restore=Figure(0.004, "s"))

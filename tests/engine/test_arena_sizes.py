@@ -78,7 +78,7 @@ def test_the_largest_step_has_all_tokens_and_sequences_and_a_whole_adapter(
     longest: int,
     lengths: list[int],
 ) -> None:
-    engine = EngineSettings(block_tokens=4, max_step_tokens=step_tokens, max_running=running)
+    engine = EngineSettings(block_size=4, max_num_batched_tokens=step_tokens, max_num_seqs=running)
     assert run_step(model, engine, 24, largest_step(engine, longest))
     (batch,) = batches
     assert batch.row_starts.diff().tolist() == lengths
@@ -90,7 +90,7 @@ def test_the_largest_step_has_all_tokens_and_sequences_and_a_whole_adapter(
 
 
 def test_a_step_of_einsums_has_every_adapter_there_may_be(model: RankModel, batches: list[Batch]) -> None:
-    run_step(model, EngineSettings(row="dlora", block_tokens=4), 24, [4, 1, 1, 1, 1])
+    run_step(model, EngineSettings(preset="dlora", block_size=4), 24, [4, 1, 1, 1, 1])
     (lora,) = [batch.lora for batch in batches if batch.lora is not None]
     assert (lora.form, len({segment.weights for segment in lora.segments})) == (KernelForm.EINSUM, 5)
 
@@ -103,7 +103,7 @@ def test_steps_of_all_kinds_are_run_once_the_largest_has_been_measured(
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: next(held))
-    engine = EngineSettings(block_tokens=4, max_step_tokens=20, max_running=3)
+    engine = EngineSettings(block_size=4, max_num_batched_tokens=20, max_num_seqs=3)
     taken_bytes = measure_step_bytes(model, engine, 8, 64)
     first, *others = [tuple(batch.row_starts.diff().tolist()) for batch in batches]
     assert first == (18, 1, 1)
@@ -120,7 +120,7 @@ def test_decodes_of_long_contexts_are_run_whatever_the_longest_is(
         monkeypatch.setattr(module, "LONG_TOKENS", 16)
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     model = load_rank(fp32_settings(kernels="triton"), tmp_path, SingleGroup())
-    run_decodes(model, EngineSettings(block_tokens=4, max_running=1), 0, 1, longest_tokens)
+    run_decodes(model, EngineSettings(block_size=4, max_num_seqs=1), 0, 1, longest_tokens)
 
 
 def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(
@@ -131,7 +131,7 @@ def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(
 
     monkeypatch.setattr(arena_sizes, "measure_step_bytes", measure)
     on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})
-    settings = fp32_settings(max_step_tokens=40, max_running=4, memory_bytes=2**20)
+    settings = fp32_settings(max_num_batched_tokens=40, max_num_seqs=4, memory_bytes=2**20)
     with pytest.raises(ExecutorError, match=r"40 tokens in 4 sequences .* 'reference': CalledProcessError: .*gcc"):
         arena_blocks(settings, on_gpu, 64)
 

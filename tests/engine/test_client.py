@@ -52,7 +52,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model: Path) -> AsyncIterator[EngineClient]:
     """One engine for all tests that leave it as it was, or better."""
-    async with engine_process(live_settings(model, max_repeat=1)) as started:
+    async with engine_process(live_settings(model, num_scheduler_steps=1)) as started:
         yield started
 
 
@@ -251,7 +251,7 @@ async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (Settings(engine=EngineSettings(row="nobody:nothing")), "no row is called 'nobody:nothing'"),
+        (Settings(engine=EngineSettings(preset="nobody:nothing")), "no preset is called 'nobody:nothing'"),
         (live_settings(Path("/nowhere/at-all")), "/nowhere/at-all"),
     ],
 )

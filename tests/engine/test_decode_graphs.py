@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def late(models: Models, **engine: Any) -> Iterator[tuple[Driver, LateDevice]]:
     """Drive an executor on a late device, by the Triton kernels."""
     device = LateDevice()
-    given = {"kernels": "triton", "max_running": 6, **engine}
+    given = {"kernels": "triton", "max_num_seqs": 6, **engine}
     with pytest.MonkeyPatch.context() as patch, steps_seen_by(device):
         patch.setattr(transfers, "device_at", lambda place: device)
         with driving(models.folder, **given) as driver:

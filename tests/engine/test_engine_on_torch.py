@@ -8,7 +8,7 @@ from lorikeet.core.events import AdapterEvicted
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from tests.support.driver import (
     AMPLE,
     SCARCE,
@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize(
-    ("row", "kernels", "memory_bytes", "host_memory_bytes"),
+    ("preset", "kernels", "memory_bytes", "host_memory_bytes"),
     [
         ("auto", "native", SCARCE, 0),
         ("auto", "native", AMPLE, 0),
@@ -43,11 +43,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     ],
 )
 def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
-    models: Models, tmp_path: Path, row: str, kernels: str, memory_bytes: int, host_memory_bytes: int
+    models: Models, tmp_path: Path, preset: str, kernels: str, memory_bytes: int, host_memory_bytes: int
 ) -> None:
     settings = tight_settings(
         models.folder,
-        row=row,
+        preset=preset,
         kernels=kernels,
         memory_bytes=memory_bytes,
         host_memory_bytes=host_memory_bytes,
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_
     else:
         moved = stats.memory.transfers
         assert moved["host-device"].transfers > 0
-        assert "kept" not in resolve_row(row)[1].kv_after_finish or moved["device-host"].transfers > 0
+        assert "kept" not in resolve_preset(preset)[1].kv_after_finish or moved["device-host"].transfers > 0
     # The same decisions without arithmetic, threads and the real clock.
     replayed = replay(Recording(tmp_path / "run"))
     assert replayed.difference is None

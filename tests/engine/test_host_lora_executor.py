@@ -35,7 +35,7 @@ from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.layer_groups import block_runs
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
-from lorikeet.rows import HostLayers, resolve_row
+from lorikeet.presets import HostLayers, resolve_preset
 from lorikeet.scheduling.coldstart.pipeline import cut, load_order
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
@@ -139,7 +139,7 @@ class ColdDriver(Driver):
 @pytest.fixture(scope="module", params=["rank", "device"])
 def made(models: Models, request: pytest.FixtureRequest) -> Iterator[ColdDriver]:
     """The rank hands rows over itself, or as work of a device."""
-    settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
+    settings = fp32_settings(preset="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
     exchange = PromptExchange()
     device = Exchanging(exchange) if request.param == "device" else Cpu()
     with pytest.MonkeyPatch.context() as patch:
@@ -357,7 +357,7 @@ def test_what_prefills_cost_was_measured(made: ColdDriver) -> None:
 
 
 def test_static_groups_but_the_last_are_waited_for_and_the_last_is_the_hosts(models: Models) -> None:
-    settings = fp32_settings(row="toppings:static", host_memory_bytes=2**21, memory_bytes=2**22)
+    settings = fp32_settings(preset="toppings:static", host_memory_bytes=2**21, memory_bytes=2**22)
     executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     try:
         driver = ColdDriver(executor, sizes, models.adapters)
@@ -377,7 +377,7 @@ def test_static_groups_but_the_last_are_waited_for_and_the_last_is_the_hosts(mod
 
 
 def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22, tensor_parallel=2)
+    settings = fp32_settings(preset="toppings", host_memory_bytes=2**21, memory_bytes=2**22, tensor_parallel=2)
     executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     names = ("qkv", "qv", "base")
     try:
@@ -414,30 +414,30 @@ def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkey
         executor.close()
 
 
-@pytest.mark.parametrize("changed", [{"row": "auto"}, {"host_memory_bytes": 0}, {"host_lora_workers": 0}])
+@pytest.mark.parametrize("changed", [{"preset": "auto"}, {"host_memory_bytes": 0}, {"host_lora_workers": 0}])
 def test_workers_are_started_only_where_they_can_be_of_use(models: Models, changed: dict[str, object]) -> None:
-    settings = fp32_settings(**{"row": "toppings", "host_memory_bytes": 2**20, **changed})
+    settings = fp32_settings(**{"preset": "toppings", "host_memory_bytes": 2**20, **changed})
     executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     try:
         assert executor.host_lora is None
         assert sizes.assist is None
         notes = assemble(settings, executor, sizes, MonotonicClock()).notes
         told = any(note.startswith("cold prefills are not assisted") for note in notes)
-        assert told == (settings.engine.row == "toppings")
+        assert told == (settings.engine.preset == "toppings")
     finally:
         executor.close()
 
 
 def test_one_device_has_workers_and_several_have_none() -> None:
-    row = resolve_row("toppings")[1]
+    preset = resolve_preset("toppings")[1]
     for device, ranks, workers in (("cpu", 1, 3), ("cpu", 2, 3), ("cuda", 1, 3), ("cuda", 2, 0)):
         engine = EngineSettings(device=device, tensor_parallel=ranks, host_memory_bytes=2**20, host_lora_workers=3)
-        assert wanted_workers(engine, row) == workers
+        assert wanted_workers(engine, preset) == workers
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_worker_has_a_core_of_its_own_unless_another_replica_may_use_it(models: Models, replicas: int) -> None:
-    settings = fp32_settings(row="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
+    settings = fp32_settings(preset="toppings", host_memory_bytes=2**21, memory_bytes=2**22)
     settings = msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=replicas))
     executor, _, _ = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     try:

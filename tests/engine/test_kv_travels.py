@@ -8,7 +8,7 @@ from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.records import Received, Record
 from lorikeet.memory import tiers
-from lorikeet.rows import ROWS
+from lorikeet.presets import PRESETS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
@@ -18,7 +18,7 @@ PROMPT = list(range(100, 118))
 
 
 def bench(**options: object) -> Bench:
-    limits = Limits(max_running=8, max_step_tokens=64, max_model_tokens=64)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
     return Bench(**{"blocks": 40, "host_blocks": 40, "limits": limits, **options})  # type: ignore[arg-type]
 
 
@@ -61,20 +61,20 @@ def first_start(target: Bench) -> int:
     return next(step.start for plan in target.plans for step in plan.sequences)
 
 
-@pytest.mark.parametrize("row", ["lorikeet:plain", "elora", "dlora", "vllm-static", "chameleon"])
-def test_a_request_goes_on_elsewhere_with_its_kv(row: str) -> None:
+@pytest.mark.parametrize("preset", ["lorikeet:plain", "elora", "dlora", "vllm-static", "chameleon"])
+def test_a_request_goes_on_elsewhere_with_its_kv(preset: str) -> None:
     """18 tokens of prompt and 3 of answer, of which the last is not computed: five whole blocks travel."""
     ref = adapter("a", 2)
-    source = bench(row=ROWS[row])
+    source = bench(preset=PRESETS[preset])
     begun(source, ref)
     exported, departed = let_go(source)
     computed = len(PROMPT) + len(source.tokens[R]) - 1
     assert len(departed.keys) == len(departed.blocks) == computed // BLOCK_TOKENS == 5
-    target = taken_up(source, exported, departed, row=ROWS[row])
+    target = taken_up(source, exported, departed, preset=PRESETS[preset])
     assert first_start(target) == 5 * BLOCK_TOKENS
     assert target.tokens[R] == alone(ref)
     source.run()
-    assert not source.engine.has_chores or row == "elora", "elora's swapper goes on ticking"
+    assert not source.engine.has_chores or preset == "elora", "elora's swapper goes on ticking"
 
 
 def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes_anew() -> None:
@@ -133,7 +133,7 @@ def test_what_is_on_the_host_already_departs_at_once() -> None:
 
 
 def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None:
-    source = bench(row=ROWS["dlora"])
+    source = bench(preset=PRESETS["dlora"])
     begun(source)
     source.engine.submit(request("other", [7] * 6, 0.0, max_tokens=12))
     source.step()

@@ -87,7 +87,7 @@ def test_memory_must_be_registered_while_it_is_copied() -> None:
 
 def run_late(
     models: Models,
-    row: str,
+    preset: str,
     memory_bytes: int,
     host_memory_bytes: int,
     kernels: str = "native",
@@ -98,7 +98,7 @@ def run_late(
     """Serve more than fits, with no copy done during a step; return the device, and whether all tokens were right."""
     device = LateDevice(copies_ahead)
     settings = tight_settings(
-        models.folder, row=row, kernels=kernels, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes
+        models.folder, preset=preset, kernels=kernels, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes
     )
     refs = [None, *models.adapters.values()]
     shared = random_tokens(20, seed=0)
@@ -133,7 +133,7 @@ def run_late(
 
 
 @pytest.mark.parametrize(
-    ("row", "memory_bytes", "host_memory_bytes", "copies_ahead"),
+    ("preset", "memory_bytes", "host_memory_bytes", "copies_ahead"),
     [
         ("auto", SCARCE, 0, 2),
         ("elora", SCARCE, 600_000, 2),
@@ -143,9 +143,9 @@ def run_late(
     ],
 )
 def test_steps_and_late_copies_never_touch_the_same(
-    models: Models, row: str, memory_bytes: int, host_memory_bytes: int, copies_ahead: int
+    models: Models, preset: str, memory_bytes: int, host_memory_bytes: int, copies_ahead: int
 ) -> None:
-    device, right = run_late(models, row, memory_bytes, host_memory_bytes, copies_ahead=copies_ahead)
+    device, right = run_late(models, preset, memory_bytes, host_memory_bytes, copies_ahead=copies_ahead)
     assert device.faults == []
     assert device.copied_beside_steps, "or there was nothing to see"
     assert right

@@ -14,7 +14,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.engine.scripted import TokenScript
-from lorikeet.rows import ColdStart, KvAfterFinish, Row
+from lorikeet.presets import ColdStart, KvAfterFinish, Preset
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 
@@ -37,7 +37,7 @@ def test_requests_of_several_adapters_and_of_none_share_one_step() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
-    bench = Bench(limits=Limits(max_running=8, max_step_tokens=8, max_model_tokens=64))
+    bench = Bench(limits=Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64))
     bench.engine.submit(request("short", [1, 2], max_tokens=12))
     bench.step()
     bench.engine.submit(request("long", list(range(20)), max_tokens=2))
@@ -63,7 +63,7 @@ def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None
 
 
 def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
-    bench = Bench(row=Row(cold_start=ColdStart.BLOCK))
+    bench = Bench(preset=Preset(cold_start=ColdStart.BLOCK))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
     bench.step()
     bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
@@ -75,7 +75,7 @@ def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
 
 
 def test_under_block_everybody_goes_on_when_who_waits_for_the_adapter_has_left() -> None:
-    bench = Bench(row=Row(cold_start=ColdStart.BLOCK))
+    bench = Bench(preset=Preset(cold_start=ColdStart.BLOCK))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
     bench.step()
     bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
@@ -101,7 +101,7 @@ def test_a_finished_requests_kv_serves_the_next_one_of_the_same_version_only() -
 
 
 def test_without_reuse_nothing_stays_cached() -> None:
-    bench = Bench(row=Row(kv_after_finish=KvAfterFinish.DROPPED))
+    bench = Bench(preset=Preset(kv_after_finish=KvAfterFinish.DROPPED))
     for name in ("first", "again"):
         bench.engine.submit(request(name, list(range(12))))
         bench.run()
@@ -124,7 +124,7 @@ def test_when_blocks_run_out_the_newest_request_gives_way_and_loses_nothing() ->
 
 
 def test_a_sequence_alone_with_copies_of_cached_blocks_gives_way_to_itself_once() -> None:
-    bench = Bench(blocks=10, limits=Limits(max_running=8, max_step_tokens=64, max_model_tokens=64))
+    bench = Bench(blocks=10, limits=Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64))
     bench.engine.submit(request("short", list(range(17)), max_tokens=2))
     bench.engine.submit(request("long", list(range(17)), max_tokens=20))
     bench.run()
@@ -156,7 +156,7 @@ def stop_at(last: int) -> TokenScript:
 
 
 def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None:
-    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
     bench = Bench(script=stop_at(10), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=20))
@@ -168,7 +168,7 @@ def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None
 
 
 def test_decodes_repeat_while_others_wait_for_the_end_of_one_of_them() -> None:
-    limits = Limits(max_running=1, max_step_tokens=16, max_model_tokens=64, max_repeat=16)
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
     bench = Bench(script=stop_at(6), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=3))

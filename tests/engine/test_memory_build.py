@@ -1,4 +1,4 @@
-"""How adapters arrive whose prefills are assisted, from a row and the sizes of an engine."""
+"""How adapters arrive whose prefills are assisted, from a preset and the sizes of an engine."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.memory_build import build_memory
 from lorikeet.engine.scripted import ScriptedExecutor
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from tests.scheduling.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
 
 LONG, RANK = 8192, 64
@@ -17,16 +17,16 @@ SIZES = EngineSizes(LLAMA_2_7B, LLAMA_2_7B, 1000, 1000, 16, LONG, 500, "none", C
 
 
 def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> None:
-    _, row = resolve_row("toppings:auto")
+    _, preset = resolve_preset("toppings:auto")
     assert COSTS.pays(_adapter(RANK), 512)
     assert not COSTS.pays(_adapter(RANK), LONG)
-    assist = build_memory(row, SIZES, 512)._assist
+    assist = build_memory(preset, SIZES, 512)._assist
     assert assist(_adapter(RANK), LONG) == assist(_adapter(RANK), 512) != AS_THEY_LIE
-    assert build_memory(row, SIZES, LONG)._assist(_adapter(RANK), LONG) == AS_THEY_LIE
+    assert build_memory(preset, SIZES, LONG)._assist(_adapter(RANK), LONG) == AS_THEY_LIE
 
 
 @pytest.mark.parametrize(
-    ("row", "complaint"),
+    ("preset", "complaint"),
     [
         # Adapters with KV would fill their part for ever, and whoever asks for another one would wait as long.
         ("lorikeet:plain,memory_split=static", "goes with dependency_tree=false or kv_after_finish=dropped"),
@@ -35,14 +35,14 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
         ("dlora,max_step_adapters=2", "neither max_step_adapters"),
     ],
 )
-def test_axes_that_do_not_go_together_are_refused(row: str, complaint: str) -> None:
+def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -> None:
     clock = VirtualClock()
     with pytest.raises(ConfigError, match=complaint):
-        assemble(Settings(engine=EngineSettings(row=row)), ScriptedExecutor(clock, SIZES.block_tokens), SIZES, clock)
+        assemble(Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock)
 
 
 @pytest.mark.parametrize("axes", ["dependency_tree=false", "kv_after_finish=dropped"])
 def test_a_static_split_goes_with_what_lets_adapters_leave(axes: str) -> None:
     clock = VirtualClock()
-    row = f"lorikeet:plain,memory_split=static,{axes}"
-    assemble(Settings(engine=EngineSettings(row=row)), ScriptedExecutor(clock, SIZES.block_tokens), SIZES, clock)
+    preset = f"lorikeet:plain,memory_split=static,{axes}"
+    assemble(Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock)

@@ -22,7 +22,7 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import SingleGroup
 from lorikeet.models.weights import DecoderWeights, pack_weights
-from lorikeet.rows import MERGING_MODES, ROWS, MergeBy
+from lorikeet.presets import MERGING_MODES, PRESETS, MergeBy
 from tests.models.arenas import Arena
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import Driver, Models, driving, make_models, peer_tokens, random_tokens
@@ -142,7 +142,7 @@ def folder(models: Models) -> Path:
 
 @pytest.fixture
 def driver(models: Models) -> Iterator[Driver]:
-    with driving(models.folder, row="dlora") as made:
+    with driving(models.folder, preset="dlora") as made:
         made.load(*models.adapters.values())
         yield made
 
@@ -256,10 +256,10 @@ def test_a_tied_output_layer_is_swapped_beside_the_embedding(tmp_path: Path) -> 
 
 
 def test_only_rows_that_can_merge_keep_pristine_weights() -> None:
-    merging = {name for name, row in ROWS.items() if row.batching_mode in MERGING_MODES}
+    merging = {name for name, preset in PRESETS.items() if preset.batching_mode in MERGING_MODES}
     assert {"dlora", "merged-only", "dlora:vllm-uniform"} <= merging
     assert not merging & {"lorikeet:plain", "unmerged-only", "dlora:peft", "dlora:s-lora", "chameleon", "toppings"}
-    assert {ROWS[name].batching_mode for name in merging} == MERGING_MODES
+    assert {PRESETS[name].batching_mode for name in merging} == MERGING_MODES
 
 
 # --- plans -------------------------------------------------------------------------------------------
@@ -299,13 +299,13 @@ def test_tokens_are_the_same_whether_and_when_an_adapter_is_merged(models: Model
 
 
 def test_ranks_merge_their_shares(models: Models) -> None:
-    with driving(models.folder, tensor_parallel=2, row="dlora") as driver:
+    with driving(models.folder, tensor_parallel=2, preset="dlora") as driver:
         driver.load(*models.adapters.values())
         run_randomly(driver, models)
 
 
 def test_models_that_are_swapped_whole_give_the_same_tokens(models: Models) -> None:
-    with driving(models.folder, row="dlora:vllm-uniform", kernels="reference") as driver:
+    with driving(models.folder, preset="dlora:vllm-uniform", kernels="reference") as driver:
         driver.load(*models.adapters.values())
         run_randomly(driver, models)
 
@@ -344,5 +344,5 @@ def test_rows_that_never_merge_refuse_to(models: Models) -> None:
     with driving(models.folder) as driver:
         driver.load(wide)
         driver.add("wide", random_tokens(6, seed=1), wide)
-        with pytest.raises(ExecutorError, match="this row never merges"):
+        with pytest.raises(ExecutorError, match="this preset never merges"):
             driver.step({"wide": 6}, merged=wide)

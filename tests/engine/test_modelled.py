@@ -27,7 +27,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import InOrder, drive
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor, sizes_of
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 from lorikeet.scheduling.scheduler import UNDISTURBED_STEPS
 from tests.support.profiles import round_profile
 
@@ -67,12 +67,12 @@ def run(
     requests: Sequence[Request], profile: CostProfile | None = None, *, coalesced: bool = True, **engine: object
 ) -> Said:
     settings = Settings(
-        ModelSettings(max_model_tokens=500),
-        EngineSettings(**{"max_repeat": 1, **engine}),  # type: ignore[arg-type]
+        ModelSettings(max_model_len=500),
+        EngineSettings(**{"num_scheduler_steps": 1, **engine}),  # type: ignore[arg-type]
     )
     clock, said = VirtualClock(), Said()
     profile = profile or round_profile()
-    executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
+    executor, sizes = build_modelled_executor(settings, profile, Preset(), clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, lambda plan, result: said.plans.append(plan))
     for outputs in drive(replica.engine, clock, InOrder(requests), coalesced=coalesced):
         said.take(outputs)
@@ -116,7 +116,7 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
     for overlapped in (False, True):
         given = msgspec.structs.replace(profile, overlapped=overlapped)
         requests = [request("a", 1, 14), request("b", 1, 1, arrival_s=0.030)]
-        said = run(requests, given, coalesced=False, max_repeat=6, repeat_limit_s=1.0)
+        said = run(requests, given, coalesced=False, num_scheduler_steps=6, multi_step_limit_s=1.0)
         first_s[overlapped] = said.at(FirstToken, "b")
         steps[overlapped] = [(plan.repeat, plan.goes_on) for plan in said.plans if plan.sequences]
     assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
@@ -130,8 +130,8 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
 
 def test_steps_that_are_no_graphs_do_not_overlap() -> None:
     profile = msgspec.structs.replace(round_profile(), overlapped=True)
-    limits = {"max_repeat": 6, "repeat_limit_s": 1.0}
-    plans = run([request("a", 1, 9)], profile, coalesced=False, row="lorikeet:plain-einsum", **limits).plans
+    limits = {"num_scheduler_steps": 6, "multi_step_limit_s": 1.0}
+    plans = run([request("a", 1, 9)], profile, coalesced=False, preset="lorikeet:plain-einsum", **limits).plans
     assert [(plan.repeat, plan.overlapped) for plan in plans if plan.sequences] == [(1, False), (6, False), (2, False)]
     for engine in (EngineSettings(enforce_eager=True), EngineSettings(tensor_parallel=2)):
         assert not sizes_of(Settings(engine=engine), profile, "modelled").overlaps
@@ -153,7 +153,7 @@ def test_coalesced_steps_bring_what_single_steps_bring() -> None:
 
 def test_tokens_are_a_function_of_seed_and_position() -> None:
     alone = run([request("a", 9, 20, seed=7)]).answer("a")
-    said = run([request("b", 30, 20), request("a", 9, 20, seed=7), request("c", 9, 20, seed=8)], max_running=2)
+    said = run([request("b", 30, 20), request("a", 9, 20, seed=7), request("c", 9, 20, seed=8)], max_num_seqs=2)
     assert said.answer("a") == alone != said.answer("c")
 
 
@@ -184,10 +184,10 @@ class Hand:
     """A modelled executor driven by hand, with one sequence of five tokens."""
 
     def __init__(self, *, coalesced: bool = True, **engine: object) -> None:
-        settings = Settings(ModelSettings(max_model_tokens=500), EngineSettings(**engine))  # type: ignore[arg-type]
+        settings = Settings(ModelSettings(max_model_len=500), EngineSettings(**engine))  # type: ignore[arg-type]
         self.clock = VirtualClock()
         self.executor, self.sizes = build_modelled_executor(
-            settings, round_profile(), Row(), self.clock, coalesced=coalesced
+            settings, round_profile(), Preset(), self.clock, coalesced=coalesced
         )
 
     def move(self, *transfers: Transfer, urgent: tuple[int, ...] = ()) -> None:

@@ -24,7 +24,7 @@ from lorikeet.costs.profile import (
     Transfers,
 )
 from lorikeet.engine.modelled_build import build_modelled_executor
-from lorikeet.rows import HostLayers, LayerGroups, MergeBy, Row
+from lorikeet.presets import HostLayers, LayerGroups, MergeBy, Preset
 from tests.support.profiles import round_profile
 
 BLOCKS = tuple(BlockId(block) for block in range(8))
@@ -37,10 +37,10 @@ def adapter(name: str, *ranks: int) -> AdapterRef:
 class Hand:
     """A modelled executor on a virtual clock, driven by hand."""
 
-    def __init__(self, profile: CostProfile, row: Row | None = None) -> None:
+    def __init__(self, profile: CostProfile, preset: Preset | None = None) -> None:
         self.clock = VirtualClock()
-        settings = Settings(ModelSettings(max_model_tokens=200), EngineSettings(host_memory_bytes=2**20))
-        self.executor, self.sizes = build_modelled_executor(settings, profile, row or Row(), self.clock, coalesced=True)
+        settings = Settings(ModelSettings(max_model_len=200), EngineSettings(host_memory_bytes=2**20))
+        self.executor, self.sizes = build_modelled_executor(settings, profile, preset or Preset(), self.clock, coalesced=True)
 
     def fetch(
         self, number: int, ref: AdapterRef | None, blocks: int, groups: Groups = (), left: tuple[int, int] = (0, 0)
@@ -82,9 +82,9 @@ X, Y = adapter("x", 4, 4), adapter("y", 2, 2)
 SWITCHING = Switching(merge=Figure(0.030, "s"), merge_rank=Figure(0.001, "s/rank"), restore=Figure(0.020, "s"))
 
 
-def merging(row: Row | None = None, **changes: object) -> Hand:
+def merging(preset: Preset | None = None, **changes: object) -> Hand:
     """Two adapters on the device, and a sequence of five tokens under the first."""
-    hand = Hand(round_profile(**{"switching": SWITCHING, **changes}), row)
+    hand = Hand(round_profile(**{"switching": SWITCHING, **changes}), preset)
     hand.move(hand.fetch(1, X, 1), hand.fetch(2, Y, 1))
     hand.land()
     hand.prefill(X, 5, assisted=False)
@@ -126,7 +126,7 @@ def test_what_is_merged_stays_merged_when_its_blocks_are_given_up() -> None:
 
 
 def test_whole_models_are_switched_over_the_link() -> None:
-    hand = merging(Row(merge_by=MergeBy.MODEL), weight_bytes=256_000)
+    hand = merging(Preset(merge_by=MergeBy.MODEL), weight_bytes=256_000)
     assert hand.decode(X).switch_s == pytest.approx(0.5)
 
 
@@ -175,20 +175,20 @@ def _constant_step(seconds: float) -> StepCosts:
 
 
 @pytest.mark.parametrize(
-    ("row", "groups", "left", "expected_ms"),
+    ("preset", "groups", "left", "expected_ms"),
     [
-        (Row(), PAIRS, (0, 0), 16),
-        (Row(host_layers=HostLayers.STATIC), PAIRS, (0, 2), 17),
-        (Row(), ((0, 8),), (0, 0), 20),
-        (Row(host_layers=HostLayers.STATIC), ((0, 8),), (0, 8), 24),
-        (Row(host_layers=HostLayers.STATIC), ((0, 8),), (0, 4), 21),
+        (Preset(), PAIRS, (0, 0), 16),
+        (Preset(host_layers=HostLayers.STATIC), PAIRS, (0, 2), 17),
+        (Preset(), ((0, 8),), (0, 0), 20),
+        (Preset(host_layers=HostLayers.STATIC), ((0, 8),), (0, 8), 24),
+        (Preset(host_layers=HostLayers.STATIC), ((0, 8),), (0, 4), 21),
     ],
     ids=["dynamic", "static", "one group", "all on the host", "a half of it"],
 )
 def test_an_assisted_prefill_takes_what_the_recurrence_says(
-    row: Row, groups: Groups, left: tuple[int, int], expected_ms: float
+    preset: Preset, groups: Groups, left: tuple[int, int], expected_ms: float
 ) -> None:
-    hand = Hand(eight_layers(), row)
+    hand = Hand(eight_layers(), preset)
     assert hand.prefill(EIGHT, 5, hand.fetch(1, EIGHT, 8, groups, left)) == pytest.approx(expected_ms * 1e-3)
     hand.land()
     assert hand.prefill(EIGHT, 5, assisted=False, name="b") == pytest.approx(0.008)
@@ -196,7 +196,7 @@ def test_an_assisted_prefill_takes_what_the_recurrence_says(
 
 @pytest.mark.parametrize(("layers", "expected_s"), [(HostLayers.DYNAMIC, 0.020), (HostLayers.PATIENT, 0.019)])
 def test_groups_come_later_if_the_link_is_busy(layers: HostLayers, expected_s: float) -> None:
-    hand = Hand(eight_layers(), Row(host_layers=layers))
+    hand = Hand(eight_layers(), Preset(host_layers=layers))
     hand.move(hand.fetch(1, None, 1))  # until 3 ms
     # Groups come at 8, 13, 18 and 23 ms: CCCGCGCC. The last layer's turn comes at 17 ms; its group is worth the wait.
     assert hand.prefill(EIGHT, 5, hand.fetch(2, EIGHT, 8, PAIRS)) == pytest.approx(expected_s)
@@ -228,7 +228,7 @@ def test_the_device_adds_what_has_arrived_and_the_host_the_rest() -> None:
 
 def test_the_planner_knows_the_same_figures() -> None:
     assert Hand(round_profile()).sizes.assist is None
-    hand = Hand(eight_layers(), Row(layer_groups=LayerGroups.ONE, host_layers=HostLayers.STATIC, host_chunk=4))
+    hand = Hand(eight_layers(), Preset(layer_groups=LayerGroups.ONE, host_layers=HostLayers.STATIC, host_chunk=4))
     costs = hand.sizes.assist
     assert costs is not None
     assert (costs.one_group, costs.is_static, costs.worker_tokens, costs.workers) == (True, True, 64, 4)

@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize(
-    ("row", "memory_bytes", "host_memory_bytes"),
+    ("preset", "memory_bytes", "host_memory_bytes"),
     [
         ("auto", SCARCE, 0),
         ("auto", AMPLE, 0),
@@ -47,11 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 )
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_tokens_are_those_of_transformers_and_peft(
-    models: Models, row: str, memory_bytes: int, host_memory_bytes: int, eager: bool
+    models: Models, preset: str, memory_bytes: int, host_memory_bytes: int, eager: bool
 ) -> None:
     settings = tight_settings(
         models.folder,
-        row=row,
+        preset=preset,
         device="cuda",
         kernels="auto",
         memory_bytes=memory_bytes,
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_transformers_and_peft(
 def test_drawn_tokens_are_those_of_a_cpu(models: Models, params: dict[str, object]) -> None:
     def drawn(device: str, kernels: str) -> list[list[int]]:
         narrow, attention, _ = models.adapters.values()
-        with driving(models.folder, device=device, kernels=kernels, max_running=6) as driver:
+        with driving(models.folder, device=device, kernels=kernels, max_num_seqs=6) as driver:
             driver.load(narrow, attention)
             for i, adapter in enumerate((None, narrow, attention)):
                 driver.add(f"r{i}", random_tokens(3 + i, seed=i), adapter, **params)

@@ -11,12 +11,12 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.memory_build import memory_rules
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, TokenScript, adapter, request, token_by_seed
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
-LIMITS = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=6, overlaps=True)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=6, overlaps=True)
 
 
 def bench(blocks: int = 64, script: TokenScript = token_by_seed, **limits: Any) -> Bench:
@@ -59,7 +59,7 @@ def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> N
 
 
 def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
-    made = bench(max_running=1)
+    made = bench(max_num_seqs=1)
     for name, output_tokens in (("a", 13), ("b", 2), ("c", 2)):
         made.engine.submit(request(name, [1, 2], max_tokens=output_tokens))
         for _ in range(3):
@@ -71,7 +71,7 @@ def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
 
 
 def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_runs_when_it_ends() -> None:
-    made = bench(max_repeat=20, repeat_limit_s=1.0)
+    made = bench(num_scheduler_steps=20, multi_step_limit_s=1.0)
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     made.step()
     made.engine.submit(request("b", [1, 2], adapter=adapter("x"), max_tokens=2))
@@ -161,7 +161,7 @@ def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_u
 
 
 def test_while_somebody_waits_the_end_of_a_plans_time_is_the_end_of_its_steps() -> None:
-    made = bench(max_repeat=50, repeat_limit_s=0.035, max_running=1)
+    made = bench(num_scheduler_steps=50, multi_step_limit_s=0.035, max_num_seqs=1)
     for name in "ab":
         made.engine.submit(request(name, [1, 2], max_tokens=22))
     while A not in made.finished():
@@ -171,15 +171,15 @@ def test_while_somebody_waits_the_end_of_a_plans_time_is_the_end_of_its_steps() 
 
 
 def test_a_plan_ends_when_the_memory_has_something_to_do() -> None:
-    made = Bench(row=resolve_row("elora")[1], limits=LIMITS)
+    made = Bench(preset=resolve_preset("elora")[1], limits=LIMITS)
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     made.run()
     ends_s = {plan.max_duration_s for plan in made.plans if plan.repeat > 1}
-    assert LIMITS.repeat_limit_s < max(ends_s) <= memory_rules(made.row).tick_s
+    assert LIMITS.multi_step_limit_s < max(ends_s) <= memory_rules(made.preset).tick_s
 
 
 def test_with_little_room_blocks_are_leased_for_fewer_steps() -> None:
-    made = bench(blocks=10, max_repeat=8)
+    made = bench(blocks=10, num_scheduler_steps=8)
     for name in "ab":
         made.engine.submit(request(name, [1] * 8, max_tokens=24))
     made.run()
@@ -188,7 +188,7 @@ def test_with_little_room_blocks_are_leased_for_fewer_steps() -> None:
 
 
 def test_an_engine_that_is_to_decide_anew_after_each_step_does() -> None:
-    made = bench(max_repeat=1)
+    made = bench(num_scheduler_steps=1)
     made.engine.submit(request("a", [1, 2], max_tokens=9))
     made.run()
     assert not any(plan.overlapped or plan.repeat > 1 for plan in made.plans)

@@ -94,7 +94,7 @@ def host_blocks() -> int:
 @pytest.fixture
 def bench(peer: Peer, channel: Channel, host_blocks: int) -> Iterator[Bench]:
     """An engine that is served on a thread until the test's end."""
-    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=40_000)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
     made = Bench(blocks=BLOCKS, host_blocks=host_blocks, limits=limits)
     serving = threading.Thread(target=serve, args=(channel, made.engine))
     serving.start()

@@ -22,7 +22,7 @@ def resident_bytes() -> int:
 def test_an_arena_takes_memory_at_once_only_if_it_is_to(*, touched: bool) -> None:
     geometry = ModelGeometry(4, 8, 128, dict.fromkeys(LORA_MODULES, ModuleShape(8, 8)), dtype_bytes=2)
     engine = EngineSettings(touch_memory=touched)
-    assert geometry.block_bytes(engine.block_tokens) == BLOCK_BYTES
+    assert geometry.block_bytes(engine.block_size) == BLOCK_BYTES
     model = cast("Any", SimpleNamespace(geometry=geometry, device=torch.device("cpu"), dtype=torch.bfloat16))
     before = resident_bytes()
     arena = allocate_arena(model, BLOCKS, engine)

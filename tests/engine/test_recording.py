@@ -39,8 +39,8 @@ def test_the_header_says_which_engine_it_was(tmp_path: Path) -> None:
     made = record_two(tmp_path / "run")
     header = Recording(tmp_path / "run").header
     assert header.version == __version__
-    assert header.engine.row == "lorikeet:plain"
-    assert header.engine.max_running == 5
+    assert header.engine.preset == "lorikeet:plain"
+    assert header.engine.max_num_seqs == 5
     assert header.engine.record == ""
     assert header.sizes.total_blocks == 64
     assert f"recording to {tmp_path / 'run'}" in made.notes

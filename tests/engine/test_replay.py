@@ -28,7 +28,7 @@ from lorikeet.engine.recorded_times import Kind, compare_times
 from lorikeet.engine.recording import FileRecorder, Recording
 from lorikeet.engine.records import Planned, Ran, Received, Record, Transferred
 from lorikeet.engine.replay import Replay, replay, turns
-from lorikeet.rows import ROWS, Row
+from lorikeet.presets import PRESETS, Preset
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -46,7 +46,7 @@ class RecordedTraffic(RuleBasedStateMachine):
     """Submits, aborts, moves, drops, pauses and steps in any order, on a pool that is often too small."""
 
     @initialize(
-        row=st.sampled_from(sorted(ROWS)),
+        preset=st.sampled_from(sorted(PRESETS)),
         blocks=st.integers(17, 40),
         host_blocks=st.sampled_from((0, 3, 40)),
         broken=st.frozensets(st.integers(0, 60), max_size=6),
@@ -56,7 +56,7 @@ class RecordedTraffic(RuleBasedStateMachine):
     )
     def start(
         self,
-        row: str,
+        preset: str,
         blocks: int,
         host_blocks: int,
         broken: frozenset[int],
@@ -74,9 +74,9 @@ class RecordedTraffic(RuleBasedStateMachine):
             broken_transfers=broken,
             sick=frozenset({RequestId("r3")}),
             overlaps=overlaps,
-            row=row,
-            max_repeat=repeat,
-            max_step_tokens=budget,
+            preset=preset,
+            num_scheduler_steps=repeat,
+            max_num_batched_tokens=budget,
         )
         self.asked: set[RequestId] = set()
 
@@ -246,13 +246,13 @@ def test_fields_of_plans_are_drilled_down_to_what_differs() -> None:
 def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Path, coalesced: bool) -> None:
     given = EngineSettings(
         record=str(tmp_path / "run"),
-        max_repeat=1 if coalesced else 8,
+        num_scheduler_steps=1 if coalesced else 8,
         memory_bytes=24 * 512,  # little enough that much goes to the host and comes back
         host_memory_bytes=100 * 512,
     )
-    settings = Settings(ModelSettings(max_model_tokens=200), given)
+    settings = Settings(ModelSettings(max_model_len=200), given)
     clock, profile = VirtualClock(), round_profile()
-    executor, sizes = build_modelled_executor(settings, profile, Row(), clock, coalesced=coalesced)
+    executor, sizes = build_modelled_executor(settings, profile, Preset(), clock, coalesced=coalesced)
     engine = assemble(settings, executor, sizes, clock).engine
     requests = [
         request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
@@ -262,7 +262,7 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
     engine.close()
     recording = Recording(tmp_path / "run")
     assert replay(recording).difference is None
-    pairs = compare_times(turns(recording), Row(), transfer_model(given, profile))
+    pairs = compare_times(turns(recording), Preset(), transfer_model(given, profile))
     assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(Kind, True)
     assert all(modelled == pytest.approx(recorded) for times in pairs.values() for recorded, modelled in times)
 

@@ -218,15 +218,15 @@ def test_an_arena_that_cannot_hold_the_longest_sequence_is_refused(models: Model
 
 def test_sequences_longer_than_the_model_was_made_for_are_refused(models: Models) -> None:
     settings = fp32_settings()
-    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, max_model_tokens=129))
+    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, max_model_len=129))
     with pytest.raises(ConfigError, match="129 is more than the model's 128"):
         build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
 
 
 def test_without_a_given_size_the_arena_has_room_for_adapters_and_every_sequence(models: Models) -> None:
-    with driving(models.folder, memory_bytes=0, max_running=2) as driver:
+    with driving(models.folder, memory_bytes=0, max_num_seqs=2) as driver:
         sizes = driver.sizes
-        assert sizes.max_model_tokens == 128
+        assert sizes.max_model_len == 128
         assert sizes.total_blocks * sizes.block_bytes <= 4 * 2**30
         assert sizes.max_adapter_blocks == sizes.total_blocks - 32 > 0
         assert sizes.kernels.startswith("native")

@@ -65,10 +65,10 @@ async def routing(
     urls: Sequence[str], backends: Sequence[ScriptedBackend] = (), **options: Any
 ) -> AsyncIterator[Routing]:
     """Run a gateway over backends that have been started, or will be."""
-    chosen = {"row": "lorikeet:round-robin", "health_s": 0.02, **options}
+    chosen = {"preset": "lorikeet:round-robin", "health_s": 0.02, **options}
     asked = RouteOptions(backends=tuple(urls), **chosen)
     async with gateway(asked) as parts:
-        app = create_app(parts, asked.row, asked.api_keys, asked.admin_keys, asked.allowed_origins)
+        app = create_app(parts, asked.preset, asked.api_keys, asked.admin_keys, asked.allowed_origins)
         config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
         async with (
             serving(config, break_off=True) as url,

@@ -63,7 +63,7 @@ async def test_an_adapter_is_loaded_by_its_first_request_where_that_goes_and_onc
 
 
 async def test_status_shows_a_gateways_backends(start: Start) -> None:
-    async with start(row="loraserve:random") as routing:
+    async with start(preset="loraserve:random") as routing:
         await routing.http.post(COMPLETIONS, json=body("french"))
         url = str(routing.http.base_url)
         asked = ["status", "--adapters", "--url", url]
@@ -75,7 +75,7 @@ async def test_status_shows_a_gateways_backends(start: Start) -> None:
 
 async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: Start) -> None:
     names = ("a", "b", "c", "d")
-    async with start(row="loraserve:random", adapters=adapters(*names)) as routing:
+    async with start(preset="loraserve:random", adapters=adapters(*names)) as routing:
         for name in names * 3:
             assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
         assert sorted(routing.all_calls) == ["+a", "+b", "+c", "+d"]
@@ -351,7 +351,7 @@ async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Sta
 
 
 async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
-    async with start(row="lorikeet:least-loaded") as routing:
+    async with start(preset="lorikeet:least-loaded") as routing:
         for backend in routing.backends:
             backend.waiting = 3  # of somebody else
             backend.open.clear()
@@ -370,7 +370,7 @@ async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
 
 
 async def test_requests_of_one_conversation_stay_together_under_the_default_row(start: Start) -> None:
-    async with start(row="auto") as routing:
+    async with start(preset="auto") as routing:
         turns = [{"role": "user", "content": "tell me of the lorikeet, the parrot with the brush on its tongue. " * 3}]
         for _ in range(4):
             answer = (await routing.http.post(CHAT, json={"model": "base", "messages": turns, "max_tokens": 3})).json()

@@ -36,7 +36,7 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert options.backends == ("http://a:1", "http://b:2/v1")
     assert [(each.name, each.source, each.rank) for each in options.adapters] == [("one", "hf://org/one", 8)]
-    assert (options.row, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
+    assert (options.preset, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
     assert (options.api_keys, options.admin_keys, options.backend_key) == (("k",), ("a",), "b")
     assert options.allowed_origins == ("http://one", "http://two", "http://three")
 

@@ -26,7 +26,7 @@ def body(model: str = "base", **fields: Any) -> dict[str, Any]:
 async def test_a_request_that_failed_is_tried_at_another_backend_whatever_the_routing_prefers(
     start: Start, model: str, stream: bool
 ) -> None:
-    async with start(row="auto") as router:
+    async with start(preset="auto") as router:
         assert (await router.http.post(COMPLETIONS, json=body(model))).status_code == 200
         preferred, other = sorted(router.backends, key=lambda backend: -len(backend.bodies))
         preferred.fails_with = 500
@@ -36,7 +36,7 @@ async def test_a_request_that_failed_is_tried_at_another_backend_whatever_the_ro
 
 
 async def test_a_stream_that_broke_off_goes_on_at_another_backend_whatever_the_routing_prefers(start: Start) -> None:
-    async with start(row="auto") as router:
+    async with start(preset="auto") as router:
         await router.http.post(COMPLETIONS, json=body())
         preferred, other = sorted(router.backends, key=lambda backend: -len(backend.bodies))
         preferred.dies_after = 3
@@ -45,7 +45,7 @@ async def test_a_stream_that_broke_off_goes_on_at_another_backend_whatever_the_r
 
 
 async def test_where_all_have_failed_a_request_they_are_asked_again(start: Start) -> None:
-    async with start(row="auto") as router:
+    async with start(preset="auto") as router:
         for backend in router.backends:
             backend.stream_error = {"object": "error"}
         assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)

@@ -301,7 +301,7 @@ async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start
 
 async def test_adapters_have_their_homes_again_when_their_backend_is_back(start: Start) -> None:
     names = ("a", "b", "c", "d")
-    async with start(row="loraserve:random", adapters=adapters(*names)) as router:
+    async with start(preset="loraserve:random", adapters=adapters(*names)) as router:
         homes = (await router.cluster())["shares"]
         killed, other = router.backends
         await killed.kill()
@@ -321,7 +321,7 @@ async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.gateway.catalog.AWAY_S", 0.0)
-    async with start(row="loraserve:random", adapters=adapters("a", "b", "c", "d")) as router:
+    async with start(preset="loraserve:random", adapters=adapters("a", "b", "c", "d")) as router:
         killed, other = router.backends
         await killed.kill()
         (home,) = [each["id"] for each in (await router.cluster())["replicas"] if each["address"] == other.url]
@@ -330,7 +330,7 @@ async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
 
 
 async def test_what_a_backend_should_have_is_loaded_unasked_when_it_is_back(start: Start) -> None:
-    async with start(row="lorikeet:round-robin,pool_prefetch=true") as router:
+    async with start(preset="lorikeet:round-robin,pool_prefetch=true") as router:
         killed, other = router.backends
         while len(killed.adapters) < 2 or len(other.adapters) < 2:
             await asyncio.sleep(0.001)
@@ -426,9 +426,9 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"row": "toppings"}, "--profile"),
-        ({"row": "loraserve"}, "operating points"),
-        ({"row": "nonsense"}, "no row is called"),
+        ({"preset": "toppings"}, "--profile"),
+        ({"preset": "loraserve"}, "operating points"),
+        ({"preset": "nonsense"}, "no preset is called"),
         ({"backends": ("http://a", "http://a/v1")}, "twice"),
         ({"backends": ("localhost:8001",)}, "no address"),
     ],

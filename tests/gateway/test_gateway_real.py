@@ -45,7 +45,7 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
         starting = (stack.enter_async_context(serving(model, tmp_path / name, *flags)) for name in "ab")
         servers = await asyncio.gather(*starting)
         urls = [str(server.http.base_url) for server in servers]
-        async with routing(urls, adapters=(adapter,), row="toppings:first-fit") as router:
+        async with routing(urls, adapters=(adapter,), preset="toppings:first-fit") as router:
             router.http.timeout = httpx.Timeout(120)
             replies = await asyncio.gather(*(router.http.post(path, json=body) for path, body in asked.items()))
             whole = {path: reply.json() for path, reply in zip(asked, replies, strict=True)}

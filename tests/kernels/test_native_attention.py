@@ -25,7 +25,7 @@ class Shape:
     kv_heads: int = 3
     group: int = 3
     head_dim: int = 64
-    block_tokens: int = 16
+    block_size: int = 16
     window: int = 0
 
 
@@ -36,19 +36,19 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         rows = [rows for rows, _ in shape.sequences]
         contexts = [context for _, context in shape.sequences]
-        blocks = [-(-context // shape.block_tokens) for context in contexts]
+        blocks = [-(-context // shape.block_size) for context in contexts]
         numbers = (torch.randperm(sum(blocks), generator=generator) + 1).split(blocks)
         self.shape, self.heads = shape, shape.kv_heads * shape.group
         self.row_starts = torch.tensor([0, *rows]).cumsum(0)
         self.contexts = torch.tensor(contexts)
         # Padded with a block that is not there.
         self.tables = torch.full((len(blocks), max(blocks) + 1), 1 << 40)
-        size = (sum(blocks) + 1, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+        size = (sum(blocks) + 1, 2, shape.block_size, shape.kv_heads, shape.head_dim)
         self.kv = torch.randn(size, generator=generator).to(dtype)
         self.kv[0] = torch.nan
         for table, mine, context in zip(self.tables, numbers, contexts, strict=True):
             table[: len(mine)] = mine
-            if unused := -context % shape.block_tokens:
+            if unused := -context % shape.block_size:
                 self.kv[mine[-1], :, -unused:] = torch.nan
         # Wider than the queries, as they come with keys and values.
         self.q = torch.randn(sum(rows), (self.heads + 2) * shape.head_dim, generator=generator).to(dtype)
@@ -74,7 +74,7 @@ class Case:
             self.heads,
             shape.kv_heads,
             shape.head_dim,
-            shape.block_tokens,
+            shape.block_size,
             shape.head_dim**-0.5,
             shape.window,
             self.q.element_size(),
@@ -87,7 +87,7 @@ class Case:
         shape, outputs = self.shape, []
         for index, (rows, context) in enumerate(shape.sequences):
             start = int(self.row_starts[index])
-            table = self.tables[index, : -(-context // shape.block_tokens)]
+            table = self.tables[index, : -(-context // shape.block_size)]
             k, v = (self.kv[table, part].flatten(0, 1)[:context].transpose(0, 1).to(dtype) for part in (0, 1))
             q = self.q[start : start + rows, : self.heads * shape.head_dim].unflatten(1, (self.heads, -1))
             position = torch.arange(context)
@@ -129,7 +129,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 4, 7])),
         head_dim=draw(st.one_of(st.sampled_from([16, 32, 64, 80, 128]), st.integers(1, 130))),
-        block_tokens=draw(st.sampled_from([1, 5, 16, 64])),
+        block_size=draw(st.sampled_from([1, 5, 16, 64])),
         window=draw(st.sampled_from([0, 0, 1, 17, 100])),
     )
 

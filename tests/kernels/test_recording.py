@@ -19,7 +19,7 @@ from lorikeet.kernels.reference import ReferenceKernels
 
 
 def one_adapter(pieces: LoraPieces) -> LoraBatch:
-    """Row 0 runs under an adapter."""
+    """Preset 0 runs under an adapter."""
     return LoraBatch([LoraSegment(0, 1, LoraWeights(pieces, layers=1))])
 
 

@@ -148,7 +148,7 @@ def shapes(draw: st.DrawFn) -> attention.Shape:
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.sampled_from([1, 2, 3, 4, 7])),
         head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 7])),
-        block_tokens=draw(st.sampled_from([1, 5, 16, 64])),
+        block_size=draw(st.sampled_from([1, 5, 16, 64])),
         window=draw(st.sampled_from([0, 0, 1, 17, 100])),
     )
 
@@ -172,7 +172,7 @@ def mixed(draw: st.DrawFn) -> attention.Shape:
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.sampled_from([1, 3, 4])),
         head_dim=draw(st.sampled_from([16, 80])),
-        block_tokens=draw(st.sampled_from([5, 16])),
+        block_size=draw(st.sampled_from([5, 16])),
         window=draw(st.sampled_from([0, 0, 1, 100])),
     )
 

@@ -227,7 +227,7 @@ def _kernel(function: Any, compiled: Any, log: str) -> Kernel:
 
     made, source = compiled.metadata, compiled.src
     constants = {function.arg_names[path[0]]: value for path, value in source.constants.items()}
-    rows = f" of {constants['ROWS']} rows" if "ROWS" in constants else ""
+    rows = f" of {constants['PRESETS']} rows" if "PRESETS" in constants else ""
     pointers = {name: kind.lstrip("*") for name, kind in source.signature.items() if kind.startswith("*")}
     reads = pointers["out"] if function.__name__.startswith("expand") else next(iter(pointers.values()))
     return Kernel(
@@ -295,7 +295,7 @@ class _Model:
     def start(self) -> None:
         """The steps before there are requests."""
         self._compiler.step = f"{self._name} start"
-        compile_kernels(self._model, EngineSettings(max_running=MOST_ROWS), 128, self._longest)
+        compile_kernels(self._model, EngineSettings(max_num_seqs=MOST_ROWS), 128, self._longest)
 
     def decode(self, count: int, *adapters: str, context: int = 500, form: KernelForm = KernelForm.UNPADDED) -> None:
         """A step of a graph: so many sequences, with the adapters one after another; ``*`` is one for each."""

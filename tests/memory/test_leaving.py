@@ -85,7 +85,7 @@ def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_sa
 
 
 def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:
-    bench = Bench(blocks=40, limits=Limits(max_running=8, max_step_tokens=256, max_model_tokens=64))
+    bench = Bench(blocks=40, limits=Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=64))
     for name, tail in (("x", 1000), ("y", 1000), ("z", 2000)):
         bench.engine.submit(request(name, [*words(0, 2)[:-1], *words(tail, 2)], bench.clock.now(), max_tokens=6))
     bench.step()

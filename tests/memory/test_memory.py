@@ -16,11 +16,11 @@ from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import Prefetch
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import BASE, Kind, Moving
-from lorikeet.rows import ROWS, Row
+from lorikeet.presets import PRESETS, Preset
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
-ELORA, PLAIN = ROWS["elora"], Row()
+ELORA, PLAIN = PRESETS["elora"], Preset()
 
 
 def ask(
@@ -71,8 +71,8 @@ def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_co
 @pytest.mark.parametrize("texts", [1, 7])
 def test_kv_that_makes_room_at_once_leaves_by_few_transfers(name: str, texts: int) -> None:
     """Of whatever branches and chosen however: as many as blocks would have to be started, chosen from and reported."""
-    row = msgspec.structs.replace(ROWS[name], swap_interval_s=0.0)
-    bench = Bench(blocks=80, host_blocks=100, row=row, limits=Limits(8, 400, 400))
+    preset = msgspec.structs.replace(PRESETS[name], swap_interval_s=0.0)
+    bench = Bench(blocks=80, host_blocks=100, preset=preset, limits=Limits(8, 400, 400))
     for text in range(texts):
         ask(bench, f"r{text}", words(1000 * text, 70 // texts))
     ask(bench, "last", words(10_000, 70))
@@ -113,7 +113,7 @@ def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
 
 
 def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks() -> None:
-    bench = Bench(blocks=10, host_blocks=20, row=ROWS["elora:s-lora"])
+    bench = Bench(blocks=10, host_blocks=20, preset=PRESETS["elora:s-lora"])
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 18, "six of three blocks each; a seventh does not fit"
@@ -124,7 +124,7 @@ def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks
 @pytest.mark.parametrize(("kv", "on_host"), [(0, 2), (1, 2), (2, 1), (12, 0)])
 def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_half(kv: int, on_host: int) -> None:
     """All are brought to the device; what the others would take is promised to KV, and KV that is there stays."""
-    bench = Bench(blocks=60, host_blocks=14, row=ROWS["elora"])
+    bench = Bench(blocks=60, host_blocks=14, preset=PRESETS["elora"])
     ask(bench, "x", words(0, 12))
     memory, now = bench.memory, bench.clock.now()
     memory.room.evict_kv(list(memory.tree.below(BASE))[: -kv - 1 : -1], now)
@@ -139,14 +139,14 @@ def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_
 
 
 def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
-    bench = Bench(blocks=30, host_blocks=20, row=ROWS["elora:s-lora"])
+    bench = Bench(blocks=30, host_blocks=20, preset=PRESETS["elora:s-lora"])
     bench.engine.know_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 6
 
 
 def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier() -> None:
-    bench = Bench(blocks=30, host_blocks=2, row=ROWS["elora:s-lora"])
+    bench = Bench(blocks=30, host_blocks=2, preset=PRESETS["elora:s-lora"])
     bench.engine.know_adapters((adapter("b", 2),))
     fill_host(bench)
     bench.engine.submit(request("long", [1, 2], 0.0, adapter("b", 2), max_tokens=40))
@@ -168,7 +168,7 @@ def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier
 
 
 def test_host_victims_are_childless_kv_first_and_then_other_adapters() -> None:
-    bench = Bench(blocks=20, host_blocks=8, row=Row(host_kv=True))
+    bench = Bench(blocks=20, host_blocks=8, preset=Preset(host_kv=True))
     ask(bench, "kv", words(0, 6))
     for index in range(3):
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
@@ -190,7 +190,7 @@ def test_adapters_that_left_the_device_go_on_being_host_victims() -> None:
 
 
 def test_adapters_leave_the_host_by_the_scores_of_that_moment() -> None:
-    bench = Bench(blocks=14, host_blocks=8, row=ROWS["chameleon"])  # nobody leaves the device
+    bench = Bench(blocks=14, host_blocks=8, preset=PRESETS["chameleon"])  # nobody leaves the device
     for index, name in enumerate(("often", "often", "once", "often", "later")):
         ask(bench, f"r{index}", [1, 2], name, blocks=4)
     tree = bench.memory.tree
@@ -200,7 +200,7 @@ def test_adapters_leave_the_host_by_the_scores_of_that_moment() -> None:
 
 
 def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same() -> None:
-    bench = Bench(blocks=20, host_blocks=10, row=Row(host_kv=True))
+    bench = Bench(blocks=20, host_blocks=10, preset=Preset(host_kv=True))
     ask(bench, "kv", words(0, 6))
     for index in range(3):
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
@@ -280,7 +280,7 @@ def test_a_request_that_comes_from_another_engine_is_a_visit_and_one_that_gave_w
 def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its_adapter() -> None:
     shares = {}
     for name in ("elora", "vllm-static"):
-        bench = Bench(blocks=30, host_blocks=30, row=ROWS[name])
+        bench = Bench(blocks=30, host_blocks=30, preset=PRESETS[name])
         worst = 0
         for index in range(12):
             ask(bench, f"r{index}", words(100 * index, 3), f"a{index % 6}", blocks=4)
@@ -309,8 +309,8 @@ def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_ha
 
 
 def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
-    row = ROWS["vllm-static"]
-    bench = Bench(blocks=40, host_blocks=0, row=row)
+    preset = PRESETS["vllm-static"]
+    bench = Bench(blocks=40, host_blocks=0, preset=preset)
     bench.engine.know_adapters((adapter("big", 4),))
     for index in range(4):
         ask(bench, f"r{index}", [1, 2, 3], f"small{index}", blocks=1)
@@ -322,7 +322,7 @@ def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
 
 
 def test_an_adapter_too_large_for_its_share_is_refused_and_makes_no_slot_larger() -> None:
-    bench = Bench(blocks=40, row=ROWS["vllm-static"])
+    bench = Bench(blocks=40, preset=PRESETS["vllm-static"])
     ask(bench, "huge", [1, 2], "huge", blocks=9)
     ask(bench, "small", [1, 2], "small", blocks=2)
     reasons = {name: event.reason for name, event in bench.finished().items()}
@@ -331,7 +331,7 @@ def test_an_adapter_too_large_for_its_share_is_refused_and_makes_no_slot_larger(
 
 
 def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> None:
-    bench = Bench(blocks=40, row=ROWS["vllm-static"], limits=Limits(8, 32, 64))
+    bench = Bench(blocks=40, preset=PRESETS["vllm-static"], limits=Limits(8, 32, 64))
     for index in range(3):
         bench.engine.submit(request(f"r{index}", [1, 2], 0.0, adapter(f"a{index}", 4), max_tokens=20))
     bench.engine.submit(request("last", [3, 4], 0.0, adapter("a0", 4), max_tokens=3))
@@ -342,7 +342,7 @@ def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> No
 
 def test_s_lora_of_chameleon_frees_an_adapter_with_its_last_request_and_elora_s_keeps_it() -> None:
     for name, resident in (("chameleon:s-lora", set()), ("elora:s-lora", {"digest-a"})):
-        bench = Bench(row=ROWS[name])
+        bench = Bench(preset=PRESETS[name])
         ask(bench, "x", words(0, 3), "a")
         assert set(bench.memory.resident()) == resident
         assert bench.memory.counts().kv == 0
@@ -350,7 +350,7 @@ def test_s_lora_of_chameleon_frees_an_adapter_with_its_last_request_and_elora_s_
 
 
 def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> None:
-    bench = Bench(blocks=40, host_blocks=80, row=ELORA)
+    bench = Bench(blocks=40, host_blocks=80, preset=ELORA)
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(6)))
     fill_host(bench)
     for _ in range(8):
@@ -366,8 +366,8 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
 
 @pytest.mark.parametrize("name", ["elora", "lorikeet:plain"])
 def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(name: str) -> None:
-    row = msgspec.structs.replace(ROWS[name], prefetch="all" if name != "elora" else ROWS[name].prefetch)
-    bench = Bench(blocks=100, row=row)
+    preset = msgspec.structs.replace(PRESETS[name], prefetch="all" if name != "elora" else PRESETS[name].prefetch)
+    bench = Bench(blocks=100, preset=preset)
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))
     most = 0
     for _ in range(100):
@@ -385,7 +385,7 @@ def test_who_wants_what_is_counted_only_where_a_policy_follows_the_queue(
     name: str, follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step; there may be thousands. That some wait is known in any case."""
-    bench, asked = Bench(row=ROWS[name]), []
+    bench, asked = Bench(preset=PRESETS[name]), []
     wanted = bench.engine.queue.wanted
     monkeypatch.setattr(bench.engine.queue, "wanted", lambda: (asked.append(1), wanted())[1])
     for index in range(3):
@@ -395,7 +395,7 @@ def test_who_wants_what_is_counted_only_where_a_policy_follows_the_queue(
 
 
 def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:
-    bench = Bench(blocks=40, host_blocks=80, row=ELORA, limits=Limits(8, 64, 64))
+    bench = Bench(blocks=40, host_blocks=80, preset=ELORA, limits=Limits(8, 64, 64))
     index = 0
     while bench.memory.counts().free:
         ask(bench, f"r{index}", words(100 * index, 3 if bench.memory.counts().free > 3 else 0))
@@ -413,7 +413,7 @@ def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:
 
 @pytest.mark.parametrize("name", ["lorikeet:plain", "lorikeet:plain-no-reuse", "elora"])
 def test_a_suspended_request_goes_on_with_the_blocks_it_left(name: str) -> None:
-    bench = Bench(blocks=20, host_blocks=20, row=ROWS[name])
+    bench = Bench(blocks=20, host_blocks=20, preset=PRESETS[name])
     bench.engine.submit(request("x", words(0, 5), 0.0, adapter("a", 2), max_tokens=12, seed=3))
     while len(bench.tokens.get(RequestId("x"), [])) < 6:
         bench.step()
@@ -422,7 +422,7 @@ def test_a_suspended_request_goes_on_with_the_blocks_it_left(name: str) -> None:
     bench.engine.submit(moved)
     bench.run()
     assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted)] == [0, 24]
-    if bench.row.kv_after_finish != "kept":
+    if bench.preset.kv_after_finish != "kept":
         assert len(bench.memory.tree) == 1, "afterwards it is dropped as always"
 
 
@@ -493,7 +493,7 @@ def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
 
 
 def test_an_adapter_dropped_while_its_load_is_under_way_is_freed_when_it_has_ended() -> None:
-    bench = Bench(host_blocks=10, row=ROWS["elora:s-lora"])
+    bench = Bench(host_blocks=10, preset=PRESETS["elora:s-lora"])
     bench.engine.know_adapters((adapter("a", 2),))
     bench.engine.step()
     assert bench.engine.has_transfers
@@ -524,7 +524,7 @@ def test_unload_frees_every_tier_and_reports_the_bytes() -> None:
 
 
 def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
-    bench = Bench(blocks=40, host_blocks=0, row=ELORA, failing=frozenset({AdapterDigest("digest-a")}))
+    bench = Bench(blocks=40, host_blocks=0, preset=ELORA, failing=frozenset({AdapterDigest("digest-a")}))
     bench.engine.know_adapters((adapter("a", 2),))
     for _ in range(20):
         bench.clock.advance(0.1)
@@ -536,7 +536,7 @@ def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
 def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read() -> None:
     is_out = [True]
     bench = Bench(
-        blocks=10, host_blocks=40, row=ROWS["elora:s-lora"], fails=lambda each: is_out[0] and each.source is Tier.SOURCE
+        blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], fails=lambda each: is_out[0] and each.source is Tier.SOURCE
     )
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
@@ -552,7 +552,7 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
 
 
 def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_being_read() -> None:
-    bench = Bench(blocks=10, host_blocks=40, row=ROWS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")}))
+    bench = Bench(blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")}))
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     began_s = bench.clock.now()
     fill_host(bench)
@@ -568,7 +568,7 @@ def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_
 
 
 def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind() -> None:
-    bench = Bench(blocks=10, host_blocks=8, row=ROWS["elora:s-lora"])
+    bench = Bench(blocks=10, host_blocks=8, preset=PRESETS["elora:s-lora"])
     bench.engine.know_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
     fill_host(bench)
     for index in range(20):
@@ -579,7 +579,7 @@ def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind()
 
 
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
-    bench = Bench(blocks=40, host_blocks=64, row=ELORA)
+    bench = Bench(blocks=40, host_blocks=64, preset=ELORA)
     bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))
     bench.step()
     ask(bench, "x", [1, 2], "a7777", blocks=3)
@@ -588,7 +588,7 @@ def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
 
 
 def test_an_idle_engine_comes_to_rest() -> None:
-    bench = Bench(blocks=40, host_blocks=40, row=ELORA)
+    bench = Bench(blocks=40, host_blocks=40, preset=ELORA)
     ask(bench, "x", words(0, 3), "a")
     for _ in range(5):
         bench.clock.advance(0.1)
@@ -607,7 +607,7 @@ def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_na
             yield from list(tree.adapters)
 
     monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
-    bench = Bench(blocks=30, host_blocks=4, row=Row(prefetch="kv-then-adapters", swap_interval_s=0.1))
+    bench = Bench(blocks=30, host_blocks=4, preset=Preset(prefetch="kv-then-adapters", swap_interval_s=0.1))
     ask(bench, "x", words(0, 4))
     bench.memory.room.make(30, 0, bench.clock.now())
     bench.run()
@@ -621,7 +621,7 @@ def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_na
 
 
 def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes() -> None:
-    bench = Bench(blocks=20, host_blocks=40, row=ELORA)
+    bench = Bench(blocks=20, host_blocks=40, preset=ELORA)
     bench.engine.submit(request("x", list(range(50)), max_tokens=4))
     bench.step()
     bench.engine.know_adapters((adapter("a", 3),))
@@ -636,7 +636,7 @@ def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes(
 
 
 def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
-    bench = Bench(blocks=12, row=ROWS["elora:s-lora"])
+    bench = Bench(blocks=12, preset=PRESETS["elora:s-lora"])
     ask(bench, "first", [1, 2], "w", blocks=8)
     ask(bench, "second", [1, 2], "v", blocks=8)
     bench.engine.submit(request("x", words(0, 1), bench.clock.now(), adapter("a", 8), max_tokens=6))
@@ -650,7 +650,7 @@ def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
 
 def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
     bench = Bench(
-        blocks=20, row=ROWS["chameleon:s-lora"], limits=Limits(max_running=1, max_step_tokens=16, max_model_tokens=64)
+        blocks=20, preset=PRESETS["chameleon:s-lora"], limits=Limits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64)
     )
     bench.engine.submit(request("runs", [1, 2], 0.0, adapter("a", 2), max_tokens=3))
     bench.engine.submit(request("after", [1, 2], 0.0, adapter("b", 2), max_tokens=20))
@@ -670,8 +670,8 @@ def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() ->
     """Adapters that nobody wants make room for it, never others."""
     bench = Bench(
         blocks=20,
-        row=ROWS["chameleon:no-scheduler"],
-        limits=Limits(max_running=1, max_step_tokens=64, max_model_tokens=64),
+        preset=PRESETS["chameleon:no-scheduler"],
+        limits=Limits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
     )
     bench.engine.submit(request("gives way", words(0, 8), max_tokens=20))
     while not bench.tokens.get(RequestId("gives way")):
@@ -689,7 +689,7 @@ def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() ->
 
 
 def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() -> None:
-    bench = Bench(blocks=100, host_blocks=200, row=ELORA)
+    bench = Bench(blocks=100, host_blocks=200, preset=ELORA)
     for index, blocks in enumerate((15, 15, 15, 15, 15, 15, 7)):
         ask(bench, f"r{index}", words(1000 * index, blocks))
     bench.clock.advance(1.0)
@@ -702,7 +702,7 @@ def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() 
 
 
 def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() -> None:
-    bench = Bench(blocks=12, host_blocks=60, row=ROWS["chameleon:prefetch"])
+    bench = Bench(blocks=12, host_blocks=60, preset=PRESETS["chameleon:prefetch"])
     for index in range(13):
         ask(bench, f"r{index}", [1, 2], "a", blocks=4)
         ask(bench, f"o{index}", [1, 2], f"b{index % 2}", blocks=8)
@@ -717,7 +717,7 @@ def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() ->
 
 def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later() -> None:
     bench = Bench(
-        blocks=20, host_blocks=20, row=ELORA, fails=lambda each: each.target is Tier.DEVICE and not each.demand
+        blocks=20, host_blocks=20, preset=ELORA, fails=lambda each: each.target is Tier.DEVICE and not each.demand
     )
     bench.engine.know_adapters((adapter("a", 2),))
     fill_host(bench)
@@ -756,7 +756,7 @@ def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
 
 
 def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
-    bench = Bench(blocks=30, host_blocks=30, row=ROWS["vllm-static"])
+    bench = Bench(blocks=30, host_blocks=30, preset=PRESETS["vllm-static"])
     ask(bench, "x", words(0, 3), "a", blocks=5)
     ask(bench, "y", [1, 2], "b", blocks=5)
     assert AdapterDigest("digest-a") not in bench.memory.resident(), "one slot, and another has it"

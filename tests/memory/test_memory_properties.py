@@ -1,4 +1,4 @@
-"""Random traffic on tiny tiers, under every row: accounts exact after every step, nothing mixed up, nobody forgotten.
+"""Random traffic on tiny tiers, under every preset: accounts exact after every step, nothing mixed up, nobody forgotten.
 
 The scripted executor refuses every plan that would read or move anything but what belongs there.
 """
@@ -15,7 +15,7 @@ from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.scripted import token_by_seed
 from lorikeet.memory import swapper, tiers
-from lorikeet.rows import ROWS
+from lorikeet.presets import PRESETS
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 from tests.support.step_counts import count, counted, machine_settings
@@ -31,14 +31,14 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(20, 40),
         host_blocks=st.one_of(st.just(0), st.integers(1, 60)),
-        row=st.sampled_from(sorted(ROWS)),
+        preset=st.sampled_from(sorted(PRESETS)),
         repeat=st.integers(1, 6),
         budget=st.integers(3, 20),
         failing=st.booleans(),
         together=st.sampled_from((1, 3, 32)),
     )
     def start(
-        self, blocks: int, host_blocks: int, row: str, repeat: int, budget: int, failing: bool, together: int
+        self, blocks: int, host_blocks: int, preset: str, repeat: int, budget: int, failing: bool, together: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for module in (tiers, swapper):
@@ -47,8 +47,8 @@ class Traffic(RuleBasedStateMachine):
         self.bench = Bench(
             blocks=blocks,
             host_blocks=host_blocks,
-            row=ROWS[row],
-            limits=Limits(max_running=5, max_step_tokens=budget, max_model_tokens=LONGEST, max_repeat=repeat),
+            preset=PRESETS[preset],
+            limits=Limits(max_num_seqs=5, max_num_batched_tokens=budget, max_model_len=LONGEST, num_scheduler_steps=repeat),
             failing=frozenset({AdapterDigest("digest-bad")}),
             fails=self._fails,
         )

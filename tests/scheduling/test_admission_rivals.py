@@ -12,7 +12,7 @@ from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request
 from lorikeet.core.slo import Slo
 from lorikeet.memory.leases import Wait
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 from lorikeet.scheduling.admission import AdmissionQueue, Running
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.pace import Pace
@@ -28,7 +28,7 @@ class View:
     """An engine that runs what a test says."""
 
     total_tokens = 1_000
-    max_model_tokens = 1_000
+    max_model_len = 1_000
     pace = Pace()
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ def test_whoever_is_due_first_goes_first() -> None:
 
 @pytest.mark.parametrize("name", ["priority", "deadline"])
 def test_the_least_urgent_gives_way_when_blocks_run_out(name: str) -> None:
-    bench = Bench(blocks=6, row=Row(admission=name))
+    bench = Bench(blocks=6, preset=Preset(admission=name))
     for arrival_s, urgent in enumerate((False, True)):
         asked = request("urgent" if urgent else "not", [arrival_s + 1] * 7, float(arrival_s), max_tokens=12)
         urgency = {"priority": 0, "slo": Slo(ttft_s=1.0)} if urgent else {"priority": 5}
@@ -318,7 +318,7 @@ def test_shares_may_be_of_adapters() -> None:
 
 
 def test_the_last_admitted_gives_way_whoever_came_first() -> None:
-    bench = Bench(blocks=6, row=Row(admission="fair"), limits=Limits(2, 16, 64))
+    bench = Bench(blocks=6, preset=Preset(admission="fair"), limits=Limits(2, 16, 64))
     for name, arrival_s, tenant in (("a0", 0.0, "a"), ("a1", 0.1, "a"), ("b", 0.2, "b")):
         asked = request(name, [ord(name[-1])] * 7, arrival_s, max_tokens=4 if name == "a0" else 12)
         bench.engine.submit(msgspec.structs.replace(asked, tenant=tenant))
@@ -330,7 +330,7 @@ def test_the_last_admitted_gives_way_whoever_came_first() -> None:
 
 
 def test_tokens_served_are_what_the_engine_made() -> None:
-    bench = Bench(blocks=24, row=Row(admission="fair"))
+    bench = Bench(blocks=24, preset=Preset(admission="fair"))
     for index in range(12):
         asked = request(f"{index}", [index + 1] * (3 + index), float(index % 3), max_tokens=2 + index)
         bench.engine.submit(msgspec.structs.replace(asked, tenant="all"))
@@ -343,7 +343,7 @@ def test_tokens_served_are_what_the_engine_made() -> None:
 
 def test_one_that_sends_much_more_waits_and_the_others_do_not() -> None:
     def last_of_the_others(name: str) -> int:
-        bench = Bench(row=Row(admission=name), limits=Limits(max_running=2, max_step_tokens=16, max_model_tokens=64))
+        bench = Bench(preset=Preset(admission=name), limits=Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64))
         for index in range(40):
             asked = request(f"greedy-{index}", [1] * 4, 0.0, max_tokens=4)
             bench.engine.submit(msgspec.structs.replace(asked, tenant="greedy"))

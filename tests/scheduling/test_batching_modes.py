@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
-from lorikeet.rows import MERGING_MODES, ROWS
+from lorikeet.presets import MERGING_MODES, PRESETS
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.batching.credits import CreditParams
 from lorikeet.scheduling.batching.dlora import DLora
@@ -98,7 +98,7 @@ class Machine:
     """A replica with 16 requests at any time, each of 40 tokens; whoever ends is followed by another.
 
     Attributes:
-        lora_s, lora_row_s: what LoRA adds to a step, and for each row.
+        lora_s, lora_row_s: what LoRA adds to a step, and for each preset.
     """
 
     lora_s: float
@@ -225,7 +225,7 @@ def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> Non
 def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
     together_s: float, merged: AdapterDigest | None
 ) -> None:
-    """One adapter alone adds 20 ms a row, so that eight seem to cost 170 ms; in turns they take 80."""
+    """One adapter alone adds 20 ms a preset, so that eight seem to cost 170 ms; in turns they take 80."""
     mode = DLora(setup_of(max_batch=16), backfill=True)
     for index in range(16):
         mode.times.note(1, BatchWork(0, 0, 1, {B: 1} if index % 2 else {}), 0.03 if index % 2 else 0.01)
@@ -316,6 +316,6 @@ def test_unmerged_only_lets_everybody_run() -> None:
 
 def test_every_row_names_a_mode_and_those_that_merge_are_known_to() -> None:
     live = live_of("AAAAA")
-    assert {row.batching_mode for row in ROWS.values()} <= set(BATCHING)
+    assert {preset.batching_mode for preset in PRESETS.values()} <= set(BATCHING)
     merging = {name for name, policy in BATCHING.items() if policy(setup_of()).choose(live).merged}
     assert merging == MERGING_MODES

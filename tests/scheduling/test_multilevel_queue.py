@@ -41,7 +41,7 @@ class World:
 
     total_tokens: int = 1000
     held_back_tokens: int = 0
-    max_model_tokens: int = 400
+    max_model_len: int = 400
     pace: Pace = field(default_factory=Pace)
     running_now: dict[RequestId, tuple[Request, int]] = field(default_factory=dict)
     resident: dict[str, AdapterRef] = field(default_factory=dict)

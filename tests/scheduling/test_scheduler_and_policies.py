@@ -9,7 +9,7 @@ import pytest
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request
 from lorikeet.memory.leases import Wait
-from lorikeet.rows import PreemptedKv, Row
+from lorikeet.presets import PreemptedKv, Preset
 from lorikeet.scheduling.admission import Admission, EngineView
 from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.pace import Pace
@@ -51,9 +51,9 @@ class Telling(Fifo):
 
 
 @pytest.fixture
-def telling(monkeypatch: pytest.MonkeyPatch) -> Row:
+def telling(monkeypatch: pytest.MonkeyPatch) -> Preset:
     monkeypatch.setitem(ADMISSION, "telling", Telling)  # type: ignore[arg-type]
-    return Row(admission="telling")
+    return Preset(admission="telling")
 
 
 def policy(bench: Bench) -> Telling:
@@ -61,8 +61,8 @@ def policy(bench: Bench) -> Telling:
     return bench.scheduler.queue
 
 
-def test_a_policy_is_told_that_room_lacks_for_kv(telling: Row) -> None:
-    bench = Bench(blocks=8, row=telling)
+def test_a_policy_is_told_that_room_lacks_for_kv(telling: Preset) -> None:
+    bench = Bench(blocks=8, preset=telling)
     bench.engine.submit(request("first", list(range(12)), adapter=adapter("big", 4), max_tokens=4))
     bench.step()
     bench.step()
@@ -74,8 +74,8 @@ def test_a_policy_is_told_that_room_lacks_for_kv(telling: Row) -> None:
     assert policy(bench).view.adapter_tokens(adapter("big", 4)) == 16
 
 
-def test_only_its_adapter_lacks_room(telling: Row) -> None:
-    bench = Bench(blocks=8, row=telling)
+def test_only_its_adapter_lacks_room(telling: Preset) -> None:
+    bench = Bench(blocks=8, preset=telling)
     bench.engine.submit(request("first", list(range(4)), adapter=adapter("big", 4), max_tokens=8))
     bench.step()
     bench.step()
@@ -89,7 +89,7 @@ def test_only_its_adapter_lacks_room(telling: Row) -> None:
 
 
 def test_a_step_may_use_no_more_adapters_than_the_row_says() -> None:
-    bench = Bench(row=Row(max_step_adapters=1))
+    bench = Bench(preset=Preset(max_step_adapters=1))
     for index, name in enumerate("aba"):
         bench.engine.submit(request(f"{index}", [1, 2], float(index), adapter=adapter(name)))
     bench.engine.submit(request("base", [1, 2], 9.0))
@@ -99,8 +99,8 @@ def test_a_step_may_use_no_more_adapters_than_the_row_says() -> None:
     assert admitted == ["0", "2", "base", "1"]
 
 
-def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Row) -> None:
-    bench = Bench(row=telling)
+def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Preset) -> None:
+    bench = Bench(preset=telling)
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=6))
     undisturbed = Bench()
     undisturbed.engine.submit(request("x", [1, 2, 3], max_tokens=6))
@@ -114,9 +114,9 @@ def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Row)
     assert [event.request_id for event in bench.events if isinstance(event, Preempted)] == ["x"]
 
 
-def test_a_repeat_ends_where_the_policy_wants_to_look(telling: Row) -> None:
-    limits = Limits(max_running=8, max_step_tokens=16, max_model_tokens=64, max_repeat=8, repeat_limit_s=1e9)
-    bench = Bench(row=telling, limits=limits)
+def test_a_repeat_ends_where_the_policy_wants_to_look(telling: Preset) -> None:
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=8, multi_step_limit_s=1e9)
+    bench = Bench(preset=telling, limits=limits)
     policy(bench).review_at = 4
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=12))
     bench.step()
@@ -124,8 +124,8 @@ def test_a_repeat_ends_where_the_policy_wants_to_look(telling: Row) -> None:
     assert bench.plans[-1].repeat == 3, "one token from the prompt, three more until the review"
 
 
-def test_the_last_in_the_order_of_the_policy_gives_way(telling: Row) -> None:
-    bench = Bench(blocks=6, row=telling)
+def test_the_last_in_the_order_of_the_policy_gives_way(telling: Preset) -> None:
+    bench = Bench(blocks=6, preset=telling)
     for arrival_s, (name, priority) in enumerate({"low": 5, "high": 0}.items()):
         asked = request(name, [priority] * 7, float(arrival_s), max_tokens=12)
         bench.engine.submit(msgspec.structs.replace(asked, priority=priority))
@@ -136,7 +136,7 @@ def test_the_last_in_the_order_of_the_policy_gives_way(telling: Row) -> None:
 
 @pytest.mark.parametrize("kept", list(PreemptedKv))
 def test_preempted_kv_is_kept_or_computed_again(kept: PreemptedKv) -> None:
-    bench = Bench(blocks=8, row=Row(preempted_kv=kept))
+    bench = Bench(blocks=8, preset=Preset(preempted_kv=kept))
     for index in range(2):
         bench.engine.submit(request(f"{index}", [index + 1] * 9, float(index), max_tokens=16))
     bench.run()

@@ -7,17 +7,17 @@ import pytest
 
 from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Preempted
 from lorikeet.core.plan import Tier
-from lorikeet.rows import ColdStart, KvAfterFinish, Row
+from lorikeet.presets import ColdStart, KvAfterFinish, Preset
 from lorikeet.scheduling.batching.mode import BatchWork
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 from lorikeet.scheduling.limits import Limits
 from tests.support.scripted import Bench, adapter, request
 
-WIDE = Limits(max_running=4, max_step_tokens=64, max_model_tokens=64)
+WIDE = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
-def merging(mode: str) -> Row:
-    return Row(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED)
+def merging(mode: str) -> Preset:
+    return Preset(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED)
 
 
 def answers(bench: Bench, requests: list[tuple[str, str]]) -> dict[str, list[int]]:
@@ -35,11 +35,11 @@ MIX = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("a3", "a"), ("x", "base"), ("a4",
 
 @pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "one-adapter", "whole-models"])
 def test_answers_are_the_same_under_every_batching_mode(mode: str) -> None:
-    assert answers(Bench(row=merging(mode), limits=WIDE, switch_s=0.02), MIX) == answers(Bench(limits=WIDE), MIX)
+    assert answers(Bench(preset=merging(mode), limits=WIDE, switch_s=0.02), MIX) == answers(Bench(limits=WIDE), MIX)
 
 
 def test_merged_only_runs_one_adapter_at_a_time_to_its_end() -> None:
-    bench = Bench(row=merging("merged-only"), limits=WIDE)
+    bench = Bench(preset=merging("merged-only"), limits=WIDE)
     answers(bench, MIX)
     merged = [plan.merged for plan in bench.plans if plan.sequences]
     runs = [kind for kind, before in zip(merged, [object(), *merged], strict=False) if kind != before]
@@ -50,13 +50,13 @@ def test_merged_only_runs_one_adapter_at_a_time_to_its_end() -> None:
 
 
 def test_one_adapter_at_a_time_without_merging() -> None:
-    bench = Bench(row=merging("one-adapter"), limits=WIDE)
+    bench = Bench(preset=merging("one-adapter"), limits=WIDE)
     answers(bench, MIX)
     assert all(plan.merged is None and len(plan.adapters) <= 1 for plan in bench.plans)
 
 
 def test_dlora_merges_what_most_wait_for_and_serves_the_others_too() -> None:
-    bench = Bench(row=merging("dlora"), limits=WIDE)
+    bench = Bench(preset=merging("dlora"), limits=WIDE)
     answers(bench, [(f"a{i}", "a") for i in range(12)] + [("x", "base")])
     modes = Counter(plan.merged for plan in bench.plans if plan.sequences)
     assert modes["digest-a"] > modes[None] > 0
@@ -64,7 +64,7 @@ def test_dlora_merges_what_most_wait_for_and_serves_the_others_too() -> None:
 
 
 def test_a_sequence_that_may_not_run_now_makes_room_for_one_that_may() -> None:
-    bench = Bench(blocks=12, row=merging("dlora"), limits=WIDE)
+    bench = Bench(blocks=12, preset=merging("dlora"), limits=WIDE)
     bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=20))
     for _ in range(4):
         bench.step()
@@ -77,8 +77,8 @@ def test_a_sequence_that_may_not_run_now_makes_room_for_one_that_may() -> None:
 
 
 def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
-    limits = Limits(max_running=2, max_step_tokens=64, max_model_tokens=64)
-    bench = Bench(row=merging("dlora"), limits=limits)
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
+    bench = Bench(preset=merging("dlora"), limits=limits)
     for index, kind in enumerate("bcaaaaaa"):
         bench.engine.submit(request(f"{index}", [1, 2, 3], float(index), adapter=adapter(kind), max_tokens=12))
     bench.run()
@@ -90,10 +90,10 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
 @pytest.mark.parametrize("admission", ["fair", "chameleon", "chameleon:literal", "priority", "sjf:aging"])
 @pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
-    limits = Limits(max_running=3, max_step_tokens=64, max_model_tokens=60)
+    limits = Limits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(
         blocks=24,
-        row=Row(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
+        preset=Preset(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
         limits=limits,
     )
     for index in range(12):
@@ -109,8 +109,8 @@ def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admissi
 
 
 def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priority() -> None:
-    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
-    bench = Bench(row=row, limits=Limits(max_running=2, max_step_tokens=64, max_model_tokens=64))
+    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
+    bench = Bench(preset=preset, limits=Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
     for index in range(8):
         asked = request(f"{index}", [1, 2, 3], float(index), adapter=adapter("ab"[index % 2]), max_tokens=20)
         bench.engine.submit(msgspec.structs.replace(asked, priority=5))
@@ -123,9 +123,9 @@ def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priori
 
 
 def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for() -> None:
-    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
-    limits = Limits(max_running=4, max_step_tokens=64, max_model_tokens=60)
-    bench = Bench(blocks=16, host_blocks=400, row=row, limits=limits)
+    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
+    bench = Bench(blocks=16, host_blocks=400, preset=preset, limits=limits)
     bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=30))
     for _ in range(4):
         bench.step()
@@ -140,8 +140,8 @@ def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for
 
 
 def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
-    row = Row(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
-    bench = Bench(blocks=24, row=row, limits=Limits(max_running=3, max_step_tokens=64, max_model_tokens=60))
+    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    bench = Bench(blocks=24, preset=preset, limits=Limits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60))
     for index in range(260):  # as many as Chameleon's first refresh needs
         ref = adapter("ab"[index % 5 == 0])
         bench.engine.submit(request(f"{index}", [1, 2, 3], 0.01 * index, adapter=ref, max_tokens=3, seed=index))
@@ -171,7 +171,7 @@ def costs(host_token_rank_s: float = 1e-6) -> AssistCosts:
 
 def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     """A bench whose adapter ``a`` of 30 blocks lies on the host: its transfer takes three steps."""
-    made = {"row": Row(cold_start=ColdStart.ASSIST), "host_blocks": 64, "limits": WIDE, **given}
+    made = {"preset": Preset(cold_start=ColdStart.ASSIST), "host_blocks": 64, "limits": WIDE, **given}
     bench = Bench(assist=costs(host_token_rank_s), **made)  # type: ignore[arg-type]
     bench.engine.know_adapters((adapter("a", 30),))
     while bench.memory.tree.adapter("digest-a") is None or not on_host(bench):  # type: ignore[arg-type]
@@ -181,8 +181,8 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
 
 
 def test_a_batching_mode_is_told_who_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Row(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
-    bench, works = cold_bench(row=row), list[BatchWork]()
+    preset = Preset(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
+    bench, works = cold_bench(preset=preset), list[BatchWork]()
     ran = bench.scheduler.selection._mode.ran
 
     def noted(steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
@@ -216,14 +216,14 @@ def test_a_cold_request_has_its_first_token_before_its_adapter_is_there() -> Non
     [transfer] = first.transfers
     assert (transfer.source, transfer.target, transfer.groups) == (Tier.HOST, Tier.DEVICE, ((1, 30), (0, 1)))
     assert all(not plan.assisted for plan in bench.plans[1:])
-    warm = Bench(row=Row(), host_blocks=64, limits=WIDE)
+    warm = Bench(preset=Preset(), host_blocks=64, limits=WIDE)
     warm.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     warm.run()
     assert bench.tokens == warm.tokens
 
 
 def test_a_cold_prefill_under_way_counts_as_running() -> None:
-    bench = cold_bench(limits=Limits(max_running=4, max_step_tokens=16, max_model_tokens=64))
+    bench = cold_bench(limits=Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64))
     bench.engine.submit(request("cold", list(range(30)), adapter=adapter("a", 30)))
     bench.step()
     stats = bench.engine.stats()
@@ -259,7 +259,7 @@ def test_a_cold_prefill_that_is_cheap_joins_the_decodes() -> None:
 
 
 def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_with_theirs() -> None:
-    limits = Limits(max_running=4, max_step_tokens=5, max_model_tokens=64)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
     bench = cold_bench(1e-3)
     bench.scheduler._limits = limits
     bench.engine.submit(request("warm", [1, 2], max_tokens=12))
@@ -276,7 +276,7 @@ def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_w
 
 def test_coalesced_decodes_end_where_a_cold_prefill_has_its_turn() -> None:
     bench = cold_bench(1e-3)
-    bench.scheduler._limits = Limits(max_running=4, max_step_tokens=5, max_model_tokens=64)
+    bench.scheduler._limits = Limits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
     bench.engine.submit(request("warm", [1, 2], max_tokens=40))
     bench.step()
     bench.step()
@@ -288,8 +288,8 @@ def test_coalesced_decodes_end_where_a_cold_prefill_has_its_turn() -> None:
 
 
 def test_an_adapter_that_lands_after_its_request_has_ended_is_not_kept_by_a_row_that_keeps_none() -> None:
-    row = Row(cold_start=ColdStart.ASSIST, keep_adapters=False)
-    bench = cold_bench(row=row)
+    preset = Preset(cold_start=ColdStart.ASSIST, keep_adapters=False)
+    bench = cold_bench(preset=preset)
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30), max_tokens=1))
     bench.run()
     assert bench.finished()["cold"].reason is FinishReason.LENGTH  # type: ignore[index]
@@ -320,7 +320,7 @@ def test_a_transfer_that_fails_after_an_assisted_prefill_ends_the_request_with_i
 
 
 def test_an_adapter_that_is_not_on_the_host_is_waited_for() -> None:
-    bench = Bench(row=Row(cold_start=ColdStart.ASSIST), limits=WIDE, assist=costs())
+    bench = Bench(preset=Preset(cold_start=ColdStart.ASSIST), limits=WIDE, assist=costs())
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     bench.run()
     assert not any(plan.assisted for plan in bench.plans)

@@ -66,7 +66,7 @@ class FakeEngine:
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
     """
 
-    def __init__(self, script: Script = lambda request: [], *, max_model_tokens: int = 256) -> None:
+    def __init__(self, script: Script = lambda request: [], *, max_model_len: int = 256) -> None:
         self.script = script
         self.submitted: list[Request] = []
         self.aborted: list[RequestId] = []
@@ -89,7 +89,7 @@ class FakeEngine:
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
-        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_tokens, 50, "scripted", "boot", 0.0)
+        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0)
 
     def submit(self, request: Request) -> "FakeHandle":
         self.submitted.append(request)

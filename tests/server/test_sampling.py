@@ -18,7 +18,7 @@ from lorikeet.server.sampling import (
     sampling_params,
 )
 
-LIMITS = ModelLimits(max_model_tokens=100, vocabulary=50, eos_token_ids=(2, 3))
+LIMITS = ModelLimits(max_model_len=100, vocabulary=50, eos_token_ids=(2, 3))
 
 
 def params(limits: ModelLimits = LIMITS, **fields: Any) -> SamplingParams:

@@ -12,7 +12,7 @@ from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 from tests.support.clusters import BLOCK, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile
 
@@ -48,7 +48,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
         for at_s in np.sort(generator.uniform(0, 8, 70))
     ]
     kv = (lambda: 1e5) if seed == 2 else None  # whether it travels where it is sooner
-    router = build_router(Row(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
+    router = build_router(Preset(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
     found = simulated(
         workload,
         replicas,
@@ -56,9 +56,9 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
         of=settings(
             memory_bytes=32 * BLOCK * int(generator.integers(70, 120)),
             host_memory_bytes=32 * BLOCK * 100,
-            max_running=int(generator.integers(2, 20)),
-            max_repeat=(1, 4)[seed % 2],
-            row=("lorikeet:plain", "toppings:s-lora", "elora")[number % 3],
+            max_num_seqs=int(generator.integers(2, 20)),
+            num_scheduler_steps=(1, 4)[seed % 2],
+            preset=("lorikeet:plain", "toppings:s-lora", "elora")[number % 3],
         ),
         router=router,
         placement=placement_of(number, replicas, seed),

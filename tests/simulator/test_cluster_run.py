@@ -33,7 +33,7 @@ from lorikeet.costs.profile import CostProfile, Figure, Link, Transfers
 from lorikeet.engine.build import assemble
 from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.modelled_build import build_modelled_executor
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.simulator import cluster_run
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
@@ -67,8 +67,8 @@ def level_profile() -> CostProfile:
 def single_steps(of: Settings, profile: CostProfile) -> Modelled:
     """A replica each of whose turns is one step."""
     clock = VirtualClock()
-    _, row = resolve_row(of.engine.row)
-    executor, sizes = build_modelled_executor(of, profile, row, clock, coalesced=False)
+    _, preset = resolve_preset(of.engine.preset)
+    executor, sizes = build_modelled_executor(of, profile, preset, clock, coalesced=False)
     return Modelled(assemble(of, executor, sizes, clock), clock, executor, coalesced=False)
 
 
@@ -105,7 +105,7 @@ def test_one_replica_does_what_an_engine_alone_does(make) -> None:
         [*some_requests(60, 8.0, 1, [None, *(ref.name for ref in adapters)]), *talk("a", 0.3), *talk("b", 2.0)],
         key=lambda request: request.arrival_s,
     )
-    of = settings(max_running=6)
+    of = settings(max_num_seqs=6)
     (engine, _, _), clock, _, coalesced = make(of, round_profile())
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
     alone = run_workload(
@@ -121,7 +121,7 @@ def test_repeats_change_neither_times_nor_where_requests_go(router: type[Router]
     workload = sorted(
         [*some_requests(80, 12.0, 2), *talk("a", 1.0), *talk("b", 1.1)], key=lambda request: request.arrival_s
     )
-    of, profile = settings(max_running=3), level_profile()
+    of, profile = settings(max_num_seqs=3), level_profile()
     together = simulated(workload, 3, of=of, profile=profile, router=router())
     single = simulated(workload, 3, of=of, profile=profile, router=router(), make=single_steps)
     assert times(together.run.exchanges) == pytest.approx(times(single.run.exchanges), rel=1e-9)
@@ -130,7 +130,7 @@ def test_repeats_change_neither_times_nor_where_requests_go(router: type[Router]
 
 
 def test_two_idle_replicas_take_a_simultaneous_pair_at_once() -> None:
-    of = settings(max_running=1)
+    of = settings(max_num_seqs=1)
     pair = [asks(0.0), asks(0.0)]
     one = [each.ttft_s for each in simulated(pair, 1, of=of).run.exchanges]
     two = [each.ttft_s for each in simulated(pair, 2, of=of).run.exchanges]
@@ -161,10 +161,10 @@ class Probe(LeastLoaded):
         return super().route(asked, fleet, now)
 
 
-@pytest.mark.parametrize("max_repeat", [1, 8])
-def test_a_choice_knows_what_engines_have_told_by_then_and_nothing_later(max_repeat: int) -> None:
+@pytest.mark.parametrize("num_scheduler_steps", [1, 8])
+def test_a_choice_knows_what_engines_have_told_by_then_and_nothing_later(num_scheduler_steps: int) -> None:
     probe = Probe()
-    of = settings(max_repeat=max_repeat, repeat_limit_s=0.5)
+    of = settings(num_scheduler_steps=num_scheduler_steps, multi_step_limit_s=0.5)
     exchanges = simulated(some_requests(120, 20.0, 3), 3, of=of, router=probe).run.exchanges
     assert len(probe.seen) == 120
     for number, (now, known) in enumerate(probe.seen):
@@ -230,7 +230,7 @@ def test_a_fetched_adapter_comes_to_the_device_from_its_new_host_and_from_no_dri
     """Two requests at once, one of which overflows, in LoRAServe's setting: rank 128 over four devices."""
     profile = load_profile("a100-40x4-llama-2-7b")
     (ref,) = synthetic_adapters(1, (128,), profile.geometry)
-    of = settings(row="lorikeet:plain,placement=random,routing=loraserve", host_memory_bytes=host_memory_bytes)
+    of = settings(preset="lorikeet:plain,placement=random,routing=loraserve", host_memory_bytes=host_memory_bytes)
     workload = [asks(at_s, ref.name, 512) for at_s in (0.0, 0.0, 9.0)]
     found = simulate_cluster(of, profile, workload, {ref.name: ref}, Prompts(0), ClusterChoice(2, fetch=fetch))
     assert found.cluster is not None
@@ -311,7 +311,7 @@ def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
 def test_requests_that_wait_too_long_move_and_go_on_with_the_same_tokens() -> None:
     adapters = some_adapters(2, (1,))
     workload = [asks(0.01 * number, adapters[number % 2].name, 20, 60) for number in range(24)]
-    of = settings(max_running=2)
+    of = settings(max_num_seqs=2)
     stayed, moved = Told(), Told()
     choice = {"router": Always("replica-0"), "of": of}
     before = simulated(workload, 2, adapters, watch=stayed, **choice)

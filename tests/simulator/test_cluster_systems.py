@@ -22,8 +22,8 @@ POINTS = {8: 11660.0, 16: 9700.0, 32: 7560.0, 64: 5200.0, 128: 3320.0}
 """Found by ``operating_points_for`` at ranks 8, 32 and 128; those between are near the line."""
 
 
-def run(row: str, slo: Slo = SLO, count: int = COUNT) -> Simulated:
-    settings = Settings(engine=EngineSettings(row=row, max_repeat=1, max_running=256, max_step_tokens=2048))
+def run(preset: str, slo: Slo = SLO, count: int = COUNT) -> Simulated:
+    settings = Settings(engine=EngineSettings(preset=preset, num_scheduler_steps=1, max_num_seqs=256, max_num_batched_tokens=2048))
     loads = OperatingLoads(KernelForm.PADDED, slo, 256, 64, 256, 2048, POINTS)
     profile = msgspec.structs.replace(load_profile("a100-80-llama-2-7b"), operating_points=(loads,))
     adapters = synthetic_adapters(ADAPTERS, PAPER_RANKS, profile.geometry)

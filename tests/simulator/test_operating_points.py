@@ -23,7 +23,7 @@ from lorikeet.simulator.scenario import make_scenario
 from lorikeet.simulator.study import run_scenario
 from tests.support.profiles import GEOMETRY, round_profile
 
-ENGINE = EngineSettings(row="lorikeet:plain", max_repeat=1, max_running=8, host_memory_bytes=2**20)
+ENGINE = EngineSettings(preset="lorikeet:plain", num_scheduler_steps=1, max_num_seqs=8, host_memory_bytes=2**20)
 TTFT = Slo(ttft_s=0.5)
 SMALL = Search(ranks=(1, 2, 4), adapters=3, requests=80, limits=0.0, precision=0.1)
 LENGTHS = (8, 4)
@@ -53,7 +53,7 @@ def test_larger_ranks_bear_less_and_the_seed_decides() -> None:
     for loads in (first, other):
         assert list(loads.tokens_per_s) == [1, 2, 4]
         assert loads.tokens_per_s[1] > loads.tokens_per_s[2] > loads.tokens_per_s[4] > 0
-    assert (first.kernel_form, first.slo, first.max_running) == (KernelForm.UNPADDED, TTFT, 8)
+    assert (first.kernel_form, first.slo, first.max_num_seqs) == (KernelForm.UNPADDED, TTFT, 8)
 
 
 def test_a_looser_slo_bears_more() -> None:
@@ -70,9 +70,9 @@ def test_the_load_keeps_the_slo_and_a_larger_one_does_not(tmp_path: Path) -> Non
     """By a simulation of the same requests."""
     file = tmp_path / "round.toml"
     write_profile(round_profile(), file)
-    flags = {"profile": str(file), "preset": ENGINE.row, "count": SMALL.requests, "adapters": 3, "ranks": "1"}
+    flags = {"profile": str(file), "preset": ENGINE.preset, "count": SMALL.requests, "adapters": 3, "ranks": "1"}
     lengths = {"prompt_tokens": str(LENGTHS[0]), "output_tokens": str(LENGTHS[1])}
-    engine = {"max_running": ENGINE.max_running, "host_memory_bytes": ENGINE.host_memory_bytes}
+    engine = {"max_num_seqs": ENGINE.max_num_seqs, "host_memory_bytes": ENGINE.host_memory_bytes}
     scenario = make_scenario(None, {**flags, **lengths, "engine": engine, "slo": "ttft=0.5"})
     rate = found().tokens_per_s[1] / sum(LENGTHS)
     kept, missed = (run_scenario(scenario, Shown(), times * rate).figures.slo_attainment for times in (1.0, 1.5))
@@ -104,9 +104,9 @@ def test_there_may_be_no_operating_point(changes: dict[str, object], complaint: 
 def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
     shown = Shown()
 
-    def points(profile: CostProfile, row: str = "lorikeet:plain", slo: Slo = TTFT) -> list[float]:
+    def points(profile: CostProfile, preset: str = "lorikeet:plain", slo: Slo = TTFT) -> list[float]:
         by_rank = operating_points_for(
-            profile, row, slo, LENGTHS, 7, engine=ENGINE, search=Search((1,), 3, 40, 0.0, 0.3), show=shown
+            profile, preset, slo, LENGTHS, 7, engine=ENGINE, search=Search((1,), 3, 40, 0.0, 0.3), show=shown
         )
         return [by_rank[1]]
 
@@ -157,7 +157,7 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--profile", "a100-80-llama-2-7b"], "goes with --operating-points"),
         (["--operating-points", "--slo", "soon"], "no limit"),
         (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "no rank"),
-        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no row is called 'x'"),
+        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
         (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "no profile is called 'nowhere'"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_lone_request_takes_what_the_profile_says(profile: str) -> None:
 
 def test_an_engine_that_plans_several_steps_keeps_arrivals_waiting(profile: str) -> None:
     anew = run_scenario(scenario(profile), quiet).figures
-    ahead = run_scenario(scenario(profile, engine={"max_repeat": 8, "repeat_limit_s": 1.0}), quiet).figures
+    ahead = run_scenario(scenario(profile, engine={"num_scheduler_steps": 8, "multi_step_limit_s": 1.0}), quiet).figures
     assert anew.ttft_s is not None
     assert ahead.ttft_s is not None
     assert ahead.ttft_s.mean > anew.ttft_s.mean
@@ -129,10 +129,10 @@ def test_the_peak_of_two_replicas_is_higher(profile: str) -> None:
 
 def test_flags_win_over_the_file(profile: str, tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
-    file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_running = 2, block_tokens = 8 }}\n')
-    merged = make_scenario(file, {"count": 5, "rate": None, "engine": {"max_running": "9"}})
+    file.write_text(f'profile = "{profile}"\ncount = 3\nseed = 4\nengine = {{ max_num_seqs = 2, block_size = 8 }}\n')
+    merged = make_scenario(file, {"count": 5, "rate": None, "engine": {"max_num_seqs": "9"}})
     assert (merged.count, merged.seed) == (5, 4)
-    assert (merged.settings().engine.max_running, merged.settings().engine.block_tokens) == (9, 8)
+    assert (merged.settings().engine.max_num_seqs, merged.settings().engine.block_size) == (9, 8)
 
 
 def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Pat
         {"timestamp": 6000, "input_length": 64, "output_length": 4, "hash_ids": [8, 9]},
     ]
     trace.write_text("\n".join(map(json.dumps, turns)))
-    given = {"trace": str(trace), "shape": "chat", "block_tokens": 32, "adapters": 1, "ranks": "1"}
+    given = {"trace": str(trace), "shape": "chat", "block_size": 32, "adapters": 1, "ranks": "1"}
     chat = make_scenario(None, {"profile": profile, **given})
     cached = [each.cached_tokens for each in run_scenario(chat, quiet).simulated.run.exchanges]
     assert cached == [0, 64, 0]
@@ -174,9 +174,9 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
     ("changes", "complaint"),
     [
         ({"profile": "nowhere"}, "no profile is called 'nowhere'"),
-        ({"preset": "vllm"}, "no row is called 'vllm'"),
+        ({"preset": "vllm"}, "no preset is called 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
-        ({"engine": {"max_running": 0}}, "max_running"),
+        ({"engine": {"max_num_seqs": 0}}, "max_num_seqs"),
         ({"replicas": 0}, "$.replicas"),
         ({"fetch": "by post"}, "$.fetch"),
         ({"ranks": "8;16"}, "8;16"),
@@ -196,10 +196,10 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"count": -5}, "$.count"),
         ({"adapters": -1}, "$.adapters"),
         ({"modules": "q,w"}, "'q,w': name some of q, k, v"),
-        ({"engine": {"row": "elora"}}, "engine.row: the system is the scenario's preset"),
+        ({"engine": {"preset": "elora"}}, "engine.preset: the system is the scenario's preset"),
         ({"engine": {"device": "cuda"}}, "engine.device: without effect here"),
         ({"shape": "chat"}, "needs a trace"),
-        ({"max_model_tokens": 100_000}, "cannot hold a sequence of 100000 tokens"),
+        ({"max_model_len": 100_000}, "cannot hold a sequence of 100000 tokens"),
     ],
 )
 def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], complaint: str) -> None:

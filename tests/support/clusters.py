@@ -55,7 +55,7 @@ def names(count: int) -> list[ReplicaId]:
 
 
 def settings(**engine: object) -> Settings:
-    given = {"max_repeat": 1, "row": "lorikeet:plain", **engine}
+    given = {"num_scheduler_steps": 1, "preset": "lorikeet:plain", **engine}
     return Settings(ModelSettings(), EngineSettings(**given))  # type: ignore[arg-type]
 
 
@@ -86,7 +86,7 @@ def simulated(
 ) -> Simulation:
     """Run a workload on a cluster: of least load and full replication, unless ``setup`` says otherwise."""
     known, built = profile or round_profile(), of or settings()
-    engines = [SimulatedReplica(name, make(built, known), built.engine.max_running) for name in names(replicas)]
+    engines = [SimulatedReplica(name, make(built, known), built.engine.max_num_seqs) for name in names(replicas)]
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
     arrivals = WorkloadArrivals(workload, {ref.name: ref for ref in adapters}, prompts, 0.0, watch)
     finished: list[int] = []

@@ -87,13 +87,13 @@ def check_answers(folder: Path, requests: Sequence[Request], outputs: Sequence[S
 
 def fp32_settings(**engine: Any) -> Settings:
     """Small blocks, a small arena, one thread, fp32."""
-    given = {"block_tokens": BLOCK_TOKENS, "memory_bytes": 2**20, "threads": 1, **engine}
+    given = {"block_size": BLOCK_TOKENS, "memory_bytes": 2**20, "threads": 1, **engine}
     return Settings(ModelSettings(dtype="float32"), EngineSettings(**given), AdapterSettings())
 
 
 def tight_settings(model_folder: Path, **engine: Any) -> Settings:
     """As :func:`fp32_settings`, for few sequences, in small steps, of a model."""
-    settings = fp32_settings(max_running=8, max_step_tokens=24, max_repeat=4, **engine)
+    settings = fp32_settings(max_num_seqs=8, max_num_batched_tokens=24, num_scheduler_steps=4, **engine)
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(model_folder)))
 
 

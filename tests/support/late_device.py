@@ -288,9 +288,9 @@ def steps_seen_by(device: LateDevice) -> Iterator[None]:
 
     def told(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
         if not is_graph_watched():
-            block_tokens = kv.shape[3]
+            block_size = kv.shape[3]
             tables = [
-                table[: -(-context // block_tokens)].tolist()
+                table[: -(-context // block_size)].tolist()
                 for table, context in zip(batch.block_tables, batch.contexts.tolist(), strict=True)
             ]
             device.compute(
@@ -303,9 +303,9 @@ def steps_seen_by(device: LateDevice) -> Iterator[None]:
         self: DecodeGraphs, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: ChoiceParameters
     ) -> None:
         kv = self._kv
-        block_tokens = kv.shape[3]
+        block_size = kv.shape[3]
         tables = [row.sequence.blocks.values.tolist() for row in rows]
-        ahead = [table[row.start // block_tokens :] for row, table in zip(rows, tables, strict=True)]
+        ahead = [table[row.start // block_size :] for row, table in zip(rows, tables, strict=True)]
         start(self, rows, lora, parameters)
         device.touched = (
             [*_blocks(itertools.chain(*tables), kv), *_weights(lora)],

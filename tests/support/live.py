@@ -49,7 +49,7 @@ def make_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> Adapter
 
 def live_settings(model: Path, **engine: Any) -> Settings:
     """fp32, one thread, small blocks, a small arena."""
-    given = {"block_tokens": 4, "memory_bytes": 8 * 2**20, "threads": 1, "max_repeat": 2, **engine}
+    given = {"block_size": 4, "memory_bytes": 8 * 2**20, "threads": 1, "num_scheduler_steps": 2, **engine}
     return Settings(ModelSettings(str(model), dtype="float32"), EngineSettings(**given), AdapterSettings())
 
 

@@ -38,7 +38,7 @@ def round_profile(**changes: object) -> CostProfile:
         "made": "2026-11-20",
         "geometry": GEOMETRY,
         "vocabulary": 1000,
-        "max_model_tokens": 1000,
+        "max_model_len": 1000,
         "pool_bytes": 32 * 16 * 400,
         "lora_modules": ("q",),
         "step": StepCosts(

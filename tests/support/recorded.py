@@ -48,7 +48,7 @@ class RecordedEngine:
         overlaps: bool = False,
         **engine: object,
     ) -> None:
-        given = {"max_running": 5, "max_step_tokens": 16, "block_tokens": BLOCK_TOKENS, "record": str(path), **engine}
+        given = {"max_num_seqs": 5, "max_num_batched_tokens": 16, "block_size": BLOCK_TOKENS, "record": str(path), **engine}
         # Not from 0: a monotonic clock never is there, and it rounds otherwise.
         self.clock = VirtualClock(12_345.678)
         executor = ScriptedExecutor(

@@ -17,7 +17,7 @@ from lorikeet.engine.memory_build import memory_rules
 from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_seed
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
-from lorikeet.rows import ColdStart, Row
+from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 from lorikeet.scheduling.limits import Limits
@@ -46,8 +46,8 @@ class Bench:
 
     blocks: int = 64
     host_blocks: int = 0
-    row: Row = field(default_factory=Row)
-    limits: Limits = field(default_factory=lambda: Limits(max_running=8, max_step_tokens=16, max_model_tokens=64))
+    preset: Preset = field(default_factory=Preset)
+    limits: Limits = field(default_factory=lambda: Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64))
     script: TokenScript = token_by_seed
     failing: frozenset[AdapterDigest] = frozenset()
     fails: Callable[[Transfer], bool] = lambda transfer: False
@@ -63,14 +63,14 @@ class Bench:
             BLOCK_TOKENS,
             block_bytes=1024,
             adapter_size=lambda ref: AdapterSize(ref.max_rank, 1024 * ref.max_rank),
-            eviction=self.row.eviction,
-            prefetch=self.row.prefetch,
-            rules=memory_rules(self.row),
+            eviction=self.preset.eviction,
+            prefetch=self.preset.prefetch,
+            rules=memory_rules(self.preset),
             assist=self.order,
         )
-        batching = BATCHING[self.row.batching_mode]
+        batching = BATCHING[self.preset.batching_mode]
         self.scheduler = Scheduler(
-            self.memory, ADMISSION[self.row.admission], self.limits, self.row, batching, self.assist
+            self.memory, ADMISSION[self.preset.admission], self.limits, self.preset, batching, self.assist
         )
         self.executor = ScriptedExecutor(
             self.clock,
@@ -87,7 +87,7 @@ class Bench:
             self.memory,
             self.executor,
             self.clock,
-            self.row.cold_start,
+            self.preset.cold_start,
             lambda plan, result: self.plans.append(plan),
         )
         self.tokens: dict[RequestId, list[int]] = {}

@@ -75,7 +75,7 @@ def model_cost(
 
 
 def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> float:
-    """Return the bound of decoding ``rows`` sequences at a time.
+    """Return the bound of decoding ``presets`` sequences at a time.
 
     One row reads every weight once and is bound by memory: bandwidth / (s · (P + A)). A batch is bound by its
     multiplications, B rows at the rate G measured with B rows: B / (2·P·B / G + adapters).

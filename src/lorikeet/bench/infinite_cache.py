@@ -11,14 +11,14 @@ class InfiniteCache:
     """Counts whole blocks of text by adapter version; a text is known from when it is added.
 
     Args:
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
 
     Attributes:
         adapters: those that requests asked for.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, block_size: int) -> None:
+        self._block_tokens = block_size
         self._keys: set[bytes] = set()
         self.adapters: dict[AdapterDigest, AdapterRef] = {}
 

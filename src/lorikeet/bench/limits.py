@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 import torch
 
-ROWS = (1, 8, 32, 128, 512)
+PRESETS = (1, 8, 32, 128, 512)
 """Rows of the matrices whose multiply rate is measured."""
 
 _READ_BYTES = 512 * 2**20
@@ -46,7 +46,7 @@ class LimitMeter:
         device: ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = ROWS, device: str = "cpu") -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = PRESETS, device: str = "cpu") -> None:
         self._device = device
         self._buffer = torch.ones(_READ_BYTES // 4, device=device)
         self._weights = torch.randn(_WEIGHTS[device], dtype=dtype, device=device)

@@ -42,19 +42,19 @@ class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float = 0.0
     model: str = ""
     dtype: str = "auto"
-    block_tokens: int = 16
-    max_running: int = 64
-    max_step_tokens: int = 512
-    max_repeat: int = 8
-    max_model_tokens: int = 0
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    num_scheduler_steps: int = 8
+    max_model_len: int = 0
     threads: int = 0
     touch_memory: bool = False
 
-    def settings(self, row: str) -> Settings:
+    def settings(self, preset: str) -> Settings:
         """Return the settings of a replica that runs as ``row``."""
         given = {name: getattr(self, name) for name in self.__struct_fields__}
-        model = {name: given.pop(name) for name in ("model", "dtype", "max_model_tokens")}
-        return Settings(ModelSettings(**model), EngineSettings(row=row, **given))
+        model = {name: given.pop(name) for name in ("model", "dtype", "max_model_len")}
+        return Settings(ModelSettings(**model), EngineSettings(preset=preset, **given))
 
 
 class Rig(NamedTuple):
@@ -137,7 +137,7 @@ def run_row(
     """
     with warm_replica(rig, settings, work) as ((engine, sizes, _), clock, coalesced):
         on_warm(engine)
-        watch = MemoryWatch(engine, clock, sizes.block_tokens, _SAMPLE_S)
+        watch = MemoryWatch(engine, clock, sizes.block_size, _SAMPLE_S)
         run = run_workload(
             engine,
             clock,

@@ -57,7 +57,7 @@ class MemoryWatch(Watch):
     Args:
         engine: whose memory.
         clock: of the engine.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         sample_s: time between two samples.
 
     Attributes:
@@ -67,11 +67,11 @@ class MemoryWatch(Watch):
         began: what the memory told at the start.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, block_tokens: int, sample_s: float) -> None:
+    def __init__(self, engine: Engine, clock: Clock, block_size: int, sample_s: float) -> None:
         self._engine = engine
         self._clock = clock
         self._sample_s = sample_s
-        self._cache = InfiniteCache(block_tokens)
+        self._cache = InfiniteCache(block_size)
         self._timings: dict[RequestId, RequestTimings] = {}
         self._start_s = clock.now()
         self.samples: list[PoolSample] = []

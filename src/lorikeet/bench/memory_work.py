@@ -64,20 +64,20 @@ class MemoryWork(NamedTuple):
     Attributes:
         requests: by arrival.
         names: of all adapters.
-        block_tokens: length of a prefix block.
+        block_size: length of a prefix block.
         seed: of the prompts.
     """
 
     requests: list[WorkloadRequest]
     names: tuple[str, ...]
-    block_tokens: int
+    block_size: int
     seed: int
 
     def prompts_of(self, vocabulary: int, run: int = 0) -> Prompts:
         """Return the prompts for a model: of ordinary tokens, or of the upper half of a small vocabulary."""
         low, high = DEFAULT_IDS
         ids = Range(min(low, vocabulary // 2), min(high, vocabulary - 1))
-        return Prompts(self.seed, run, ids, self.block_tokens)
+        return Prompts(self.seed, run, ids, self.block_size)
 
     @property
     def longest_tokens(self) -> int:
@@ -115,7 +115,7 @@ def _made(options: WorkOptions) -> list[WorkloadRequest]:
         shape=options.source,
         rates=rates,
         count=_SPARE * count,
-        block_tokens=options.prefix_block_tokens or 0,
+        block_size=options.prefix_block_tokens or 0,
         **_choice(options),
     )
     return at_rate(first_whole(recipe.requests(), count), rates)
@@ -129,7 +129,7 @@ def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
         request.conversation or request.adapter for request in trace
     )
     scale = options.length_scale or (_TRACE_SCALE if is_chat else 1.0)
-    block_tokens = options.prefix_block_tokens or 0
+    block_size = options.prefix_block_tokens or 0
     rates = None if options.rate is None else Rates.constant(options.rate)
     if is_chat:
         recipe = Recipe(
@@ -138,13 +138,13 @@ def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
             rates=rates,
             count=options.requests,
             length_scale=scale,
-            block_tokens=block_tokens,
+            block_size=block_size,
             **_choice(options),
         )
         return recipe.requests()
     named = any(request.adapter for request in trace)
     choice = _choice(options) if not named else {}
-    requests = Recipe(trace=trace, length_scale=scale, block_tokens=block_tokens, **choice).requests()
+    requests = Recipe(trace=trace, length_scale=scale, block_size=block_size, **choice).requests()
     requests = first_whole(requests, options.requests or len(requests))
     return requests if rates is None else at_rate(requests, rates)
 
@@ -194,27 +194,27 @@ class WorkingSet(NamedTuple):
 
 
 def working_set(
-    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_tokens: int
+    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> WorkingSet:
     """Return what ``work`` fills; whatever the answers are, since only their lengths matter."""
-    turns, cache = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high)), InfiniteCache(block_tokens)
+    turns, cache = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high)), InfiniteCache(block_size)
     for index, request in enumerate(work.requests):  # a turn comes after the one that it goes on from
         prompt, answer = turns.prompt(index), [index] * request.output_tokens
         adapter = None if request.adapter is None else adapters[request.adapter]
         cache.add(adapter, [*prompt, *answer[:-1]])
         turns.answered(index, answer)
-    elements = geometry.block_elements(block_tokens)
+    elements = geometry.block_elements(block_size)
     blocks = {ref.digest: pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()}
     asked = sum(blocks[digest] for digest in cache.adapters)
-    block_bytes = geometry.block_bytes(block_tokens)
+    block_bytes = geometry.block_bytes(block_size)
     return WorkingSet(asked * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
 
 
 def least_memory_bytes(
-    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_tokens: int
+    work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> int:
     """Return a pool that holds any two requests with adapters of their own."""
-    elements = geometry.block_elements(block_tokens)
+    elements = geometry.block_elements(block_size)
     largest = max((pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()), default=0)
-    blocks = 2 * (largest + math.ceil(work.longest_tokens / block_tokens) + 1)
-    return blocks * geometry.block_bytes(block_tokens)
+    blocks = 2 * (largest + math.ceil(work.longest_tokens / block_size) + 1)
+    return blocks * geometry.block_bytes(block_size)

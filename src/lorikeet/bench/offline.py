@@ -14,7 +14,7 @@ import torch
 from lorikeet.bench.adapters import spread_ranks, write_random_adapter
 from lorikeet.bench.ceilings import Ceilings, ModelCost, model_cost, work_ceilings
 from lorikeet.bench.contestants import Contestant, Outcome, Work
-from lorikeet.bench.limits import ROWS, LimitMeter, MachineLimits
+from lorikeet.bench.limits import PRESETS, LimitMeter, MachineLimits
 from lorikeet.bench.offline_report import PairResult, offline_report
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, LARGEST_RANK
@@ -43,11 +43,11 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         adapter_rank: of all adapters; 0 for ranks from 8 to 128.
         peers: some of ``PEERS``; none to measure Lorikeet alone.
         pairs: timed runs of each side, taken in turns.
-        max_step_tokens: of a step of Lorikeet's: more than a server's default, as nobody waits for the next token.
+        max_num_batched_tokens: of a step of Lorikeet's: more than a server's default, as nobody waits for the next token.
         dtype: of weights, adapters and KV, on all sides.
         device: ``cpu`` or ``cuda``, for all sides.
         threads: of all sides.
-        row: system that the engine runs as.
+        preset: system that the engine runs as.
         seed: of prompts and adapters.
         vllm_python: of vLLM's environment; empty for the place where the project makes it.
     """
@@ -60,11 +60,11 @@ class OfflineOptions(msgspec.Struct, frozen=True):
     adapter_rank: int = 0
     peers: tuple[str, ...] = ()
     pairs: int = 5
-    max_step_tokens: int = 2048
+    max_num_batched_tokens: int = 2048
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 1
-    row: str = "auto"
+    preset: str = "auto"
     seed: int = 0
     vllm_python: str = ""
 
@@ -122,7 +122,7 @@ def run_offline(
     dtype = torch_dtype(options.dtype)
     cost = model_cost(config, dtype.itemsize, options.ranks()[: options.requests], ATTENTION)
     with _sides(options, config, progress) as sides:
-        measure = measure or LimitMeter(dtype, (*ROWS, options.requests), options.device).measure
+        measure = measure or LimitMeter(dtype, (*PRESETS, options.requests), options.device).measure
         pairs = list(_run_pairs(sides, measure, options, cost, config.vocab_size, progress))
         versions = {name: text for side in sides for name, text in side.versions.items()}
     report = offline_report(pairs, [side.name for side in sides], _tokens(options))
@@ -170,7 +170,7 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
         [] if base_only else folders,
         [] if base_only else options.ranks(),
         requests=options.requests,
-        max_model_tokens=request_tokens,
+        max_model_len=request_tokens,
         kv_bytes=config.geometry(dtype.itemsize).block_bytes(options.requests * request_tokens),
         threads=options.threads,
         python=options.vllm_path,
@@ -181,12 +181,12 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
 def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
     return Settings(
         model=ModelSettings(
-            model=options.model, dtype=options.dtype, max_model_tokens=options.prompt_tokens + options.output_tokens
+            model=options.model, dtype=options.dtype, max_model_len=options.prompt_tokens + options.output_tokens
         ),
         engine=EngineSettings(
-            row=options.row,
-            max_running=options.requests,
-            max_step_tokens=options.max_step_tokens,
+            preset=options.preset,
+            max_num_seqs=options.requests,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             threads=options.threads,
             device=options.device,
             touch_memory=True,  # vLLM does so too
@@ -199,7 +199,7 @@ def _pool_bytes(options: OfflineOptions, config: ModelConfig) -> int:
     """Return a pool for all requests and adapters: on a GPU an engine that is alone there takes nearly all memory."""
     itemsize = torch_dtype(options.dtype).itemsize
     parameters = sum(model_cost(config, itemsize, options.ranks(), ATTENTION).adapter_parameters)
-    request_tokens = options.prompt_tokens + options.output_tokens + EngineSettings().block_tokens
+    request_tokens = options.prompt_tokens + options.output_tokens + EngineSettings().block_size
     return config.geometry(itemsize).block_bytes(options.requests * request_tokens) + 2 * itemsize * parameters
 
 

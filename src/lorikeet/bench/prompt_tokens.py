@@ -38,10 +38,10 @@ def combine(*numbers: int) -> int:
     return state
 
 
-def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_tokens: int, ids: np.ndarray) -> list[int]:
+def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
     """Return ``request.input_tokens`` token ids: first those of its prefix blocks, then its own.
 
-    The i-th prefix block covers the tokens from ``i * block_tokens`` on; the last may be cut short. Texts with other
+    The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with other
     keys (block ids, indices, seeds) differ but for chance: n tokens of them are equal in one case of
     ``len(ids) ** n``.
 
@@ -49,18 +49,18 @@ def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_toke
         request: gives length and prefix blocks.
         index: place of the request in its workload; makes its own tokens differ from all others'.
         seed: another one makes other prompts.
-        block_tokens: length of one of ``request.prefix_blocks``.
+        block_size: length of one of ``request.prefix_blocks``.
         ids: to draw from, see ``allowed_ids``.
     """
     tokens = request.input_tokens
-    shared = request.prefix_blocks[: -(-tokens // block_tokens)]
-    shared_tokens = min(tokens, len(shared) * block_tokens)
+    shared = request.prefix_blocks[: -(-tokens // block_size)]
+    shared_tokens = min(tokens, len(shared) * block_size)
     steps = np.empty(tokens, np.uint64)
     if shared:
         # combine(seed, _SHARED, block) for all blocks at once.
         blocks = np.array([block & _MASK for block in shared], np.uint64)
         keys = _mixed_array(blocks + np.uint64((combine(seed, _SHARED) + _STEP) & _MASK))
-        offsets = np.arange(block_tokens, dtype=np.uint64) * np.uint64(_STEP)
+        offsets = np.arange(block_size, dtype=np.uint64) * np.uint64(_STEP)
         steps[:shared_tokens] = (keys[:, None] + offsets).ravel()[:shared_tokens]
     if shared_tokens < tokens:
         offsets = np.arange(tokens - shared_tokens, dtype=np.uint64) * np.uint64(_STEP)

@@ -24,17 +24,17 @@ class Prompts:
         seed: another one makes other prompts, so that nothing is found in a prefix cache.
         run: number of the run; as good as another seed.
         ids: the token ids to draw from.
-        block_tokens: length of one of a request's ``prefix_blocks``.
+        block_size: length of one of a request's ``prefix_blocks``.
     """
 
-    def __init__(self, seed: int, run: int = 0, ids: Range = DEFAULT_IDS, block_tokens: int = 512) -> None:
+    def __init__(self, seed: int, run: int = 0, ids: Range = DEFAULT_IDS, block_size: int = 512) -> None:
         self._seed = combine(seed, run)
         self._ids = np.arange(ids.low, ids.high + 1)
-        self.block_tokens = block_tokens
+        self.block_size = block_size
 
     def token_ids(self, index: int, request: WorkloadRequest) -> list[int]:
         """Return the prompt of ``request``, the ``index``-th of its workload; see ``prompt_token_ids``."""
-        return prompt_token_ids(request, index, self._seed, self.block_tokens, self._ids)
+        return prompt_token_ids(request, index, self._seed, self.block_size, self._ids)
 
     def words(self, index: int, request: WorkloadRequest) -> str:
         """Return ``request.input_tokens`` words, by the same rules."""

@@ -67,7 +67,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         lengths: instead of them; each made plain request is as long as one of these, whichever comes.
         length_scale: factor on the lengths of ``trace`` and ``lengths``.
         answer_scale: factor on the answers of ``chat`` instead.
-        block_tokens: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``; 0 for what the trace says,
+        block_size: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``; 0 for what the trace says,
             and 32.
         most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
         least_turns: leave out conversations of ``chat`` with fewer requests.
@@ -93,7 +93,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[WorkloadRequest, ...] = ()
     length_scale: float = 1.0
     answer_scale: float | None = None
-    block_tokens: int = 0
+    block_size: int = 0
     most_tokens: int | None = None
     least_turns: int = 1
     seed: int = 0
@@ -121,8 +121,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         names = self.adapters or (None,)
         calls = self._calls(names, of_arrivals, of_adapters)
         if self.shape in SHAPES:
-            block_tokens = self.block_tokens or MADE_BLOCK_TOKENS
-            requests = SHAPES[self.shape].requests(calls, names, block_tokens, of_lengths)
+            block_size = self.block_size or MADE_BLOCK_TOKENS
+            requests = SHAPES[self.shape].requests(calls, names, block_size, of_lengths)
             is_all = self.duration_s is not None or self.function_minutes is not None
             return self._before_the_end(requests)[: self.count or (None if is_all else DEFAULT_COUNT)]
         return [
@@ -151,9 +151,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
         """Whole conversations, each with an adapter of its own choice."""
-        block_tokens = block_tokens_of(self.trace, self.block_tokens)
+        block_size = block_tokens_of(self.trace, self.block_size)
         scaled = [
-            scale_conversation(turns, self.length_scale, block_tokens, self.answer_scale)
+            scale_conversation(turns, self.length_scale, block_size, self.answer_scale)
             for turns in group_conversations(self._in_order())
         ]
         conversations = take_whole(scaled, of_choice, self.count, self.most_tokens, self.least_turns)
@@ -167,7 +167,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """The first requests of the trace that are short enough."""
         ordered = self._in_order()
         if any(request.prefix_blocks for request in ordered):
-            whole = scale_blocks(ordered, self.length_scale, block_tokens_of(ordered, self.block_tokens))
+            whole = scale_blocks(ordered, self.length_scale, block_tokens_of(ordered, self.block_size))
         else:
             whole = scale_lengths(ordered, self.length_scale)
         scaled = [

@@ -10,7 +10,7 @@ from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica, assemble, build_replica
 from lorikeet.engine.modelled import ModelledExecutor
 from lorikeet.engine.modelled_build import build_modelled_executor
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 
 class Started(NamedTuple):
@@ -49,7 +49,7 @@ def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
 def build_modelled(settings: Settings, profile: CostProfile) -> Modelled:
     """Build a replica that takes its time from a profile, on a virtual clock.
 
-    With ``engine.max_repeat`` 1 the engine decides anew after every step, and steps that come out alike are run
+    With ``engine.num_scheduler_steps`` 1 the engine decides anew after every step, and steps that come out alike are run
     together; with more it makes plans of several steps as a live engine with these settings does.
 
     Args:
@@ -60,7 +60,7 @@ def build_modelled(settings: Settings, profile: CostProfile) -> Modelled:
         ConfigError: a setting does not fit the profile.
     """
     clock = VirtualClock()
-    coalesced = settings.engine.max_repeat == 1
-    _, row = resolve_row(settings.engine.row)
-    executor, sizes = build_modelled_executor(settings, profile, row, clock, coalesced=coalesced)
+    coalesced = settings.engine.num_scheduler_steps == 1
+    _, preset = resolve_preset(settings.engine.preset)
+    executor, sizes = build_modelled_executor(settings, profile, preset, clock, coalesced=coalesced)
     return Modelled(assemble(settings, executor, sizes, clock), clock, executor, coalesced)

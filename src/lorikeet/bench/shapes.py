@@ -48,19 +48,19 @@ class Translation(msgspec.Struct, frozen=True):
     growth: float = 0.25
 
     def requests(
-        self, calls: Sequence[Call], names: Sequence[str | None], block_tokens: int, generator: np.random.Generator
+        self, calls: Sequence[Call], names: Sequence[str | None], block_size: int, generator: np.random.Generator
     ) -> list[WorkloadRequest]:
         """Return one request for each call.
 
         Args:
             calls: when and of which adapter.
             names: of the adapters.
-            block_tokens: length of a prefix block.
+            block_size: length of a prefix block.
             generator: of the lengths.
         """
         sentences = self.sentence.draw(len(calls), generator)
         ratios = generator.lognormal(0.0, self.growth, len(calls))
-        before = self.instruction_blocks * block_tokens
+        before = self.instruction_blocks * block_size
         return [
             WorkloadRequest(
                 call.at_s,
@@ -68,7 +68,7 @@ class Translation(msgspec.Struct, frozen=True):
                 before + tokens,
                 max(1, round(tokens * ratio)),
                 _own_blocks(call.adapter, self.instruction_blocks),
-                prefix_block_tokens=block_tokens,
+                prefix_block_tokens=block_size,
             )
             for call, tokens, ratio in zip(calls, sentences, ratios.tolist(), strict=True)
         ]
@@ -98,20 +98,20 @@ class Dialogues(msgspec.Struct, frozen=True):
     pause_s: float = 15.0
 
     def requests(
-        self, calls: Sequence[Call], names: Sequence[str | None], block_tokens: int, generator: np.random.Generator
+        self, calls: Sequence[Call], names: Sequence[str | None], block_size: int, generator: np.random.Generator
     ) -> list[WorkloadRequest]:
         """Return the requests of all dialogues in the order of arrival.
 
         Args:
             calls: when each dialogue begins, and of which adapter.
             names: of the adapters.
-            block_tokens: length of a prefix block.
+            block_size: length of a prefix block.
             generator: of lengths and pauses.
         """
         ids = itertools.count(len(names) * self.scene_blocks)
         found: list[WorkloadRequest] = []
         for number, call in enumerate(calls):
-            found += self._dialogue(number, call, names[call.adapter], block_tokens, ids, generator)
+            found += self._dialogue(number, call, names[call.adapter], block_size, ids, generator)
         return sorted(found, key=lambda turn: turn.arrival_s)
 
     def _dialogue(
@@ -119,7 +119,7 @@ class Dialogues(msgspec.Struct, frozen=True):
         number: int,
         call: Call,
         name: str | None,
-        block_tokens: int,
+        block_size: int,
         ids: Iterator[int],
         generator: np.random.Generator,
     ) -> list[WorkloadRequest]:
@@ -127,16 +127,16 @@ class Dialogues(msgspec.Struct, frozen=True):
         said = self.utterance.draw(turns, generator)
         answered = (self.answer or self.utterance).draw(turns, generator)
         pauses_s = generator.exponential(self.pause_s, turns).tolist()
-        at_s, tokens = call.at_s, self.scene_blocks * block_tokens
+        at_s, tokens = call.at_s, self.scene_blocks * block_size
         blocks = _own_blocks(call.adapter, self.scene_blocks)
         found = []
         for asked, answer, pause_s in zip(said, answered, pauses_s, strict=True):
             tokens += asked
-            missing = -(-tokens // block_tokens) - len(blocks)
+            missing = -(-tokens // block_size) - len(blocks)
             blocks += tuple(itertools.islice(ids, missing))
             conversation = f"dialogue-{number:05d}"
             found.append(
-                WorkloadRequest(at_s, name, tokens, answer, blocks, conversation, prefix_block_tokens=block_tokens)
+                WorkloadRequest(at_s, name, tokens, answer, blocks, conversation, prefix_block_tokens=block_size)
             )
             tokens += answer
             at_s += pause_s

@@ -25,7 +25,7 @@ class Turns:
     def __init__(self, workload: Sequence[WorkloadRequest], prompts: Prompts) -> None:
         self._workload = workload
         self._prompts = prompts
-        self._before = turns_before(workload, prompts.block_tokens)
+        self._before = turns_before(workload, prompts.block_size)
         self._after: dict[int, list[int]] = {}
         for index, before in enumerate(self._before):
             if before is not None:
@@ -63,7 +63,7 @@ class Turns:
         return after
 
 
-def turns_before(workload: Sequence[WorkloadRequest], block_tokens: int) -> list[int | None]:
+def turns_before(workload: Sequence[WorkloadRequest], block_size: int) -> list[int | None]:
     """Return for each request the place of the turn that it goes on from, None if there is none.
 
     That is the last earlier turn of its conversation under the same adapter whose full prefix blocks it begins with and
@@ -71,20 +71,20 @@ def turns_before(workload: Sequence[WorkloadRequest], block_tokens: int) -> list
 
     Args:
         workload: by arrival.
-        block_tokens: length of a prefix block.
+        block_size: length of a prefix block.
     """
     conversations: dict[str, list[int]] = {}
     found: list[int | None] = []
     for index, request in enumerate(workload):
         earlier = conversations.setdefault(request.conversation, []) if request.conversation is not None else []
-        goes_on = (place for place in reversed(earlier) if _goes_on(workload[place], request, block_tokens))
+        goes_on = (place for place in reversed(earlier) if _goes_on(workload[place], request, block_size))
         found.append(next(goes_on, None))
         earlier.append(index)
     return found
 
 
-def _goes_on(before: WorkloadRequest, after: WorkloadRequest, block_tokens: int) -> bool:
-    full = before.prefix_blocks[: before.input_tokens // block_tokens]
+def _goes_on(before: WorkloadRequest, after: WorkloadRequest, block_size: int) -> bool:
+    full = before.prefix_blocks[: before.input_tokens // block_size]
     return (
         before.adapter == after.adapter
         and after.prefix_blocks[: len(full)] == full
@@ -93,7 +93,7 @@ def _goes_on(before: WorkloadRequest, after: WorkloadRequest, block_tokens: int)
 
 
 def scale_conversation(
-    turns: Sequence[WorkloadRequest], factor: float, block_tokens: int, answer_factor: float | None = None
+    turns: Sequence[WorkloadRequest], factor: float, block_size: int, answer_factor: float | None = None
 ) -> list[WorkloadRequest]:
     """Scale a conversation as ``scale_blocks`` does; a turn that went on from another still holds it and its answer.
 
@@ -102,14 +102,14 @@ def scale_conversation(
     Args:
         turns: of one conversation, by arrival.
         factor: see ``scale_blocks``.
-        block_tokens: before scaling.
+        block_size: before scaling.
         answer_factor: of answers; None for ``factor``. Longer ones make the prompts after them longer.
 
     Raises:
         ChoiceError: blocks would not be whole.
     """
-    scaled = scale_blocks(turns, factor, block_tokens, answer_factor)
-    for place, before in enumerate(turns_before(turns, block_tokens)):
+    scaled = scale_blocks(turns, factor, block_size, answer_factor)
+    for place, before in enumerate(turns_before(turns, block_size)):
         if before is not None:
             least_tokens = scaled[before].input_tokens + scaled[before].output_tokens + 1
             input_tokens = max(scaled[place].input_tokens, least_tokens)

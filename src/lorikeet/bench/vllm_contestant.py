@@ -36,7 +36,7 @@ class VllmContestant:
         folders: of the adapters.
         ranks: of the adapters.
         requests: most in a batch.
-        max_model_tokens: longest request.
+        max_model_len: longest request.
         kv_bytes: that a full batch takes.
         threads: as many of this process's cores are used.
         python: of vLLM's environment.
@@ -55,7 +55,7 @@ class VllmContestant:
         ranks: Sequence[int],
         *,
         requests: int,
-        max_model_tokens: int,
+        max_model_len: int,
         kv_bytes: int,
         threads: int,
         python: Path = DEFAULT_PYTHON,
@@ -78,8 +78,8 @@ class VllmContestant:
         settings = {
             "model": str(model_folder),
             "dtype": dtype,
-            "max_model_tokens": max_model_tokens,
-            "max_running": requests,
+            "max_model_len": max_model_len,
+            "max_num_seqs": requests,
             "adapters": [[folder.name, str(folder)] for folder in folders],
             "max_rank": next(rank for rank in _MAX_RANKS if rank >= max(ranks, default=1)),
         }

@@ -3,7 +3,7 @@
 One object a line on standard input, one answer a line on standard output (everything else that vLLM prints goes to
 standard error):
 
-    {"model": folder, "dtype", "max_model_tokens", "max_running", "adapters": [[name, folder], …], "max_rank"}
+    {"model": folder, "dtype", "max_model_len", "max_num_seqs", "adapters": [[name, folder], …], "max_rank"}
     {"versions": {"vllm": "0.32.0", …}}
     {"prompts": [[1, 2, …], …], "adapters": [0, null, …], "output_tokens": 64}
     {"seconds": 1.25, "tokens": [[3, 4, …], …]}
@@ -43,8 +43,8 @@ def load(settings: dict[str, Any]) -> tuple[Any, list[Any]]:
     engine = LLM(
         model=settings["model"],
         dtype=settings["dtype"],
-        max_model_len=settings["max_model_tokens"],
-        max_num_seqs=settings["max_running"],
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=False,
         **(lora if count else {}),
     )

@@ -31,17 +31,17 @@ class Asked(msgspec.Struct, frozen=True):
     generated_tokens: int = 0
 
 
-def asked(request: Request, block_tokens: int | None = None) -> Asked:
+def asked(request: Request, block_size: int | None = None) -> Asked:
     """Return what routing must know of a request.
 
     Args:
         request: with what it has generated so far.
-        block_tokens: tokens in a block, if the router wants keys.
+        block_size: tokens in a block, if the router wants keys.
     """
     adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
     keys: tuple[bytes, ...] = ()
-    if block_tokens is not None:
-        keys = tuple(block_keys(request.digest, request.prompt_token_ids + request.output_token_ids, block_tokens))
+    if block_size is not None:
+        keys = tuple(block_keys(request.digest, request.prompt_token_ids + request.output_token_ids, block_size))
     return Asked(
         request_id=request.request_id,
         adapter=request.digest,

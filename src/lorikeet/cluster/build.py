@@ -1,4 +1,4 @@
-"""From a row to the policies of a cluster: who serves which adapter, and who gets which request."""
+"""From a preset to the policies of a cluster: who serves which adapter, and who gets which request."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
@@ -22,7 +22,7 @@ from lorikeet.core.slo import Slo, slo_words
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import TransferModel, Way
-from lorikeet.rows import Row, resolve_row
+from lorikeet.presets import Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Of a mean request where nothing better is known; those of LoRAServe's motivation."""
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies are made with beside row and profile: plain values, to be sent to other processes.
+    """What policies are made with beside preset and profile: plain values, to be sent to other processes.
 
     Attributes:
         seed: of whatever is drawn.
@@ -77,35 +77,35 @@ class MigrationCosts(NamedTuple):
 
 
 def build_cluster_policies(
-    row: Row, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
+    preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
 ) -> tuple[Router, Placement]:
     """Build both policies of a cluster; see :func:`build_router` and :func:`build_placement`."""
-    return build_router(row, profile, options), build_placement(row, replicas, profile, options)
+    return build_router(preset, profile, options), build_placement(preset, replicas, profile, options)
 
 
-def build_router(row: Row, profile: CostProfile | None, options: ClusterOptions) -> Router:
-    """Build the row's routing policy.
+def build_router(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> Router:
+    """Build the preset's routing policy.
 
     Args:
-        row: of all replicas.
+        preset: of all replicas.
         profile: of one of them; None if there is none.
         options: everything else.
 
     Raises:
         ConfigError: there is no such policy, or it needs something that profile or options lack.
     """
-    make = _policy("routing", row.routing, ROUTING)
-    needed = _FOR_ROUTING.get(row.routing)
-    return make(RoutingOptions(options.seed) if needed is None else needed(row, profile, options))
+    make = _policy("routing", preset.routing, ROUTING)
+    needed = _FOR_ROUTING.get(preset.routing)
+    return make(RoutingOptions(options.seed) if needed is None else needed(preset, profile, options))
 
 
 def build_placement(
-    row: Row, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
+    preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
 ) -> Placement:
-    """Build the row's placement policy.
+    """Build the preset's placement policy.
 
     Args:
-        row: of all replicas.
+        preset: of all replicas.
         replicas: to place on, at least one.
         profile: of one of them; None if there is none.
         options: everything else.
@@ -114,9 +114,9 @@ def build_placement(
         ConfigError: there is no such policy, or it needs something that profile or options lack.
         ValueError: no replica.
     """
-    make = _policy("placement", row.placement, PLACEMENT)
-    needed = _FOR_PLACEMENT.get(row.placement)
-    return make(replicas, PlacementOptions(options.seed) if needed is None else needed(row, profile, options))
+    make = _policy("placement", preset.placement, PLACEMENT)
+    needed = _FOR_PLACEMENT.get(preset.placement)
+    return make(replicas, PlacementOptions(options.seed) if needed is None else needed(preset, profile, options))
 
 
 def build_migration(
@@ -125,7 +125,7 @@ def build_migration(
     kv_bytes_per_s: Callable[[], float],
     copies: CopyCosts | None = None,
 ) -> MigrationCosts | None:
-    """Return what co-migration needs, None if the row has none.
+    """Return what co-migration needs, None if the preset has none.
 
     KV travels by way of the host tiers, and only where one rank has all of it.
 
@@ -138,28 +138,28 @@ def build_migration(
     Raises:
         ConfigError: there is no profile.
     """
-    _, row = resolve_row(settings.row)
-    if not row.comigration:
+    _, preset = resolve_preset(settings.preset)
+    if not preset.comigration:
         return None
     profile = _needed(profile, "comigration needs to know what a prefill costs")
-    model = CostModel(profile, row.kernel_form)
+    model = CostModel(profile, preset.kernel_form)
 
     def prefill_s(tokens: int) -> float:
-        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], row.kernel_form))
+        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], preset.kernel_form))
 
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
-    reserves = _FOR_PLACEMENT.get(row.placement) is _for_burst_tolerance
+    reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
-    travels = row.host_kv and settings.host_memory_bytes > 0 and is_one_rank
+    travels = preset.host_kv and settings.host_memory_bytes > 0 and is_one_rank
     times = MoveTimes(prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if travels else None)
     return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
 
 
-def build_points(row: Row, profile: CostProfile | None, options: ClusterOptions, what_for: str) -> OperatingPoints:
+def build_points(preset: Preset, profile: CostProfile | None, options: ClusterOptions, what_for: str) -> OperatingPoints:
     """Return the operating points of a replica.
 
     Args:
-        row: of all replicas.
+        preset: of all replicas.
         profile: of one of them; None if there is none.
         options: everything else; points that are there come before the profile's.
         what_for: who needs them, for the error.
@@ -170,9 +170,9 @@ def build_points(row: Row, profile: CostProfile | None, options: ClusterOptions,
     tokens_per_s = options.tokens_per_s
     if not tokens_per_s:
         lengths = options.prompt_tokens, options.output_tokens
-        loads = None if profile is None else loads_that_fit(profile, row.kernel_form, options.slo, *lengths)
+        loads = None if profile is None else loads_that_fit(profile, preset.kernel_form, options.slo, *lengths)
         if loads is None:
-            raise ConfigError(_no_points(row, profile, options.slo, what_for))
+            raise ConfigError(_no_points(preset, profile, options.slo, what_for))
         tokens_per_s = loads.tokens_per_s
     try:
         return OperatingPoints(tokens_per_s)
@@ -180,9 +180,9 @@ def build_points(row: Row, profile: CostProfile | None, options: ClusterOptions,
         raise ConfigError(f"{what_for}: {error}") from error
 
 
-def needs_operating_points(row: Row) -> bool:
-    """Whether the row's placement goes by operating points."""
-    return _FOR_PLACEMENT.get(row.placement) is _for_loraserve
+def needs_operating_points(preset: Preset) -> bool:
+    """Whether the preset's placement goes by operating points."""
+    return _FOR_PLACEMENT.get(preset.placement) is _for_loraserve
 
 
 def loads_that_fit(
@@ -233,16 +233,16 @@ def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], 
     return fit_performance(form, steps)
 
 
-def _for_toppings(row: Row, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
+def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
     known = _needed(profile, "routing toppings needs to know what steps cost")
     try:
-        prefill, decode = performance_models(known, row.kernel_form, options.prompt_tokens, options.output_tokens)
+        prefill, decode = performance_models(known, preset.kernel_form, options.prompt_tokens, options.output_tokens)
     except ValueError as error:
         raise ConfigError(f"routing toppings: {error}") from error
     return RoutingOptions(options.seed, prefill, decode, slo_s=options.tpot_s or inf)
 
 
-def _for_pending_time(row: Row, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
+def _for_pending_time(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
     known = _needed(profile, "routing dlora needs to know what it takes to load an adapter")
     try:
         link = TransferModel(known, 1, options.link_bytes_per_s).link(Way.IN)
@@ -251,11 +251,11 @@ def _for_pending_time(row: Row, profile: CostProfile | None, options: ClusterOpt
     return RoutingOptions(options.seed, load_s=link.fixed.value, load_bytes_per_s=link.bandwidth.value)
 
 
-def _for_loraserve(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
-    return PlacementOptions(options.seed, build_points(row, profile, options, f"placement {row.placement}"))
+def _for_loraserve(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
+    return PlacementOptions(options.seed, build_points(preset, profile, options, f"placement {preset.placement}"))
 
 
-def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
+def _for_burst_tolerance(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
     memory_bytes, token_bytes = options.memory_bytes, options.kv_token_bytes
     if not (memory_bytes and token_bytes):
         known = _needed(profile, "placement dlora needs to know the memory of a replica and of a token's KV")
@@ -267,16 +267,16 @@ def _for_burst_tolerance(row: Row, profile: CostProfile | None, options: Cluster
         options.seed,
         memory_bytes=memory_bytes,
         request_bytes=request_bytes,
-        reserved_share=RESERVED_SHARE if row.comigration else 0.0,
+        reserved_share=RESERVED_SHARE if preset.comigration else 0.0,
     )
 
 
-_FOR_ROUTING: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], RoutingOptions]] = {
+_FOR_ROUTING: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], RoutingOptions]] = {
     "toppings": _for_toppings,
     "toppings:empty-free": _for_toppings,
     "dlora": _for_pending_time,
 }
-_FOR_PLACEMENT: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], PlacementOptions]] = {
+_FOR_PLACEMENT: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], PlacementOptions]] = {
     "loraserve": _for_loraserve,
     "loraserve:literal": _for_loraserve,
     "dlora": _for_burst_tolerance,
@@ -284,9 +284,9 @@ _FOR_PLACEMENT: dict[str, Callable[[Row, CostProfile | None, ClusterOptions], Pl
 """How policies that need more than a seed get it."""
 
 
-def _policy(axis: str, name: str, table: Mapping[str, T]) -> T:
+def _policy(option: str, name: str, table: Mapping[str, T]) -> T:
     if name not in table:
-        raise ConfigError(f"no {axis} is called {name!r}; there are: {', '.join(table)}")
+        raise ConfigError(f"no {option} is called {name!r}; there are: {', '.join(table)}")
     return table[name]
 
 
@@ -296,8 +296,8 @@ def _needed(profile: CostProfile | None, why: str) -> CostProfile:
     return profile
 
 
-def _no_points(row: Row, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
-    what = f"of the kernel form {row.kernel_form} under {slo_words(slo)}" if slo != Slo() else "and so an SLO"
+def _no_points(preset: Preset, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
+    what = f"of the kernel form {preset.kernel_form} under {slo_words(slo)}" if slo != Slo() else "and so an SLO"
     there = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
     return (
         f"{what_for} needs operating points {what}{there}: run lorikeet profile --operating-points, and name its file "

@@ -304,7 +304,7 @@ class ClusterClient:
         if replica.is_joined:
             self._do(self._dispatcher.hear(replica_id, outputs, now))
             if outputs.stats is not None:
-                told = gauges(replica_id, replica.epoch, outputs.stats, keeper.hello.block_tokens)
+                told = gauges(replica_id, replica.epoch, outputs.stats, keeper.hello.block_size)
                 self._do(self._dispatcher.gauges(told, now))
         for departed in outputs.departed:
             self._moves.departed(departed)
@@ -361,7 +361,7 @@ class ClusterClient:
 
     def _asked(self, handle: RequestHandle) -> Asked:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
-        return asked(request, self.hello.block_tokens if self._dispatcher.router.wants_keys else None)
+        return asked(request, self.hello.block_size if self._dispatcher.router.wants_keys else None)
 
     def _do(self, actions: Actions, reason: str = "") -> None:
         """Carry out what the dispatcher wants; ``reason`` is why requests failed, if any did."""

@@ -7,7 +7,7 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.messages import EngineStats, StepOutputs
 
 
-def gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_tokens: int) -> Gauges:
+def gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_size: int) -> Gauges:
     """Return an engine's gauges as routing sees them; KV and adapters that no request needs may leave."""
     needed = {*stats.running_adapters, *stats.waiting_adapters}
     idle_blocks = sum(blocks for digest, blocks in stats.resident_adapters.items() if digest not in needed)
@@ -16,7 +16,7 @@ def gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_tokens: int
         epoch=epoch,
         number=round(stats.at_s * 1e6),
         requests=stats.running + stats.waiting,
-        free_tokens=(stats.free_blocks + stats.cached_blocks + idle_blocks) * block_tokens,
+        free_tokens=(stats.free_blocks + stats.cached_blocks + idle_blocks) * block_size,
         resident=frozenset(stats.resident_adapters),
     )
 

@@ -26,22 +26,22 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.connection import LocalHost
-from lorikeet.rows import Row, resolve_row
+from lorikeet.presets import Preset, resolve_preset
 
 
 @dataclass(frozen=True)
 class _MakeOrchestrator:
     """Makes the orchestrator, perhaps in another process: plain values."""
 
-    row: Row
+    preset: Preset
     replicas: tuple[ReplicaId, ...]
     profile: CostProfile | None
     options: ClusterOptions
     points: OperatingPoints | None
 
     def __call__(self, now: float) -> Orchestrator:
-        placement = build_placement(self.row, self.replicas, self.profile, self.options)
-        return Orchestrator(placement, now, self.points, self.row.placement)
+        placement = build_placement(self.preset, self.replicas, self.profile, self.options)
+        return Orchestrator(placement, now, self.points, self.preset.placement)
 
 
 def cluster_options(settings: Settings) -> ClusterOptions:
@@ -63,27 +63,27 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         stack: releases what was opened here, after the client, which its caller closes.
 
     Raises:
-        ConfigError: the row's policies, co-migration or scaling need something that is not there.
+        ConfigError: the preset's policies, co-migration or scaling need something that is not there.
         ProfileError: there is no such profile.
         RayError: Ray cannot be started or joined.
         ValueError: the registry's URL is none.
     """
-    cluster, (_, row) = settings.cluster, resolve_row(settings.engine.row)
+    cluster, (_, preset) = settings.cluster, resolve_preset(settings.engine.preset)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     options = cluster_options(settings)
-    router = build_router(row, profile, options)
+    router = build_router(preset, profile, options)
     kv_speed = KvSpeed()
     migration = build_migration(settings.engine, profile, lambda: kv_speed.bytes_per_s)
-    points = build_points(row, profile, options, "scaling by load") if cluster.max_replicas else None
+    points = build_points(preset, profile, options, "scaling by load") if cluster.max_replicas else None
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
-    make = _MakeOrchestrator(row, replicas, profile, options, points)
+    make = _MakeOrchestrator(preset, replicas, profile, options, points)
     orchestrator = make(time.monotonic())  # what is wrong with the settings is said before anything is started
     make_client = partial(
         ClusterClient,
         settings,
         router=router,
-        period_s=row.placement_period_s,
-        prefetch=row.pool_prefetch,
+        period_s=preset.placement_period_s,
+        prefetch=preset.pool_prefetch,
         kv_speed=kv_speed,
     )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-")))

@@ -32,9 +32,9 @@ class Replica:
         return ReplicaInfo(
             replica=self.keeper.replica,
             epoch=self.epoch,
-            total_tokens=hello.total_blocks * hello.block_tokens,
-            max_batch=engine.max_running,
-            kv_token_bytes=engine.memory_ranks * hello.block_bytes / hello.block_tokens,
+            total_tokens=hello.total_blocks * hello.block_size,
+            max_batch=engine.max_num_seqs,
+            kv_token_bytes=engine.memory_ranks * hello.block_bytes / hello.block_size,
         )
 
     def hear(self, event: AdapterEvent) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from lorikeet.commands.console import fail
 from lorikeet.commands.sizes import format_size, parse_size
 from lorikeet.config import ModelSettings
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
     from lorikeet.bench.memory_bench import MemorySetting
@@ -37,7 +37,7 @@ def bench_memory(
         int | None, typer.Option(min=1, help="At least so many, whole conversations.", show_default="all, or 240")
     ] = None,
     presets: Annotated[
-        str, typer.Option(help="Rows, separated by commas; axes may follow: vllm-static,adapter_share=0.35.")
+        str, typer.Option(help="Presets, separated by commas; options may follow: vllm-static,adapter_share=0.35.")
     ] = _PRESETS,
     ranks: Annotated[str, typer.Option(help="Of the adapters in turn: 32, 32,64 or 8-128.")] = "32,64",
     modules: Annotated[str, typer.Option(help="That the adapters change.")] = "q,k,v,o",
@@ -61,8 +61,8 @@ def bench_memory(
     model: Annotated[str, typer.Option(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")] = "",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
-    max_running: Annotated[int, typer.Option(min=1, help="Most sequences that hold blocks at once.")] = 64,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that hold blocks at once.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 512,
     length_scale: Annotated[
         float | None, typer.Option(help="Factor on the lengths of a file.", show_default="1/32 of Mooncake's, else 1")
     ] = None,
@@ -110,7 +110,7 @@ def bench_memory(
     try:
         names = split_presets(presets)
         for name in names:
-            resolve_row(name)
+            resolve_preset(name)
         options = WorkOptions(
             source=workload,
             requests=requests,
@@ -144,13 +144,13 @@ def bench_memory(
                 link_bytes_per_s=link_gb_per_s * 1e9,
                 model=str(path),
                 dtype=dtype,
-                max_running=max_running,
-                max_step_tokens=max_step_tokens,
-                max_model_tokens=work.longest_tokens,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=work.longest_tokens,
                 threads=threads or len(os.sched_getaffinity(0)),
             )
-            filled = working_set(work, rig.adapters, rig.geometry, setting.block_tokens)
-            least_bytes = least_memory_bytes(work, rig.adapters, rig.geometry, setting.block_tokens)
+            filled = working_set(work, rig.adapters, rig.geometry, setting.block_size)
+            least_bytes = least_memory_bytes(work, rig.adapters, rig.geometry, setting.block_size)
             setting = msgspec.structs.replace(
                 setting,
                 memory_bytes=given_bytes or max(filled.total_bytes // 4, least_bytes),
@@ -188,10 +188,10 @@ def bench_memory(
 
 
 def split_presets(text: str) -> list[str]:
-    """Return the rows in a list separated by commas; parts with ``=`` are axes of the row before them.
+    """Return the presets in a list separated by commas; parts with ``=`` are options of the preset before them.
 
     Raises:
-        ValueError: there is none, one is named twice, or an axis comes before any row.
+        ValueError: there is none, one is named twice, or an option comes before any preset.
     """
     names: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -200,7 +200,7 @@ def split_presets(text: str) -> list[str]:
         elif names:
             names[-1] += f",{part}"
         else:
-            raise ValueError(f"--presets: {part!r} comes before any row")
+            raise ValueError(f"--presets: {part!r} comes before any preset")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"--presets {text!r}: name rows, each once")
     return names

@@ -14,7 +14,7 @@ from rich.table import Table
 from lorikeet import SPIN_COUNT
 from lorikeet.commands.console import fail, note
 from lorikeet.config import ConfigError, ModelSettings
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 _LIBGOMP_SPIN_COUNT = "300000"
 _PAIRS = 5
@@ -35,11 +35,11 @@ def bench_offline(
         ),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = _PAIRS,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step of Lorikeet's.")] = 2048,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step of Lorikeet's.")] = 2048,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32, on all sides.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda, for all sides; vLLM's build here is for CPUs.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="Of all sides; 0: one for each core.")] = 0,
-    row: Annotated[str, typer.Option(help="Which system to run as.")] = "auto",
+    preset: Annotated[str, typer.Option(help="Which system to run as.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of prompts and adapters.")] = 0,
     vllm_python: Annotated[
         str, typer.Option(help="Python of vLLM's own environment.", show_default=".venvs/vllm/bin/python")
@@ -72,11 +72,11 @@ def bench_offline(
         adapter_rank=adapter_rank,
         peers=peers,
         pairs=pairs,
-        max_step_tokens=max_step_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
         device=device,
         threads=threads or len(os.sched_getaffinity(0)),
-        row=row,
+        preset=preset,
         seed=seed,
         vllm_python=vllm_python,
     )
@@ -84,7 +84,7 @@ def bench_offline(
         fail(f"there is no folder {str(plot.parent)!r}", code=2)
     try:
         options.check()
-        resolve_row(row)
+        resolve_preset(preset)
         torch_dtype(dtype)
     except ValueError as error:
         fail(str(error), code=2)

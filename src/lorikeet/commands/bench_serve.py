@@ -136,7 +136,7 @@ def bench_serve(
             prompt_tokens=Range.parse(prompt_tokens),
             output_tokens=Range.parse(output_tokens),
             length_scale=length_scale,
-            block_tokens=prefix_block_tokens or 0,
+            block_size=prefix_block_tokens or 0,
             seed=seed,
         )
         with Announcer() as announcer:

@@ -33,7 +33,7 @@ class Foreign(NamedTuple):
 
 _POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
-_ADMISSION = "the row decides who is admitted next (--row lorikeet:priority, for one)"
+_ADMISSION = "the preset decides who is admitted next (--preset lorikeet:priority, for one)"
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "models with experts are not served"
 _MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
@@ -49,7 +49,7 @@ FOREIGN: dict[str, Foreign] = {
     "--fully-sharded-loras": Foreign("adapters are always sharded alongside the model", value=False),
     "--specialize-active-lora": Foreign("work is always the sum of the ranks in the batch", value=False),
     "--lora-target-modules": Foreign("every module that an adapter changes is served", same=("all", "all-linear")),
-    "--lora-eviction-policy": Foreign("the row decides (--row)", same=("lru",)),
+    "--lora-eviction-policy": Foreign("the preset decides (--preset)", same=("lru",)),
     "--lora-backend": Foreign("the kernels are chosen by device"),
     "--enable-lora-overlap-loading": Foreign(_ALWAYS, value=False, same=("",)),
     "--lora-strict-loading": Foreign(_ALWAYS, value=False, same=("",)),

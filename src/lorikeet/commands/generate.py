@@ -25,7 +25,7 @@ def generate(
 
     settings = Settings(
         model=ModelSettings(model=model, dtype=dtype),
-        engine=EngineSettings(max_running=1),
+        engine=EngineSettings(max_num_seqs=1),
         adapters=AdapterSettings(enabled=adapter is not None),
     )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

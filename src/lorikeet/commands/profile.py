@@ -29,8 +29,8 @@ def profile(
     ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
-    max_running: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 64,
-    max_step_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a step.")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a step.")] = 512,
     operating_points: Annotated[
         bool, typer.Option("--operating-points", help="Also find, for each rank, the highest load that keeps --slo.")
     ] = False,
@@ -38,7 +38,7 @@ def profile(
         str, typer.Option("--profile", help="Measure nothing; find them for this profile, a name or a .toml file.")
     ] = "",
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=10 or ttft=2,tpot=0.1.")] = "",
-    preset: Annotated[str, typer.Option(help="The system that is to keep them: a row's name.")] = "auto",
+    preset: Annotated[str, typer.Option(help="The system that is to keep them: a preset's name.")] = "auto",
     ranks: Annotated[str, typer.Option(help="Such as 8,16,64, or 8-128 for all doublings.")] = "8-128",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
@@ -55,7 +55,7 @@ def profile(
     from lorikeet.costs.catalog import load_profile
     from lorikeet.costs.profile import write_profile
     from lorikeet.engine.executor import ExecutorError
-    from lorikeet.rows import resolve_row
+    from lorikeet.presets import resolve_preset
     from lorikeet.server.announce import Announcer
     from lorikeet.simulator.operating_points import (
         BRIEF,
@@ -85,11 +85,11 @@ def profile(
         fail(f"--output {str(output)!r}: a profile is a .toml file", code=2)
     if operating_points and not slo:
         fail("--operating-points: under which SLO? for example --slo ttft=10", code=2)
-    engine = EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens, device=device, threads=threads)
+    engine = EngineSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=device, threads=threads)
     try:
         limits = parse_slo(slo)
         search = msgspec.structs.replace(BRIEF if quick else THOROUGH, ranks=parse_ranks(ranks))
-        resolve_row(preset)
+        resolve_preset(preset)
         with Announcer() as announcer:
             if known:
                 found, path = load_profile(known), output or Path(known if known.endswith(".toml") else f"{known}.toml")
@@ -99,7 +99,7 @@ def profile(
                 write_profile(found, path)  # whatever becomes of the search
             if operating_points:
                 replica = msgspec.structs.replace(
-                    engine, row=preset, max_repeat=1, host_memory_bytes=host_room_bytes(found.geometry, search)
+                    engine, preset=preset, num_scheduler_steps=1, host_memory_bytes=host_room_bytes(found.geometry, search)
                 )
                 lengths = prompt_tokens, output_tokens
                 loads = find_operating_loads(found, replica, limits, lengths, search=search, show=announcer.show)

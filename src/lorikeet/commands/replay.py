@@ -49,7 +49,7 @@ def _replay(recording: "Recording") -> None:
     header, found = recording.header, run(recording)
     console = Console(highlight=False)
     blocks = f"{header.sizes.total_blocks} device and {header.sizes.host_blocks} host blocks"
-    console.print(f"row {header.engine.row}, {blocks}, Lorikeet {header.version}")
+    console.print(f"preset {header.engine.preset}, {blocks}, Lorikeet {header.version}")
     seconds = f"{found.steps} steps, {found.seconds:.1f} s"
     if found.difference is None:
         console.print(f"{found.plans} plans identical ({seconds})")
@@ -84,16 +84,16 @@ def _compare(recording: "Recording", name: str) -> None:
     from lorikeet.engine.modelled_build import transfer_model
     from lorikeet.engine.recorded_times import compare_times
     from lorikeet.engine.replay import turns
-    from lorikeet.rows import resolve_row
+    from lorikeet.presets import resolve_preset
 
     profile = load_profile(name)
     if profile.geometry != recording.header.sizes.geometry:
         fail(f"profile {profile.name} is of {profile.model}; the recording is of another model")
-    _, row = resolve_row(recording.header.engine.row)
+    _, preset = resolve_preset(recording.header.engine.preset)
     right = [Column(text, justify="right") for text in ("count", "recorded ms", "modelled ms", "error", "P95")]
     table = Table("kind", *right, caption=f"medians; errors relative to the recorded time; profile {profile.name}")
     transfers = transfer_model(recording.header.engine, profile)
-    for kind, pairs in compare_times(turns(recording), row, transfers).items():
+    for kind, pairs in compare_times(turns(recording), preset, transfers).items():
         if not pairs:
             continue
         errors = [abs(modelled - recorded) / recorded for recorded, modelled in pairs]

@@ -26,7 +26,7 @@ def route(
             metavar="NAME=SOURCE[,rank=16]",
         ),
     ] = None,
-    preset: Annotated[str, typer.Option(help="The system whose routing and placement count: a row's name.")] = "auto",
+    preset: Annotated[str, typer.Option(help="The system whose routing and placement count: a preset's name.")] = "auto",
     profile: Annotated[str, typer.Option(help="Profile of a backend, for systems that decide by costs.")] = "",
     slo: Annotated[str, typer.Option(help="Limits that such systems keep to: ttft=0.5,tpot=0.1 (seconds).")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
@@ -59,17 +59,17 @@ def route(
     from lorikeet.core.slo import SloError, parse_slo
     from lorikeet.gateway.run import RouteOptions
     from lorikeet.gateway.run import route as run_gateway
-    from lorikeet.rows import resolve_row
+    from lorikeet.presets import resolve_preset
 
     try:
-        resolve_row(preset)
+        resolve_preset(preset)
         check_keys((*(api_key or ()), *(admin_key or ())))
         pages = tuple(chain.from_iterable(map(origins, allowed_origins or ())))
         check_origins(pages)
         options = RouteOptions(
             backends=tuple(backend),
             adapters=tuple(map(read_adapter, lora_modules or ())),
-            row=preset,
+            preset=preset,
             profile=profile,
             slo=parse_slo(slo),
             seed=seed,

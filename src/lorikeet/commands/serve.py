@@ -11,7 +11,7 @@ import typer
 from lorikeet.commands import serve_flags
 from lorikeet.commands.console import fail
 from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.server.targets import read_targets
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
@@ -20,7 +20,7 @@ PrefixCaching = Annotated[
     bool | None,
     typer.Option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Keep KV for later requests of the same adapter; the row decides.",
+        help="Keep KV for later requests of the same adapter; the preset decides.",
         rich_help_panel="Engine",
         show_default=False,
     ),
@@ -63,7 +63,7 @@ def build_settings(
     Args:
         model: folder or hub id.
         config: TOML file.
-        prefix_caching: False chooses the row that drops KV, unless another is named; True leaves it to the row.
+        prefix_caching: False chooses the preset that drops KV, unless another is named; True leaves it to the preset.
         flags: values by the names of ``serve_flags.parameters``.
         environment: of the process; ``VLLM_API_KEY`` counts where no other key is given.
 
@@ -74,16 +74,16 @@ def build_settings(
     tables["model"]["model"] = model
     settings = load_settings(tables, config, environment)
     if prefix_caching is False:
-        if (row := settings.engine.row) != EngineSettings().row:
+        if (preset := settings.engine.preset) != EngineSettings().preset:
             raise ConfigError(
-                f"--no-enable-prefix-caching: row {row} says what becomes of KV; --row {row},kv_after_finish=dropped "
+                f"--no-enable-prefix-caching: preset {preset} says what becomes of KV; --preset {preset},kv_after_finish=dropped "
                 "drops it"
             )
-        tables["engine"]["row"] = "lorikeet:plain-no-reuse"
+        tables["engine"]["preset"] = "lorikeet:plain-no-reuse"
         settings = load_settings(tables, config, environment)
     if not settings.server.api_keys and "VLLM_API_KEY" in environment:
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)
-    resolve_row(settings.engine.row)
+    resolve_preset(settings.engine.preset)
     read_targets(settings.server, settings.cluster)
     return settings

@@ -42,12 +42,12 @@ def simulate(
     prompt_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
     output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
     length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
-    block_tokens: Annotated[
+    block_size: Annotated[
         Whole, typer.Option(min=2, help="Of a prefix block, before scaling; else what --trace says, or 32.")
     ] = None,
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
-    max_model_tokens: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_running=256.")] = None,
+    max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")] = None,
     replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the row's placement and routing.")] = None,
     fetch: Annotated[
         Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
@@ -121,7 +121,7 @@ def _engine_settings(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            fail(f"--engine {pair!r} is not KEY=VALUE, such as max_running=256", code=2)
+            fail(f"--engine {pair!r} is not KEY=VALUE, such as max_num_seqs=256", code=2)
         given[name.strip()] = value.strip()
     return given
 

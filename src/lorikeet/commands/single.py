@@ -53,7 +53,7 @@ def stream_answer(
             sampling = _within(config, len(token_ids), sampling)
             # No longer than needed: memory for a whole context is more than many machines have.
             longest_tokens = len(token_ids) + sampling.max_tokens
-            model = msgspec.structs.replace(settings.model, model=str(folder), max_model_tokens=longest_tokens)
+            model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), announcer.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except ApiError as error:

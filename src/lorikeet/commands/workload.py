@@ -50,7 +50,7 @@ def workload(
     prompt_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "64",
     length_scale: Annotated[float, typer.Option(help="Factor on the lengths of --from.")] = 1.0,
-    block_tokens: Annotated[
+    block_size: Annotated[
         int | None,
         typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what --from says, else 32"),
     ] = None,
@@ -108,7 +108,7 @@ def workload(
             prompt_tokens=_parsed("--prompt-tokens", Range.parse, prompt_tokens),
             output_tokens=_parsed("--output-tokens", Range.parse, output_tokens),
             length_scale=length_scale,
-            block_tokens=block_tokens or 0,
+            block_size=block_size or 0,
             most_tokens=most_tokens,
             seed=seed,
         )

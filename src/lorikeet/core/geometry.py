@@ -43,10 +43,10 @@ class ModelGeometry(msgspec.Struct, frozen=True):
         """Elements of keys and values that one token takes over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
-    def block_elements(self, block_tokens: int) -> int:
-        """Elements of a block that holds ``block_tokens`` tokens of KV over all layers."""
-        return block_tokens * self.kv_elements_per_token()
+    def block_elements(self, block_size: int) -> int:
+        """Elements of a block that holds ``block_size`` tokens of KV over all layers."""
+        return block_size * self.kv_elements_per_token()
 
-    def block_bytes(self, block_tokens: int) -> int:
+    def block_bytes(self, block_size: int) -> int:
         """Bytes of such a block."""
-        return self.block_elements(block_tokens) * self.dtype_bytes
+        return self.block_elements(block_size) * self.dtype_bytes

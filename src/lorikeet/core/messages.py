@@ -81,9 +81,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         version: Lorikeet's version.
         geometry: sizes of the whole model.
         total_blocks: blocks in the device arena.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         block_bytes: bytes of a block on one rank.
-        max_model_tokens: longest sequence that it serves.
+        max_model_len: longest sequence that it serves.
         max_adapter_blocks: largest adapter that it serves.
         kernels: which kernel backend computes.
         boot_id, at_s: of its machine, and now on its clock.
@@ -93,9 +93,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: str
     geometry: ModelGeometry
     total_blocks: int
-    block_tokens: int
+    block_size: int
     block_bytes: int
-    max_model_tokens: int
+    max_model_len: int
     max_adapter_blocks: int
     kernels: str
     boot_id: str

@@ -14,7 +14,7 @@ from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.transfers import TransferModel, Way
 from lorikeet.memory.layer_groups import runs_needed
 from lorikeet.memory.packing import pack
-from lorikeet.rows import HostLayers, LayerGroups, Row
+from lorikeet.presets import HostLayers, LayerGroups, Preset
 from lorikeet.scheduling.coldstart.costs import AssistCosts, row_bytes
 from lorikeet.scheduling.coldstart.slices import slice_rows
 
@@ -41,7 +41,7 @@ class ColdAdapter(NamedTuple):
     left_to_host: range = range(0)
 
 
-def assist_costs(transfers: TransferModel, row: Row) -> AssistCosts | None:
+def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
     """Return what the planner of assisted prefills knows of a modelled replica; None if no host cores assist it.
 
     On the device a layer counts without what adapters add: that depends on who else is in the step.
@@ -53,7 +53,7 @@ def assist_costs(transfers: TransferModel, row: Row) -> AssistCosts | None:
     host = profile.host_lora
     if host is None:
         return None
-    model, link = CostModel(profile, row.kernel_form), transfers.link(Way.IN)
+    model, link = CostModel(profile, preset.kernel_form), transfers.link(Way.IN)
     return AssistCosts(
         layers=profile.geometry.layers,
         row_bytes=row_bytes(profile.geometry),
@@ -65,10 +65,10 @@ def assist_costs(transfers: TransferModel, row: Row) -> AssistCosts | None:
         load_fixed_s=link.fixed.value,
         load_bandwidth=link.bandwidth.value,
         workers=host.cores,
-        worker_tokens=host.core_tokens * row.host_chunk,
-        one_group=row.layer_groups is LayerGroups.ONE,
-        is_static=row.host_layers is HostLayers.STATIC,
-        waits=row.host_layers is HostLayers.PATIENT,
+        worker_tokens=host.core_tokens * preset.host_chunk,
+        one_group=preset.layer_groups is LayerGroups.ONE,
+        is_static=preset.host_layers is HostLayers.STATIC,
+        waits=preset.host_layers is HostLayers.PATIENT,
     )
 
 

@@ -56,14 +56,14 @@ class Model:
         words: for people.
         geometry: of the whole model.
         vocabulary: token ids.
-        max_model_tokens: longest sequence.
+        max_model_len: longest sequence.
     """
 
     name: str
     words: str
     geometry: ModelGeometry
     vocabulary: int
-    max_model_tokens: int
+    max_model_len: int
 
     @property
     def hidden(self) -> int:
@@ -89,7 +89,7 @@ def _llama_2(name: str, words: str, layers: int, hidden: int, kv_heads: int, fee
     square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
-    return Model(name, words, geometry, vocabulary=32000, max_model_tokens=4096)
+    return Model(name, words, geometry, vocabulary=32000, max_model_len=4096)
 
 
 MODELS = {

@@ -63,7 +63,7 @@ def compose_profile(
         made=f"composed by lorikeet {__version__}",
         geometry=model.geometry,
         vocabulary=model.vocabulary,
-        max_model_tokens=model.max_model_tokens,
+        max_model_len=model.max_model_len,
         pool_bytes=pool,
         lora_modules=MODULES,
         step=step,

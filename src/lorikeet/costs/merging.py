@@ -7,7 +7,7 @@ from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.costs.model import adapter_elements
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.transfers import TransferModel
-from lorikeet.rows import MergeBy
+from lorikeet.presets import MergeBy
 
 Touched = Set[tuple[str, int]]
 """Weights of the base model: module and layer."""

@@ -214,7 +214,7 @@ class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         kernel_form: of the adapters.
         slo: that enough of the requests met.
         prompt_tokens, output_tokens: of every request.
-        max_running, max_step_tokens: of the engine.
+        max_num_seqs, max_num_batched_tokens: of the engine.
         tokens_per_s: by rank; prompts and answers.
         source: how they were found, in words.
     """
@@ -223,8 +223,8 @@ class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     slo: Slo
     prompt_tokens: int
     output_tokens: int
-    max_running: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     tokens_per_s: dict[int, float]
     source: str = ""
 
@@ -241,7 +241,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         made: date, and for measured ones revision and machine.
         geometry: sizes of the whole model.
         vocabulary: number of token ids.
-        max_model_tokens: longest sequence.
+        max_model_len: longest sequence.
         pool_bytes: device memory for adapters and KV over all ranks, weights and workspace excluded.
         lora_modules: modules over which a rank counts as one.
         step: the base model's steps.
@@ -263,7 +263,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     made: str
     geometry: ModelGeometry
     vocabulary: int
-    max_model_tokens: int
+    max_model_len: int
     pool_bytes: int
     lora_modules: tuple[str, ...]
     step: StepCosts

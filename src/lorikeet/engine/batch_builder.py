@@ -69,7 +69,7 @@ def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]
 def build_batch(
     rows: Sequence[BatchRow],
     weights: Mapping[AdapterDigest, LoraWeights],
-    block_tokens: int,
+    block_size: int,
     device: torch.device,
     form: KernelForm = KernelForm.UNPADDED,
     merged: AdapterDigest | None = None,
@@ -79,7 +79,7 @@ def build_batch(
     Args:
         rows: sequences in batch order, equal adapters beside each other.
         weights: where those of each adapter in use lie.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         device: where the tensors go.
         form: how mixed ranks are computed.
         merged: adapter that is in the base weights already: its rows need nothing more.
@@ -87,13 +87,13 @@ def build_batch(
     Raises:
         ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
     """
-    check_rows(rows, block_tokens)
+    check_rows(rows, block_size)
     counts = np.array([row.tokens for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
     stops = np.cumsum(counts)
     firsts = stops - counts
     positions = np.arange(counts.sum()) + np.repeat(starts - firsts, counts)
-    tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_tokens)] for row in rows]
+    tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_size)] for row in rows]
 
     def tensor(array: Ints) -> Tensor:
         return send(_tensor(array), device)
@@ -110,12 +110,12 @@ def build_batch(
         slot_blocks=tensor(
             _concatenate(
                 [
-                    table[positions[first:stop] // block_tokens]
+                    table[positions[first:stop] // block_size]
                     for table, first, stop in zip(tables, firsts, stops, strict=True)
                 ]
             )
         ),
-        slot_offsets=tensor(positions % block_tokens),
+        slot_offsets=tensor(positions % block_size),
         row_starts=send(host.row_starts, device),
         contexts=send(host.contexts, device),
         block_tables=send(host.block_tables, device),
@@ -137,12 +137,12 @@ def lora_batch(
     return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None
 
 
-def check_rows(rows: Sequence[BatchRow], block_tokens: int, more: int = 0) -> None:
+def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None:
     """Do nothing if every sequence has the tokens and blocks that it is asked to compute.
 
     Args:
         rows: sequences of a batch.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         more: tokens for which there must be room beside those.
 
     Raises:
@@ -155,10 +155,10 @@ def check_rows(rows: Sequence[BatchRow], block_tokens: int, more: int = 0) -> No
                 f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
                 f"it has {len(sequence.token_ids)}"
             )
-        if _blocks(context + more, block_tokens) > len(sequence.blocks):
+        if _blocks(context + more, block_size) > len(sequence.blocks):
             raise ValueError(
                 f"request {sequence.request_id}: {context + more} tokens do not fit its {len(sequence.blocks)} blocks "
-                f"of {block_tokens}"
+                f"of {block_size}"
             )
 
 
@@ -166,8 +166,8 @@ def _tensor(array: Ints) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _blocks(tokens: int, block_tokens: int) -> int:
-    return -(-tokens // block_tokens)
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
 
 
 def _concatenate(arrays: list[Ints]) -> Ints:

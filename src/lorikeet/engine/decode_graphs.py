@@ -236,17 +236,17 @@ class DecodeGraphs:
         rows, blocks = variant.rows, self._tables.shape[1] if variant.is_long else self._short_blocks
         inputs = _Inputs(*(each[:rows] for each in self._inputs))
         tables, row_starts = self._tables[:rows, :blocks], self._row_starts[: rows + 1]
-        block_tokens = self._kv.shape[3]
+        block_size = self._kv.shape[3]
 
         def step() -> None:
             is_real = inputs.contexts.clamp(max=1)
             positions = inputs.contexts - is_real
-            blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
+            blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
             batch = Batch(
                 token_ids=inputs.token_ids,
                 positions=positions,
                 slot_blocks=blocks.masked_fill_(is_real == 0, -1),
-                slot_offsets=positions % block_tokens,
+                slot_offsets=positions % block_size,
                 row_starts=row_starts,
                 contexts=inputs.contexts,
                 block_tables=tables,
@@ -279,8 +279,8 @@ def build_graphs(
     if not fits or engine.enforce_eager:
         return None
     geometry = model.geometry
-    kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
-    return DecodeGraphs(device, model, kv, engine.max_running, -(-longest_tokens // engine.block_tokens))
+    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
+    return DecodeGraphs(device, model, kv, engine.max_num_seqs, -(-longest_tokens // engine.block_size))
 
 
 def padded_rows(rows: int) -> int:

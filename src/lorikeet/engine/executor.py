@@ -64,8 +64,8 @@ class EngineSizes(NamedTuple):
         local_geometry: sizes of one rank's share; adapters are packed by it.
         total_blocks: blocks in the device arena of each rank.
         host_blocks: blocks in the host arena of each rank.
-        block_tokens: tokens of KV in a block.
-        max_model_tokens: longest sequence that it serves.
+        block_size: tokens of KV in a block.
+        max_model_len: longest sequence that it serves.
         max_adapter_blocks: largest adapter that leaves room for such a sequence.
         kernels: which kernel backend computes.
         assist: what prefills cost that host workers assist; None if there are none.
@@ -76,8 +76,8 @@ class EngineSizes(NamedTuple):
     local_geometry: ModelGeometry
     total_blocks: int
     host_blocks: int
-    block_tokens: int
-    max_model_tokens: int
+    block_size: int
+    max_model_len: int
     max_adapter_blocks: int
     kernels: str
     assist: AssistCosts | None = None
@@ -86,4 +86,4 @@ class EngineSizes(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block on one rank."""
-        return self.local_geometry.block_bytes(self.block_tokens)
+        return self.local_geometry.block_bytes(self.block_size)

@@ -24,7 +24,7 @@ from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.parts import LONG_TOKENS
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 _RANKS = (16, 32, 64)
 """There are tiles of these; of larger ranks there are several."""
@@ -55,7 +55,7 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
     """Return prompts of as many tokens and sequences as a step may have, the first as long as can be."""
     lengths: list[int] = []
-    tokens, sequences = engine.max_step_tokens, engine.max_running
+    tokens, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
     while tokens and len(lengths) < sequences:
         others = min(sequences - len(lengths) - 1, tokens - 1)
         lengths.append(min(tokens - others, longest_tokens))
@@ -72,8 +72,8 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
         rank: of the largest adapters; 0 for none.
         longest_tokens: of a sequence.
     """
-    most_tokens = min(engine.max_step_tokens, longest_tokens)
-    most_rows = min(engine.max_running, engine.max_step_tokens)
+    most_tokens = min(engine.max_num_batched_tokens, longest_tokens)
+    most_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
     most_others = min(most_rows - 1, most_tokens - _MANY_ROWS)
     ranks = sorted({min(ranks, rank) for ranks in (0, *_RANKS, rank)})
     for each in ranks:
@@ -109,9 +109,9 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
         Bytes of an arena of its own, which is gone again.
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
-    batch = build_batch(rows, adapters, engine.block_tokens, model.device, _form(engine))
+    batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
     geometry = model.geometry
-    kv = kv_view(arena, geometry.layers, engine.block_tokens, geometry.kv_heads, geometry.head_dim)
+    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
     logits = model.decoder.forward(batch, kv)
     model.kernels.choose(logits, _drawn(len(lengths)).on(model.device))
     return arena.nbytes
@@ -142,7 +142,7 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
             row.sequence.adapter = names[min(i, adapters_used - 1)]
         graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
     if not rank and longest_tokens > LONG_TOKENS:
-        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_tokens))  # type: ignore[arg-type]
+        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_size))  # type: ignore[arg-type]
         graphs.start(rows, None, _drawn(sequences))
     graphs.close()
 
@@ -174,7 +174,7 @@ class Once:
 
 
 def _form(engine: EngineSettings) -> KernelForm:
-    return resolve_row(engine.row)[1].kernel_form
+    return resolve_preset(engine.preset)[1].kernel_form
 
 
 def _sequences(
@@ -182,9 +182,9 @@ def _sequences(
 ) -> tuple[Tensor, list[BatchRow], dict[AdapterDigest, LoraWeights]]:
     """Return an arena, sequences with blocks in it that are prefilled, and their adapters, all in the same blocks."""
     geometry = model.geometry
-    elements = geometry.block_elements(engine.block_tokens)
+    elements = geometry.block_elements(engine.block_size)
     packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
-    blocks = [-(-tokens // engine.block_tokens) for tokens in lengths]
+    blocks = [-(-tokens // engine.block_size) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows, first = [], packing.blocks
     for i, (tokens, own_blocks) in enumerate(zip(lengths, blocks, strict=True)):

@@ -27,7 +27,7 @@ from lorikeet.engine.executor import Executor
 from lorikeet.engine.records import Exported, Message, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, Kind
-from lorikeet.rows import ColdStart
+from lorikeet.presets import ColdStart
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.kernels.base import Kernels, LoraTargets, LoraWeights, Weight
 from lorikeet.models.weights import DecoderWeights, lora_targets
-from lorikeet.rows import MergeBy
+from lorikeet.presets import MergeBy
 
 
 class _Linear(NamedTuple):

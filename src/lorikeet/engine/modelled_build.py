@@ -14,7 +14,7 @@ from lorikeet.engine.links import ModelledLink
 from lorikeet.engine.modelled import ModelledExecutor, SeededTokens
 from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.models.config import read_model_config
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 
 CATCH_UP_S = 0.01
@@ -26,15 +26,15 @@ _ORDINARY_TOKENS = (300, 10_000)
 
 
 def build_modelled_executor(
-    settings: Settings, profile: CostProfile, row: Row, clock: VirtualClock, *, coalesced: bool
+    settings: Settings, profile: CostProfile, preset: Preset, clock: VirtualClock, *, coalesced: bool
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a simulation.
 
     Args:
-        settings: of the engine; ``settings.model.max_model_tokens`` may exceed the profile's, since no time depends
+        settings: of the engine; ``settings.model.max_model_len`` may exceed the profile's, since no time depends
             on it.
         profile: what things cost.
-        row: of the replica.
+        preset: of the replica.
         clock: is moved by it.
         coalesced: whether a repeat stands for as many turns of the engine's loop (see ``Engine.step``).
 
@@ -42,21 +42,21 @@ def build_modelled_executor(
         ConfigError: a setting does not fit the profile.
     """
     transfers = transfer_model(settings.engine, profile)
-    times = ModelledTimes(transfers, row, loop_each_step=coalesced)
+    times = ModelledTimes(transfers, preset, loop_each_step=coalesced)
     link = ModelledLink(transfers.course)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
-    return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, row))
+    return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, preset))
 
 
 def build_paced_executor(
-    settings: Settings, row: Row, clock: WaitableClock, on_transfer_done: Callable[[], None]
+    settings: Settings, preset: Preset, clock: WaitableClock, on_transfer_done: Callable[[], None]
 ) -> tuple[ModelledExecutor, EngineSizes]:
     """Build the executor of a replica without arithmetic.
 
     Args:
         settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
             ``config.json`` and tokenizer, whose weights nobody reads.
-        row: of the replica.
+        preset: of the replica.
         clock: the real one.
         on_transfer_done: called, on another thread, when a transfer has ended.
 
@@ -71,27 +71,27 @@ def build_paced_executor(
     geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
     if geometry != profile.geometry:
         raise ConfigError(f"profile {profile.name} is of {profile.model}, {settings.model.model} is another model")
-    if settings.model.max_model_tokens > profile.max_model_tokens:
+    if settings.model.max_model_len > profile.max_model_len:
         raise ConfigError(
-            f"max_model_tokens: {settings.model.max_model_tokens} is more than the {profile.max_model_tokens} of "
+            f"max_model_len: {settings.model.max_model_len} is more than the {profile.max_model_len} of "
             f"profile {profile.name}"
         )
     transfers = transfer_model(settings.engine, profile)
-    times = ModelledTimes(transfers, row, loop_each_step=False)
+    times = ModelledTimes(transfers, preset, loop_each_step=False)
     link = ModelledLink(transfers.course, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
-    return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, row))
+    return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, preset))
 
 
-def _assist(settings: Settings, transfers: TransferModel, row: Row) -> AssistCosts | None:
+def _assist(settings: Settings, transfers: TransferModel, preset: Preset) -> AssistCosts | None:
     """Return what assisted prefills cost, on as many cores as the profile says; None without workers or host memory."""
     engine = settings.engine
-    return assist_costs(transfers, row) if engine.host_lora_workers and engine.host_memory_bytes else None
+    return assist_costs(transfers, preset) if engine.host_lora_workers and engine.host_memory_bytes else None
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:
     """Return what transfers cost an engine with these settings, by ``profile`` or by the link that they declare."""
-    return TransferModel(profile, profile.geometry.block_bytes(engine.block_tokens), engine.link_bytes_per_s)
+    return TransferModel(profile, profile.geometry.block_bytes(engine.block_size), engine.link_bytes_per_s)
 
 
 def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineSizes:
@@ -103,10 +103,10 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         ConfigError: that cannot hold the longest sequence.
     """
     engine, geometry = settings.engine, profile.geometry
-    longest_tokens = settings.model.max_model_tokens or profile.max_model_tokens
-    block_bytes = geometry.block_bytes(engine.block_tokens)
+    longest_tokens = settings.model.max_model_len or profile.max_model_len
+    block_bytes = geometry.block_bytes(engine.block_size)
     total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes
-    sequence_blocks = -(-longest_tokens // engine.block_tokens)
+    sequence_blocks = -(-longest_tokens // engine.block_size)
     if total_blocks <= sequence_blocks:
         raise ConfigError(
             f"memory of {total_blocks} blocks cannot hold a sequence of {longest_tokens} tokens, "
@@ -117,8 +117,8 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         local_geometry=geometry,
         total_blocks=total_blocks,
         host_blocks=engine.host_memory_bytes // block_bytes,
-        block_tokens=engine.block_tokens,
-        max_model_tokens=longest_tokens,
+        block_size=engine.block_size,
+        max_model_len=longest_tokens,
         max_adapter_blocks=total_blocks - sequence_blocks,
         kernels=f"none: {executor} by profile {profile.name}",
         overlaps=profile.overlapped and not engine.enforce_eager and engine.tensor_parallel == 1,

@@ -10,7 +10,7 @@ from lorikeet.costs.merging import MergeModel
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.modelled import GroupEnds, Times
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 
 _NOBODY: frozenset[object] = frozenset()
 
@@ -24,16 +24,16 @@ class ModelledTimes:
 
     Args:
         transfers: what moves cost; its profile has the constants.
-        row: of the replica.
+        preset: of the replica.
         loop_each_step: whether a repeat stands for as many turns of the engine's loop, or is one turn of it.
     """
 
-    def __init__(self, transfers: TransferModel, row: Row, *, loop_each_step: bool) -> None:
+    def __init__(self, transfers: TransferModel, preset: Preset, *, loop_each_step: bool) -> None:
         profile = transfers.profile
         self._transfers = transfers
-        self._assist = assist_costs(transfers, row)
-        self._model = CostModel(profile, row.kernel_form)
-        self._merging = MergeModel(profile, row.merge_by, transfers)
+        self._assist = assist_costs(transfers, preset)
+        self._model = CostModel(profile, preset.kernel_form)
+        self._merging = MergeModel(profile, preset.merge_by, transfers)
         self._loop_each_step = loop_each_step
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._ranks: dict[AdapterDigest, float] = {}

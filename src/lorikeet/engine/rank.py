@@ -28,7 +28,7 @@ class Rank:
     Args:
         model: this rank's share.
         arena: ``[blocks, elements]``, for KV and adapters.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         transfers: move blocks beside the steps, and know which adapters are in the arena.
         cores: says before every plan how many threads compute.
         host_lora: computes for adapters that are on their way; None if plans never ask for it.
@@ -38,7 +38,7 @@ class Rank:
         self,
         model: RankModel,
         arena: Tensor,
-        block_tokens: int,
+        block_size: int,
         transfers: Transfers,
         cores: CoreShare,
         host_lora: HostSide | None = None,
@@ -49,8 +49,8 @@ class Rank:
         self._team = Team(model.kernels, cores)
         self._host_lora = host_lora
         geometry = model.geometry
-        self._kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
-        self._block_tokens = block_tokens
+        self._kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
+        self._block_tokens = block_size
         self._transfers = transfers
         self._sequences: dict[RequestId, Sequence] = {}
 

@@ -24,10 +24,10 @@ from lorikeet.engine.host_lora.layout import Ring, RingShape
 from lorikeet.engine.host_lora.start import wanted_workers
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import allocate_arena, load_rank, max_model_tokens
+from lorikeet.engine.rank_setup import allocate_arena, load_rank, max_model_len
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.parallel import DistributedGroup, Group
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _serve(
     group = DistributedGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)
     report(Ready())
-    measured_step_bytes(settings, model, max_model_tokens(settings, model.config))
+    measured_step_bytes(settings, model, max_model_len(settings, model.config))
     message = TO_RANK.decode(connection.recv_bytes())
     if not isinstance(message, ArenaSizes):
         return
@@ -111,9 +111,9 @@ def _serve(
     transfers.loader.wait_until_ready()
     report(Ready())
     host_lora = None
-    if wanted_workers(engine, resolve_row(engine.row)[1]):
+    if wanted_workers(engine, resolve_preset(engine.preset)[1]):
         host_lora = _join_ring(connection, transfers, rank)
-    own = Rank(model, arena, engine.block_tokens, transfers, cores, host_lora)
+    own = Rank(model, arena, engine.block_size, transfers, cores, host_lora)
     with long_lived():
         while isinstance(message := TO_RANK.decode(connection.recv_bytes()), Run):
             follow(own, message.plan, group)

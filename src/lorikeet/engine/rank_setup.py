@@ -21,7 +21,7 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import Group
 from lorikeet.models.weights import DecoderWeights, pack_weights
-from lorikeet.rows import MERGING_MODES, MergeBy, resolve_row
+from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
 
 _DEVICES = ("cpu", "cuda")
 _PRISTINE_SHARE_OF_FREE = 0.5
@@ -38,7 +38,7 @@ class RankModel:
         kernels: the backend that computes.
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
-        merger: changes the decoder's weights; None if the row never merges.
+        merger: changes the decoder's weights; None if the preset never merges.
     """
 
     config: ModelConfig
@@ -56,7 +56,7 @@ def load_rank(
     """Load one rank's share of the model.
 
     Raises:
-        ConfigError: dtype, device or row is unknown.
+        ConfigError: dtype, device or preset is unknown.
         ModelConfigError: the model is not supported, or does not split over the ranks.
         WeightError: the weights do not fit the config.
     """
@@ -83,14 +83,14 @@ def load_rank(
         kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
-    _, row = resolve_row(settings.engine.row)
-    merges = row.batching_mode in MERGING_MODES
+    _, preset = resolve_preset(settings.engine.preset)
+    merges = preset.batching_mode in MERGING_MODES
     packed = pack_weights(weights, kernels, keep_plain=merges)
     geometry = config.geometry(dtype.itemsize, group.size)
     merger = None
     if merges:
-        place = _pristine_place(weights, device, row.merge_by)
-        merger = Merger(weights, packed, kernels, geometry, row.merge_by, place)
+        place = _pristine_place(weights, device, preset.merge_by)
+        merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
 
 
@@ -110,15 +110,15 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
-def max_model_tokens(settings: Settings, config: ModelConfig) -> int:
+def max_model_len(settings: Settings, config: ModelConfig) -> int:
     """Return the longest sequence to serve.
 
     Raises:
         ConfigError: more is asked for than the model was made for.
     """
-    asked = settings.model.max_model_tokens
+    asked = settings.model.max_model_len
     if asked > config.context_tokens:
-        raise ConfigError(f"max_model_tokens: {asked} is more than the model's {config.context_tokens}")
+        raise ConfigError(f"max_model_len: {asked} is more than the model's {config.context_tokens}")
     return asked or config.context_tokens
 
 
@@ -127,7 +127,7 @@ def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Ten
 
     On a CPU it is zero and page-aligned, and taken only as it is touched unless the settings say otherwise.
     """
-    elements = model.geometry.block_elements(engine.block_tokens)
+    elements = model.geometry.block_elements(engine.block_size)
     if model.device.type != "cpu":
         return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
     arena = huge_pages.allocate(blocks * elements, model.dtype).view(blocks, elements)

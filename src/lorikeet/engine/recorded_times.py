@@ -11,7 +11,7 @@ from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.modelled import Times
 from lorikeet.engine.modelled_times import ModelledTimes
 from lorikeet.engine.replay import Turn
-from lorikeet.rows import Row
+from lorikeet.presets import Preset
 
 
 class Kind(StrEnum):
@@ -30,21 +30,21 @@ class Kind(StrEnum):
     """Copying from the device to the host."""
 
 
-def compare_times(turns: Iterable[Turn], row: Row, transfers: TransferModel) -> dict[Kind, list[tuple[float, float]]]:
+def compare_times(turns: Iterable[Turn], preset: Preset, transfers: TransferModel) -> dict[Kind, list[tuple[float, float]]]:
     """Return pairs of recorded and modelled seconds, of each plan's mean step and of each transfer.
 
     Prefills that the host assists are left out: how their layers arrived is not recorded.
 
     Args:
         turns: of a recording from its begin.
-        row: the recorded one.
+        preset: the recorded one.
         transfers: what they cost an engine with the recorded settings, by the profile of the recorded machine and
             model.
 
     Raises:
         ProfileError: the profile lacks something that the recording needs.
     """
-    times = ModelledTimes(transfers, row, loop_each_step=False)
+    times = ModelledTimes(transfers, preset, loop_each_step=False)
     under_way: dict[int, Transfer] = {}
     pairs: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in Kind}
     for turn in turns:

@@ -46,7 +46,7 @@ class ScriptedExecutor:
 
     Args:
         clock: is advanced by every step.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         script: gives the tokens.
         step_s: time of a step, whatever it holds.
         load_s: time to read an adapter's files.
@@ -60,7 +60,7 @@ class ScriptedExecutor:
     def __init__(
         self,
         clock: VirtualClock,
-        block_tokens: int,
+        block_size: int,
         script: TokenScript = token_by_seed,
         step_s: float = 0.01,
         load_s: float = 0.05,
@@ -71,7 +71,7 @@ class ScriptedExecutor:
         sick: Collection[RequestId] = (),
     ) -> None:
         self._clock = clock
-        self._block_tokens = block_tokens
+        self._block_tokens = block_size
         self._script = script
         self._step_s = step_s
         self._load_s = load_s

@@ -22,7 +22,7 @@ from lorikeet.engine.host_lora.assist import HostLora
 from lorikeet.engine.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.engine.loader import start_loader_process
 from lorikeet.engine.rank import Rank, sampling_steps
-from lorikeet.engine.rank_setup import RankModel, allocate_arena, load_rank, max_model_tokens
+from lorikeet.engine.rank_setup import RankModel, allocate_arena, load_rank, max_model_len
 from lorikeet.engine.sampler import Sampler
 from lorikeet.engine.sequences import Sequence as RankSequence
 from lorikeet.engine.stepping import Called, Replayed, Stepping
@@ -30,7 +30,7 @@ from lorikeet.engine.tensor_parallel import RankProcesses
 from lorikeet.engine.transfers import Transfers
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleGroup
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 _GRACE_S = 5.0
 """How long a rank's last words are waited for."""
@@ -87,7 +87,7 @@ class TorchExecutor:
     Args:
         model: rank 0's share.
         arena: ``[blocks, elements]`` of the model's dtype.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         cores: rank 0's part of the machine's.
         finished: where transfers are counted; made for as many ranks as ``peers`` has.
         transfers: rank 0's, which report there; also an attribute, to see who moved what.
@@ -101,7 +101,7 @@ class TorchExecutor:
         self,
         model: RankModel,
         arena: Tensor,
-        block_tokens: int,
+        block_size: int,
         cores: CoreShare,
         finished: FinishedTransfers,
         transfers: Transfers,
@@ -115,7 +115,7 @@ class TorchExecutor:
         self.transfers = transfers
         self._cores = cores
         self.host_lora = host_lora
-        self._rank = Rank(model, arena, block_tokens, transfers, cores, host_lora)
+        self._rank = Rank(model, arena, block_size, transfers, cores, host_lora)
         self._sampler = Sampler(model.kernels.choose)
         self._under_way: Replayed | None = None
         self._returned_s = 0.0
@@ -265,17 +265,17 @@ def build_torch_executor(
         ExecutorError: a rank, a loader process or a host worker did not start, or the device has failed.
     """
     engine = settings.engine
-    _, row = resolve_row(engine.row)
+    _, preset = resolve_preset(engine.preset)
     config = read_model_config(model_folder)
     config.check_divides(engine.tensor_parallel)
-    longest_tokens = max_model_tokens(settings, config)
+    longest_tokens = max_model_len(settings, config)
     cores = CoreShare(asked_threads(engine.threads))
     ranks = engine.tensor_parallel
     finished = FinishedTransfers(ranks, on_transfer_done)
     with _device_errors(engine.device), ExitStack() as undo:
         loader = start_loader_process()
         undo.callback(loader.end)
-        workers = start_worker_processes(engine, row)
+        workers = start_worker_processes(engine, preset)
         for worker in workers:
             undo.callback(worker.end)
         peers = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
@@ -295,7 +295,7 @@ def build_torch_executor(
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
             others = peers.host_arenas(arena[:1].nbytes) if peers is not None else []
-            host_lora, assist = build_host_lora(workers, settings, row, model, arena, transfers, others, longest_tokens)
+            host_lora, assist = build_host_lora(workers, settings, preset, model, arena, transfers, others, longest_tokens)
             undo.callback(host_lora.close)
             if peers is not None:
                 peers.lead(host_lora.pool.ring)
@@ -303,15 +303,15 @@ def build_torch_executor(
             peers.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
-    executor = TorchExecutor(model, arena, engine.block_tokens, cores, finished, transfers, peers, host_lora, graphs)
+    executor = TorchExecutor(model, arena, engine.block_size, cores, finished, transfers, peers, host_lora, graphs)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
         total_blocks=blocks,
         host_blocks=host_blocks,
-        block_tokens=engine.block_tokens,
-        max_model_tokens=longest_tokens,
-        max_adapter_blocks=blocks - -(-longest_tokens // engine.block_tokens),
+        block_size=engine.block_size,
+        max_model_len=longest_tokens,
+        max_adapter_blocks=blocks - -(-longest_tokens // engine.block_size),
         kernels=model.kernels.name,
         assist=assist,
         overlaps=graphs is not None,

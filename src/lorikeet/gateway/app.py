@@ -37,7 +37,7 @@ class _Unload(msgspec.Struct):
 
 def create_app(
     parts: Parts,
-    row: str,
+    preset: str,
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
@@ -46,13 +46,13 @@ def create_app(
 
     Args:
         parts: of the gateway.
-        row: name of the system that routes and places, for ``/v1/cluster``.
+        preset: name of the system that routes and places, for ``/v1/cluster``.
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for those that change adapters; empty means the API keys do.
         allowed_origins: of web pages that may use the gateway, whatever the backends allow.
     """
     app = Starlette()
-    routes = _Routes(parts, row)
+    routes = _Routes(parts, preset)
 
     def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         app.add_route(path, answer, methods=[method])
@@ -86,9 +86,9 @@ async def _passed_on(path: str, parts: Parts, http: Request) -> Response:
 class _Routes:
     """What the gateway answers by itself."""
 
-    def __init__(self, parts: Parts, row: str) -> None:
+    def __init__(self, parts: Parts, preset: str) -> None:
         self._parts = parts
-        self._row = row
+        self._preset = preset
 
     async def models(self, http: Request) -> Response:
         """All models, the base first."""
@@ -137,7 +137,7 @@ class _Routes:
         """Backends as replicas, in the form of a server's own ``/v1/cluster``."""
         head = self._parts.head
         names = {digest: adapter.name for digest, adapter in head.versions.items()}
-        return _json({**describe(head).shown(names), "row": self._row})
+        return _json({**describe(head).shown(names), "preset": self._preset})
 
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""

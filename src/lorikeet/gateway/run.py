@@ -33,7 +33,7 @@ from lorikeet.gateway.metrics import GatewayMetrics
 from lorikeet.gateway.proxy import Parts
 from lorikeet.gateway.questions import PromptLengths
 from lorikeet.gateway.watch import HEALTH_S, Watch
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.server.announce import Announcer, fail, shown_url
 from lorikeet.server.logs import configure_logs, log
 
@@ -46,9 +46,9 @@ class RouteOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         backends: addresses, at least one, all different.
         adapters: that clients may ask for from the start.
-        row: the system whose routing and placement count.
-        profile: name or file of a profile of one backend, for rows that decide by costs; empty for none.
-        slo: what such rows keep to.
+        preset: the system whose routing and placement count.
+        profile: name or file of a profile of one backend, for presets that decide by costs; empty for none.
+        slo: what such presets keep to.
         seed: of whatever is drawn.
         host, port: where to listen; port 0 picks a free one.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
@@ -60,7 +60,7 @@ class RouteOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     backends: tuple[str, ...]
     adapters: tuple[KnownAdapter, ...] = ()
-    row: str = "auto"
+    preset: str = "auto"
     profile: str = ""
     slo: Slo = Slo()
     seed: int = 0
@@ -102,8 +102,8 @@ def allow_sockets() -> None:
 
 async def _route(options: RouteOptions) -> None:
     async with gateway(options) as parts:
-        row, _ = resolve_row(options.row)
-        app = create_app(parts, row, options.api_keys, options.admin_keys, options.allowed_origins)
+        preset, _ = resolve_preset(options.preset)
+        app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins)
         config = uvicorn.Config(
             app,
             host=options.host,
@@ -130,7 +130,7 @@ async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
     """Put the parts of a gateway together, and start what goes on beside requests.
 
     Raises:
-        ConfigError: the row needs a profile that was not given, or does not exist.
+        ConfigError: the preset needs a profile that was not given, or does not exist.
         ProfileError: the profile cannot be read.
         ValueError: no backend, one twice, or what is no address.
     """
@@ -138,20 +138,20 @@ async def gateway(options: RouteOptions) -> AsyncIterator[Parts]:
     if len(set(urls)) < len(urls):
         raise ValueError("a backend is given twice")
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
-    name, row = resolve_row(options.row)
+    name, preset = resolve_preset(options.preset)
     profile = load_profile(options.profile) if options.profile else None
     slo = options.slo
     cluster = ClusterOptions(
         seed=options.seed, ttft_s=slo.ttft_s or 0.0, tpot_s=slo.tpot_s or 0.0, e2e_s=slo.e2e_s or 0.0
     )
-    router, placement = build_cluster_policies(row, replicas, profile, cluster)
-    log.info("routing and placement", row=name, routing=row.routing, placement=row.placement)
-    if row.comigration:
+    router, placement = build_cluster_policies(preset, replicas, profile, cluster)
+    log.info("routing and placement", preset=name, routing=preset.routing, placement=preset.placement)
+    if preset.comigration:
         log.info("requests stay where they are while their backend lives: only engines of one's own can hand them over")
     backends = [Backend(replica, url, options.backend_key) for replica, url in zip(replicas, urls, strict=True)]
-    head = Head(backends, Dispatcher(router, prefetch=row.pool_prefetch))
+    head = Head(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
     placements = InProcess(Orchestrator(placement, time.monotonic()))
-    catalog = Catalog(head, options.adapters, placements, row.placement_period_s)
+    catalog = Catalog(head, options.adapters, placements, preset.placement_period_s)
     watch = Watch(head, catalog.adapters, options.health_s)
     try:
         await watch.start()

@@ -208,7 +208,7 @@ class LoraBatch:
         return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
     def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
-        """Return the adapters of a batch that consists of ``rows`` of this one, None if none of them has any."""
+        """Return the adapters of a batch that consists of ``presets`` of this one, None if none of them has any."""
         segments: list[LoraSegment] = []
         for row, was in enumerate(rows):
             place = bisect_right(self.segments, was, key=lambda segment: segment.start) - 1
@@ -362,7 +362,7 @@ class Kernels(Protocol):
         Args:
             qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are of no use afterwards.
             cos, sin: ``[T, head_dim]`` (halves, as in Llama).
-            kv: this layer's view of the arena, ``[blocks, 2, block_tokens, kv_heads, head_dim]``, changed.
+            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
             batch: the step.
             norms: RMS norms over each head before it is rotated, or None.
         """
@@ -393,7 +393,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-def kv_view(arena: Tensor, layers: int, block_tokens: int, kv_heads: int, head_dim: int) -> Tensor:
-    """See ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_tokens, kv_heads, head_dim]`` without a copy."""
+def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
+    """See ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` without a copy."""
     blocks = arena.shape[0]
-    return arena.view(blocks, layers, 2, block_tokens, kv_heads, head_dim).transpose(0, 1)
+    return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)

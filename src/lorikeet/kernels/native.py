@@ -128,7 +128,7 @@ class NativeKernels:
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
         """One pass."""
-        _, _, block_tokens, kv_heads, head_dim = kv.shape
+        _, _, block_size, kv_heads, head_dim = kv.shape
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
             qkv.data_ptr(),
@@ -143,7 +143,7 @@ class NativeKernels:
             0.0 if norms is None else norms.eps,
             kv.data_ptr(),
             kv.stride(0),
-            block_tokens,
+            block_size,
             batch.slot_blocks.data_ptr(),
             batch.slot_offsets.data_ptr(),
             rows,
@@ -153,7 +153,7 @@ class NativeKernels:
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
         """Decodes and prefills in one call."""
-        _, _, block_tokens, kv_heads, head_dim = kv.shape
+        _, _, block_size, kv_heads, head_dim = kv.shape
         rows, columns = qkv.shape
         heads = columns // head_dim - 2 * kv_heads
         out = qkv.new_empty((rows, heads * head_dim))
@@ -172,7 +172,7 @@ class NativeKernels:
             heads,
             kv_heads,
             head_dim,
-            block_tokens,
+            block_size,
             scale,
             window or 0,
             qkv.element_size(),

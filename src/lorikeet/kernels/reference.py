@@ -189,14 +189,14 @@ def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
 
 def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, window: int | None) -> Tensor:
     """One query ``[D, heads, head_dim]`` per sequence. The heads of a group stand in for query positions."""
-    block_tokens, kv_heads = kv.shape[2], kv.shape[3]
+    block_size, kv_heads = kv.shape[2], kv.shape[3]
     # index_select copies whole blocks, ten times as fast as indexing does.
     gathered = kv.index_select(0, tables.flatten()).unflatten(0, tables.shape)
-    position = torch.arange(tables.shape[1] * block_tokens, device=q.device)
+    position = torch.arange(tables.shape[1] * block_size, device=q.device)
     contexts = at[:, None]
     # Slots past the context hold other sequences' numbers, and a NaN among them would survive a weight of zero.
     row, stale = (position >= contexts).nonzero(as_tuple=True)
-    gathered[row, stale // block_tokens, :, stale % block_tokens] = 0
+    gathered[row, stale // block_size, :, stale % block_size] = 0
     k, v = (gathered[:, :, part].flatten(1, 2).transpose(1, 2) for part in (0, 1))
     seen = position < contexts
     if window is not None:

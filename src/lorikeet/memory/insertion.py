@@ -29,14 +29,14 @@ class Insertion:
     Args:
         tiers: let nodes stand for the blocks.
         eviction: is told of them.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
     """
 
-    def __init__(self, tiers: Tiers, eviction: Eviction, block_tokens: int) -> None:
+    def __init__(self, tiers: Tiers, eviction: Eviction, block_size: int) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._eviction = eviction
-        self._block_tokens = block_tokens
+        self._block_tokens = block_size
 
     def insert(self, computed: Iterable[Computed], now: float) -> None:
         """Lengthen the paths of leases by the blocks that are full now."""

@@ -41,7 +41,7 @@ class Memory:
 
     Args:
         device_blocks, host_blocks: sizes of the arenas.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         block_bytes: bytes of a block, for reports.
         adapter_size: what an adapter takes when packed.
         eviction, prefetch: names of policies.
@@ -53,7 +53,7 @@ class Memory:
         self,
         device_blocks: int,
         host_blocks: int,
-        block_tokens: int,
+        block_size: int,
         block_bytes: int,
         adapter_size: Callable[[AdapterRef], AdapterSize],
         eviction: str = "lru",
@@ -62,7 +62,7 @@ class Memory:
         assist: Assist = lambda ref, tokens: AS_THEY_LIE,
     ) -> None:
         self._assist = assist
-        self.block_tokens = block_tokens
+        self.block_size = block_size
         self.block_bytes = block_bytes
         self._rules = rules
         self.tree = Tree()
@@ -75,7 +75,7 @@ class Memory:
         self.room = Room(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
         self.swapper = Swapper(self.tiers, self.room, self._eviction, self._prefetch, rules, self.counters)
         self.adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
-        self._insertion = Insertion(self.tiers, self._eviction, block_tokens)
+        self._insertion = Insertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
@@ -98,7 +98,7 @@ class Memory:
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that ``tokens`` tokens of KV take."""
-        return -(-tokens // self.block_tokens)
+        return -(-tokens // self.block_size)
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
@@ -214,13 +214,13 @@ class Memory:
         self._eviction.arrived(adapter, path, now)
         self._prefetch.arrived(adapter, now)
         self.room.rescore(np.asarray(nodes), now)
-        self.counters.arrived(adapter, path, self.block_tokens, tokens)
+        self.counters.arrived(adapter, path, self.block_size, tokens)
 
     def keys_of(
         self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = ()
     ) -> list[bytes]:
         """Return the keys of the whole blocks of a sequence, going on from those known."""
-        return block_keys(digest, token_ids, self.block_tokens, known)
+        return block_keys(digest, token_ids, self.block_size, known)
 
     def try_admit(self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float) -> SequenceLease | Wait:
         """Lease the blocks of a sequence, reuse the KV that is found for it, and begin the transfers it waits for.
@@ -244,7 +244,7 @@ class Memory:
         adapter_blocks = self.adapters.blocks_to_come(adapter) if load else 0
         if self.room.lacks_slot(adapter_blocks):  # asked first, as thousands may wait for one
             return Wait.SLOT
-        path = tree.match(keys[: (tokens - 1) // self.block_tokens])
+        path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
         private = self.blocks_for(tokens) - len(path)
         pinned = [adapter, *path]
@@ -257,7 +257,7 @@ class Memory:
         lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
         self._leases.add(lease)
         if load:
-            to_prefill = tokens - len(path) * self.block_tokens
+            to_prefill = tokens - len(path) * self.block_size
             order = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else AS_THEY_LIE
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
@@ -296,7 +296,7 @@ class Memory:
 
     def is_behind(self, lease: SequenceLease, computed_tokens: int) -> bool:
         """Whether blocks of a lease are full that :meth:`commit` was not told of."""
-        return computed_tokens >= (len(lease.path) + 1) * self.block_tokens
+        return computed_tokens >= (len(lease.path) + 1) * self.block_size
 
     def commit(self, computed: Iterable[Computed], now: float) -> None:
         """Make the blocks of sequences that are full now findable by others."""

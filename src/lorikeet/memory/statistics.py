@@ -40,7 +40,7 @@ class MemoryCounters:
         self._shares = _Shares()
         self._observed_s: float | None = None
 
-    def arrived(self, adapter: int, path: Sequence[int], block_tokens: int, query_tokens: int) -> None:
+    def arrived(self, adapter: int, path: Sequence[int], block_size: int, query_tokens: int) -> None:
         """A request arrived: what of what it needs is on the device?
 
         A host hit is a miss, and so is KV there whose adapter or earlier KV is not (ELORA spec, R14 and R17).
@@ -52,8 +52,8 @@ class MemoryCounters:
         there = tree.on_device[list(path)] if path and tree.on_device[adapter] else np.zeros(0, np.bool_)
         on_device = int(np.argmin(there)) if not there.all() else len(there)
         self._kv_queries_tokens += query_tokens
-        self._kv_hits_tokens += on_device * block_tokens
-        self._kv_host_hits_tokens += (len(path) - on_device) * block_tokens
+        self._kv_hits_tokens += on_device * block_size
+        self._kv_host_hits_tokens += (len(path) - on_device) * block_size
 
     def admitted(self, adapter: int, path: Sequence[int]) -> None:
         """A request received its blocks: what was brought before it was wanted has been of use."""

@@ -288,19 +288,19 @@ class Tree:
 
 
 def block_keys(
-    digest: AdapterDigest | None, token_ids: Sequence[int], block_tokens: int, known: Sequence[bytes] = ()
+    digest: AdapterDigest | None, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = ()
 ) -> list[bytes]:
     """Return the keys of all whole blocks of ``token_ids``, going on from those that are known.
 
     Args:
         digest: the adapter version, None for the base.
         token_ids: of one sequence.
-        block_tokens: tokens in a block.
+        block_size: tokens in a block.
         known: keys of its first blocks.
     """
     keys = list(known)
     before = keys[-1] if keys else (digest or "").encode()
-    data, step = array("i", token_ids[len(keys) * block_tokens :]).tobytes(), 4 * block_tokens
+    data, step = array("i", token_ids[len(keys) * block_size :]).tobytes(), 4 * block_size
     for begin in range(0, len(data) - step + 1, step):
         before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()
         keys.append(before)

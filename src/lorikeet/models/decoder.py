@@ -65,7 +65,7 @@ class Decoder:
 
         Args:
             batch: what to compute.
-            kv: ``[layers, blocks, 2, block_tokens, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed.
+            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed.
             logits: False leaves the output layer out, for ranks that do not sample.
 
         Returns:

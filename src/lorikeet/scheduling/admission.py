@@ -43,7 +43,7 @@ class EngineView(Protocol):
         ...
 
     @property
-    def max_model_tokens(self) -> int:
+    def max_model_len(self) -> int:
         """Longest sequence."""
         ...
 

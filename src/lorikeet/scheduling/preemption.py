@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from lorikeet.core.plan import Tier
 from lorikeet.memory.memory import Memory
-from lorikeet.rows import PreemptedKv
+from lorikeet.presets import PreemptedKv
 from lorikeet.scheduling.pace import Pace
 
 KeepsKv = Callable[[Memory, Pace, int], bool]

@@ -2,7 +2,7 @@
 
 Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
 waiting requests as the admission policy names them. A request is admitted with all the blocks that it needs now, and
-runs as soon as the transfers that it waits for have ended; meanwhile others go on, unless the row's cold start says
+runs as soon as the transfers that it waits for have ended; meanwhile others go on, unless the preset's cold start says
 ``block``. When blocks run out and none are on their way to be free, the sequence with the least precedence (the newest,
 unless the policy says otherwise) is suspended, exported and queued again. A request is accepted only if it fits the
 pool alone, so the first can always go on, if need be after giving way once to itself: no load can deadlock the pool.
@@ -29,7 +29,7 @@ from lorikeet.core.request import Request
 from lorikeet.memory.insertion import Computed
 from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
-from lorikeet.rows import ColdStart, Row
+from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.coldstart.costs import AssistCosts
@@ -54,7 +54,7 @@ class Scheduler:
         memory: is asked for blocks; the scheduler never touches the pool itself.
         admission: makes the queue of the waiting requests.
         limits: bounds of a plan.
-        row: the system it belongs to.
+        preset: the system it belongs to.
         batching: makes the batching mode.
         assist: what prefills cost that the host assists; None if it cannot.
 
@@ -68,18 +68,18 @@ class Scheduler:
         memory: Memory,
         admission: AdmissionPolicy,
         limits: Limits,
-        row: Row,
+        preset: Preset,
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._row = row
+        self._preset = preset
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
         self._pace = Pace()
-        self.selection = Selection(batching, limits, row.kernel_form, memory, self._sequences, self._pace, assist)
-        view = SchedulerView(memory, limits.max_model_tokens, self._running, self.selection, self._pace)
+        self.selection = Selection(batching, limits, preset.kernel_form, memory, self._sequences, self._pace, assist)
+        view = SchedulerView(memory, limits.max_model_len, self._running, self.selection, self._pace)
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
@@ -113,7 +113,7 @@ class Scheduler:
     def export_request(self, request_id: RequestId, now: float, *, keep_kv: bool = False) -> Request:
         """Take a request out as plain data that :meth:`submit` resumes, here or in another engine.
 
-        With ``keep_kv`` its KV stays, whatever the row does with that of preempted sequences.
+        With ``keep_kv`` its KV stays, whatever the preset does with that of preempted sequences.
 
         Raises:
             KeyError: there is no such request.
@@ -174,7 +174,7 @@ class Scheduler:
             now: the time.
             until_s: on a virtual clock, until when nothing new arrives; see ``Engine.step``.
         """
-        draft = Draft(self._limits.max_step_tokens)
+        draft = Draft(self._limits.max_num_batched_tokens)
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
         self.selection.choose(self.queue.urgency)
@@ -185,16 +185,16 @@ class Scheduler:
             self._admit_instead(draft, now)
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
-        if self._row.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
+        if self._preset.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
-        limits, merged, form = self._limits, self.selection.merged_for(draft), self._row.kernel_form
-        overlaps = limits.overlaps and limits.max_repeat > 1 and form.fits_graphs(merged) and until_s is None
+        limits, merged, form = self._limits, self.selection.merged_for(draft), self._preset.kernel_form
+        overlaps = limits.overlaps and limits.num_scheduler_steps > 1 and form.fits_graphs(merged) and until_s is None
         # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
         is_undisturbed = until_s is not None or (overlaps and not len(self.queue))
         repeat = self._repeat(draft, now, overlaps=overlaps, is_undisturbed=is_undisturbed)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
-        limit_s = due_s - now if is_undisturbed else limits.repeat_limit_s
+        limit_s = due_s - now if is_undisturbed else limits.multi_step_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlaps and repeat > 1)
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
-        sequence = Sequence(request, now, min(longest, self._limits.max_model_tokens))
+        sequence = Sequence(request, now, min(longest, self._limits.max_model_len))
         sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys))
         self._sequences[request.request_id] = sequence
         self.queue.add(request, now)
@@ -282,7 +282,7 @@ class Scheduler:
         if not self.selection.allows(sequence.request_id):
             return Wait.SLOT
         self.selection.tried()
-        if draft.lacks_slot(request.digest, self._running, self._row.max_step_adapters):
+        if draft.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return Wait.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         while lease in (Wait.ROOM, Wait.ADAPTER_ROOM) and not self._memory.room_is_coming:
@@ -293,12 +293,12 @@ class Scheduler:
             lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         if isinstance(lease, Wait):
             return draft.refused(request.digest, lease)
-        if len(self._running) >= self._limits.max_running:
+        if len(self._running) >= self._limits.max_num_seqs:
             displaced = self.selection.last_displaced(self._running)
             assert displaced is not None, "there was a slot"
             self._suspend(displaced, now)
         sequence.lease = lease
-        sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_tokens
+        sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
@@ -320,7 +320,7 @@ class Scheduler:
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
         steps = min(self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
-        few = min(steps, self._limits.max_repeat)
+        few = min(steps, self._limits.num_scheduler_steps)
         for repeat in dict.fromkeys((min(steps, UNDISTURBED_STEPS), few) if is_undisturbed else (few,)):
             ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
             if repeat > 1 and self._memory.try_grow(ahead, now):
@@ -364,9 +364,9 @@ class Scheduler:
         known, left = len(request.prompt_token_ids) + len(request.output_token_ids), request.sampling.max_tokens
         if not request.prompt_token_ids:
             return "the prompt has no tokens"
-        if known >= self._limits.max_model_tokens:
-            return f"{known} tokens leave no room in a context of {self._limits.max_model_tokens}"
-        longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_tokens)
+        if known >= self._limits.max_model_len:
+            return f"{known} tokens leave no room in a context of {self._limits.max_model_len}"
+        longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_len)
         return self._memory.why_impossible(request.adapter, longest)
 
     def _finish(
@@ -389,7 +389,7 @@ class Scheduler:
         self.queue.ended(sequence.request, now, goes_on=goes_on)
         if goes_on:
             computed = sequence.computed_tokens if sequence.is_ready else 0
-            keep_kv = keep_kv or KEEPS_KV[self._row.preempted_kv](self._memory, self._pace, computed)
+            keep_kv = keep_kv or KEEPS_KV[self._preset.preempted_kv](self._memory, self._pace, computed)
             self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)

@@ -53,11 +53,11 @@ class Selection:
         self._memory = memory
         self._mode = batching(
             BatchingSetup(
-                limits.max_running,
+                limits.max_num_seqs,
                 kernel_form,
                 lru_cache(_KNOWN_RANKS)(self._rank),
                 lambda: len(memory.tree.adapters),
-                memory.total_blocks * memory.block_tokens,
+                memory.total_blocks * memory.block_size,
             )
         )
         self._sequences = sequences
@@ -108,7 +108,7 @@ class Selection:
         """Whether another sequence may be admitted, if need be in the place of one that may not run now."""
         if self._choice.requests is not None and self._untried <= 0:
             return False
-        return len(running) < self._limits.max_running or self.last_displaced(running) is not None
+        return len(running) < self._limits.max_num_seqs or self.last_displaced(running) is not None
 
     def allows(self, request_id: RequestId) -> bool:
         """Whether the batching mode lets it run now."""

@@ -17,17 +17,17 @@ class SchedulerView:
 
     Args:
         memory: of the engine.
-        max_model_tokens: longest sequence.
+        max_model_len: longest sequence.
         running: the scheduler's list of them.
         selection: who may run.
         pace: of the steps.
     """
 
     def __init__(
-        self, memory: Memory, max_model_tokens: int, running: Many[Sequence], selection: Selection, pace: Pace
+        self, memory: Memory, max_model_len: int, running: Many[Sequence], selection: Selection, pace: Pace
     ) -> None:
         self._memory = memory
-        self.max_model_tokens = max_model_tokens
+        self.max_model_len = max_model_len
         self._running = running
         self._selection = selection
         self.pace = pace
@@ -35,15 +35,15 @@ class SchedulerView:
     @property
     def total_tokens(self) -> int:
         """Room of the whole pool."""
-        return self._memory.total_blocks * self._memory.block_tokens
+        return self._memory.total_blocks * self._memory.block_size
 
     def free_tokens(self) -> int:
         """Return the room that could be lent for KV now, if all left that may leave."""
-        return self._memory.room.available(Kind.KV) * self._memory.block_tokens
+        return self._memory.room.available(Kind.KV) * self._memory.block_size
 
     def adapter_tokens(self, adapter: AdapterRef | None) -> int:
         """Return the room that an adapter takes; 0 for the base model."""
-        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_tokens
+        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
 
     def is_resident(self, adapter: AdapterRef | None) -> bool:
         """Whether it is on the device or on its way there. The base model is."""
@@ -56,7 +56,7 @@ class SchedulerView:
 
     def running(self) -> list[Running]:
         """Return the admitted requests, in the order in which they would keep their room."""
-        block_tokens = self._memory.block_tokens
+        block_size = self._memory.block_size
         return [
-            Running(s.request, s.output_tokens, len(s.lease.blocks) * block_tokens) for s in self._running if s.lease
+            Running(s.request, s.output_tokens, len(s.lease.blocks) * block_size) for s in self._running if s.lease
         ]

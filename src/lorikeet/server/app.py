@@ -7,7 +7,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.engine.client import Engines
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.server import adapter_aliases, adapters, chat, cluster, completions, info
 from lorikeet.server.engine_metrics import UsageCollector
 from lorikeet.server.errors import install_handlers
@@ -53,10 +53,10 @@ def create_service(
     Raises:
         ConfigError: the settings' targets make no sense.
     """
-    metrics = Metrics(models.base, limits.max_model_tokens)
+    metrics = Metrics(models.base, limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or Lengths()
-    forecast = TtftForecast(resolve_row(settings.engine.row)[1].admission) if settings.server.shed else None
+    forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
     service = Service(
         settings=settings.server,
         adapter_settings=settings.adapters,

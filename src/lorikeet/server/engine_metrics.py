@@ -42,7 +42,7 @@ class EngineCollector(Collector):
         yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
         yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
         hello = self._client.hello
-        shape = {"block_size": str(hello.block_tokens), "num_gpu_blocks": str(hello.total_blocks)}
+        shape = {"block_size": str(hello.block_size), "num_gpu_blocks": str(hello.total_blocks)}
         yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
         stats = self._client.stats
         if stats is None:

@@ -107,7 +107,7 @@ async def tokenize(body: TokenizeRequest, parts: Parts) -> dict[str, Any]:
         (tokens,) = await parts.texts.encode([body.prompt or ""], add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": parts.limits.max_model_tokens,
+        "max_model_len": parts.limits.max_model_len,
         "tokens": tokens,
         "token_strs": None,
     }

@@ -26,14 +26,14 @@ class Metrics:
 
     Args:
         model_name: label of every metric.
-        max_model_tokens: upper end of the token histograms.
+        max_model_len: upper end of the token histograms.
     """
 
-    def __init__(self, model_name: str, max_model_tokens: int) -> None:
+    def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self._last_steps: dict[ReplicaId, int] = {}
-        lengths = _one_two_five(max_model_tokens)
+        lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
         self._per_token = self._histogram(

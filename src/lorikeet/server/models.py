@@ -30,7 +30,7 @@ class Models:
         aliases: further names that are understood and not listed, such as the folder.
         root: where the base model lies.
         catalog: the adapters.
-        max_model_tokens: longest sequence.
+        max_model_len: longest sequence.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Models:
         aliases: Iterable[str],
         root: str,
         catalog: AdapterCatalog,
-        max_model_tokens: int,
+        max_model_len: int,
     ) -> None:
         self.base_names = base_names
         self._base = frozenset(base_names) | frozenset(aliases)
         self._root = root
         self._catalog = catalog
-        self._max_model_tokens = max_model_tokens
+        self._max_model_tokens = max_model_len
         self._created = int(time.time())
 
     @property

@@ -83,7 +83,7 @@ async def _serve(settings: Settings) -> None:
         await _preload(catalog, settings.adapters.preload, announcer)
         client.know_adapters(await to_thread.run_sync(catalog.versions))
 
-        names = Models(model.names, model.aliases, str(model.path), catalog, hello.max_model_tokens)
+        names = Models(model.names, model.aliases, str(model.path), catalog, hello.max_model_len)
         service = create_service(
             settings, client, catalog, texts, names, _limits(model.path, config, hello), request_log, lengths
         )
@@ -192,7 +192,7 @@ def _limits(folder: Path, config: ModelConfig, hello: Hello) -> ModelLimits:
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(hello.max_model_tokens, config.vocab_size, config.eos_token_ids, defaults)
+    return ModelLimits(hello.max_model_len, config.vocab_size, config.eos_token_ids, defaults)
 
 
 def _open_catalog(settings: Settings, config: ModelConfig, hello: Hello, model: ModelFolder) -> AdapterCatalog:

@@ -46,13 +46,13 @@ class ModelLimits(msgspec.Struct, frozen=True):
     """What checks need to know of the model.
 
     Attributes:
-        max_model_tokens: longest sequence, prompt and answer together.
+        max_model_len: longest sequence, prompt and answer together.
         vocabulary: token ids are below it.
         eos_token_ids: tokens that end an answer.
         defaults: see :class:`SamplingDefaults`.
     """
 
-    max_model_tokens: int
+    max_model_len: int
     vocabulary: int
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
@@ -64,7 +64,7 @@ def check_text(fewest_tokens: int, limits: ModelLimits, param: str) -> None:
     Raises:
         ApiError: 400; it leaves no room for an answer.
     """
-    if fewest_tokens >= limits.max_model_tokens:
+    if fewest_tokens >= limits.max_model_len:
         raise _too_long(f"at least {fewest_tokens}", limits, param)
 
 
@@ -76,7 +76,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     """
     if not token_ids:
         raise bad_request("The prompt is empty; at least one token is needed.", param)
-    if len(token_ids) >= limits.max_model_tokens:
+    if len(token_ids) >= limits.max_model_len:
         raise _too_long(str(len(token_ids)), limits, param)
     if max(token_ids) >= limits.vocabulary:
         raise bad_request(f"Token id {max(token_ids)} is outside the vocabulary of {limits.vocabulary}.", param)
@@ -108,7 +108,7 @@ def sampling_params(
         ApiError: 400 with the field named.
     """
     max_tokens, param = body.most_tokens
-    room = limits.max_model_tokens - prompt_tokens
+    room = limits.max_model_len - prompt_tokens
     if max_tokens is not None and max_tokens > room:
         raise bad_request(
             f"{_context(limits)} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
@@ -189,4 +189,4 @@ def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
 
 def _context(limits: ModelLimits) -> str:
     """The words are those of OpenAI and vLLM, which clients search for."""
-    return f"This model's maximum context length is {limits.max_model_tokens} tokens."
+    return f"This model's maximum context length is {limits.max_model_len} tokens."

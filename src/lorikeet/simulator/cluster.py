@@ -28,7 +28,7 @@ from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile, Figure, Link
 from lorikeet.costs.transfers import Way
 from lorikeet.engine.modelled_build import transfer_model
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
 from lorikeet.simulator.operating_points import Show, operating_points_for
 from lorikeet.simulator.replica import SimulatedReplica
@@ -36,7 +36,7 @@ from lorikeet.simulator.run import Simulated
 
 
 class ClusterChoice(NamedTuple):
-    """What a scenario says of its cluster; the row says the rest.
+    """What a scenario says of its cluster; the preset says the rest.
 
     Attributes:
         replicas: engines, all alike.
@@ -65,11 +65,11 @@ def simulate_cluster(
     on_finished: Callable[[int], None] = lambda finished: None,
     show: Show = lambda stage, done, total: None,
 ) -> Simulated:
-    """Run ``workload`` on modelled replicas behind the row's routing and placement (see ``cluster_run``).
+    """Run ``workload`` on modelled replicas behind the preset's routing and placement (see ``cluster_run``).
 
     Args:
         settings: of every engine.
-        profile: what things cost; what a replica holds comes from its host's memory. If the row's placement needs
+        profile: what things cost; what a replica holds comes from its host's memory. If the preset's placement needs
             operating points and the profile has none, they are searched first (see ``operating_points_for``).
         workload: by arrival, at least one request.
         adapters: by the names in the workload.
@@ -85,30 +85,30 @@ def simulate_cluster(
         ProfileError: the profile lacks something that the workload needs.
         UnknownAdapter: the workload names an adapter that there is not.
     """
-    name, row = resolve_row(settings.engine.row)
+    name, preset = resolve_preset(settings.engine.preset)
     link = transfer_model(settings.engine, profile).link(Way.IN)
     profile = _with_copies_on_host(profile, link)
     arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predict=predict)
     collector = Collector(workload, arrivals, on_finished)
     replicas = [
-        SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_running)
+        SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_num_seqs)
         for n in range(choice.replicas)
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
-    router, placement = build_cluster_policies(row, [replica.id for replica in replicas], profile, options)
+    router, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
     copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
     migration = build_migration(settings.engine, profile, lambda: copies.carried_bytes_per_s, copies)
     setup = ClusterSetup(
         router,
         placement,
-        period_s=row.placement_period_s,
-        prefetch=row.pool_prefetch,
+        period_s=preset.placement_period_s,
+        prefetch=preset.pool_prefetch,
         copies=copies,
         provisioned=choice.provisioned,
         migration=migration,
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
-    note = f"{choice.replicas} replicas of {name}: placement {row.placement}, routing {row.routing}"
+    note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
     stats = tuple(replica.engine.stats() for replica in replicas)
     return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
 
@@ -135,7 +135,7 @@ def _options(
     show: Show,
 ) -> ClusterOptions:
     """Return what policies are made with: mean requests are those of the workload."""
-    _, row = resolve_row(settings.engine.row)
+    _, preset = resolve_preset(settings.engine.preset)
     info, slo = replica.info(), choice.slo
     prompt_tokens = max(1, round(fmean(request.input_tokens for request in workload)))
     output_tokens = max(1, round(fmean(request.output_tokens for request in workload)))
@@ -151,10 +151,10 @@ def _options(
         output_tokens=output_tokens,
     )
     lengths = prompt_tokens, output_tokens
-    if not needs_operating_points(row) or loads_that_fit(profile, row.kernel_form, options.slo, *lengths) is not None:
+    if not needs_operating_points(preset) or loads_that_fit(profile, preset.kernel_form, options.slo, *lengths) is not None:
         return options
     points = operating_points_for(
-        profile, settings.engine.row, options.slo, lengths, choice.seed, engine=settings.engine, show=show
+        profile, settings.engine.preset, options.slo, lengths, choice.seed, engine=settings.engine, show=show
     )
     ranks = {ref.max_rank for ref in adapters.values()}
     return msgspec.structs.replace(options, tokens_per_s={rank: points[rank] for rank in sorted(ranks)})

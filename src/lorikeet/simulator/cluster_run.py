@@ -5,7 +5,7 @@ it has to tell is heard at e. So whoever decides at t knows what engines had tol
 to an engine during its turn it receives with the next one, as a live engine does, and arrival times stay what they
 are.
 
-With ``max_repeat`` 1 steps that would be planned alike are run in one turn, as long as nothing can reach their engine:
+With ``num_scheduler_steps`` 1 steps that would be planned alike are run in one turn, as long as nothing can reach their engine:
 until the next arrival, copy, placement or review. Where the turns of others may send something, too (requests wait to
 be routed, to be moved, or for the answer to another), also until the next of these turns begins or ends. So repeats
 change neither times nor what routers know of requests; only that a copy was deleted, for which nobody waits, an engine
@@ -167,8 +167,8 @@ class ClusterRun:
         self._perform(self._dispatcher.arrive(self._asked(request), now), now)
 
     def _asked(self, request: Request) -> Asked:
-        block_tokens = next(iter(self._replicas.values())).sizes.block_tokens
-        return asked(request, block_tokens if self._setup.router.wants_keys else None)
+        block_size = next(iter(self._replicas.values())).sizes.block_size
+        return asked(request, block_size if self._setup.router.wants_keys else None)
 
     def _perform(self, actions: Actions, now: float) -> None:
         """Do what the dispatcher asks for."""
@@ -241,7 +241,7 @@ class ClusterRun:
             if isinstance(event, Finished):
                 self._ended(event.request_id)
         if outputs.stats is not None:
-            told = gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_tokens)
+            told = gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_size)
             self._perform(self._dispatcher.gauges(told, now), now)
         for departed in outputs.departed:
             self._departed(replica, departed, now)

@@ -22,7 +22,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.slo import Slo
 from lorikeet.costs.profile import CostProfile, OperatingLoads
-from lorikeet.rows import of_one_replica, resolve_row
+from lorikeet.presets import for_one_replica, resolve_preset
 from lorikeet.simulator.run import simulate
 
 ATTAINMENT = 0.95
@@ -77,7 +77,7 @@ _found: dict[bytes, OperatingLoads] = {}
 
 def operating_points_for(
     profile: CostProfile,
-    row: str,
+    preset: str,
     slo: Slo,
     lengths: tuple[int, int],
     seed: int,
@@ -90,27 +90,27 @@ def operating_points_for(
 
     Args:
         profile: of the replica.
-        row: its name; only what a single replica looks at counts.
+        preset: its name; only what a single replica looks at counts.
         slo: to be kept.
         lengths: prompt and answer of every request.
         seed: of the requests.
-        engine: settings of the replica, whose row does not count; None for the defaults, with a plan for each step.
+        engine: settings of the replica, whose preset does not count; None for the defaults, with a plan for each step.
         search: how, if they must be searched.
         show: called with (stage, requests that have ended, requests) while they are.
 
     Raises:
         OperatingPointError: there is none.
-        ConfigError: row or settings do not fit the profile.
+        ConfigError: preset or settings do not fit the profile.
         ProfileError: the profile lacks a constant.
     """
-    replica = msgspec.structs.replace(engine or EngineSettings(max_repeat=1), row=row)
-    _, resolved = resolve_row(row)
-    wanted = (resolved.kernel_form, slo, *lengths, replica.max_running, replica.max_step_tokens)
+    replica = msgspec.structs.replace(engine or EngineSettings(num_scheduler_steps=1), preset=preset)
+    _, resolved = resolve_preset(preset)
+    wanted = (resolved.kernel_form, slo, *lengths, replica.max_num_seqs, replica.max_num_batched_tokens)
     for loads in profile.operating_points:
         if _setting(loads) == wanted:
             return OperatingPoints(loads.tokens_per_s)
-    settings = msgspec.structs.replace(replica, row="")
-    key = msgspec.json.encode((profile, settings, of_one_replica(resolved), slo, lengths, seed, search))
+    settings = msgspec.structs.replace(replica, preset="")
+    key = msgspec.json.encode((profile, settings, for_one_replica(resolved), slo, lengths, seed, search))
     if key not in _found:
         _found[key] = find_operating_loads(profile, replica, slo, lengths, seed, search, show)
     return OperatingPoints(_found[key].tokens_per_s)
@@ -132,7 +132,7 @@ def find_operating_loads(
 
     Args:
         profile: of the replica.
-        engine: its settings; with ``max_repeat`` 1 it decides anew after each step, and is simulated sooner.
+        engine: its settings; with ``num_scheduler_steps`` 1 it decides anew after each step, and is simulated sooner.
         slo: to be kept.
         lengths: prompt and answer of every request.
         seed: of the requests.
@@ -147,20 +147,20 @@ def find_operating_loads(
     """
     if slo == Slo():
         raise OperatingPointError("operating points need limits, such as ttft=10 or ttft=2,tpot=0.1 (seconds)")
-    if sum(lengths) > profile.max_model_tokens:
+    if sum(lengths) > profile.max_model_len:
         raise OperatingPointError(f"requests of {lengths[0]} + {lengths[1]} tokens are too long for {profile.name}")
-    name, row = resolve_row(engine.row)
+    name, preset = resolve_preset(engine.preset)
     rates: dict[int, float] = {}
     for rank in sorted(search.ranks):
         start = min(rates.values(), default=_FIRST_RATE)  # a larger rank is hardly ever faster
         rates[rank] = _peak(_Probe(profile, engine, slo, Lengths(*lengths), seed, search, rank, show), start)
     return OperatingLoads(
-        kernel_form=row.kernel_form,
+        kernel_form=preset.kernel_form,
         slo=slo,
         prompt_tokens=lengths[0],
         output_tokens=lengths[1],
-        max_running=engine.max_running,
-        max_step_tokens=engine.max_step_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
         tokens_per_s={rank: rate * sum(lengths) for rank, rate in rates.items()},
         source=f"simulated: {name}, {search.adapters} adapters of each rank, {search.requests} requests or more, "
         f"{ATTAINMENT:.0%} within the SLO",
@@ -186,8 +186,8 @@ def _setting(loads: OperatingLoads) -> tuple[object, ...]:
         loads.slo,
         loads.prompt_tokens,
         loads.output_tokens,
-        loads.max_running,
-        loads.max_step_tokens,
+        loads.max_num_seqs,
+        loads.max_num_batched_tokens,
     )
 
 

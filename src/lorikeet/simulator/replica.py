@@ -76,9 +76,9 @@ class SimulatedReplica:
         return ReplicaInfo(
             replica=self.id,
             epoch=EPOCH,
-            total_tokens=sizes.total_blocks * sizes.block_tokens,
+            total_tokens=sizes.total_blocks * sizes.block_size,
             max_batch=self._max_batch,
-            kv_token_bytes=sizes.block_bytes / sizes.block_tokens,
+            kv_token_bytes=sizes.block_bytes / sizes.block_size,
         )
 
     def tell(self, message: Told) -> None:

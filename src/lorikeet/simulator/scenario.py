@@ -38,13 +38,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Attributes:
         profile: name or file of the profile.
-        preset: the system, a row's name.
-        replicas: engines, all alike; with several, the row's placement and routing count.
+        preset: the system, a preset's name.
+        replicas: engines, all alike; with several, the preset's placement and routing count.
         fetch: how adapters come from one replica to another: ``pipelined`` or ``store-and-forward``.
         provisioned: at the start adapters are where the first placement has them; else each is read from its files when
             it is first asked for.
         trace: workload, Azure's CSV or Mooncake's JSONL to begin with; empty to make requests.
-        shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_tokens, most_tokens: as in
+        shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_size, most_tokens: as in
             :class:`Recipe`.
         rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1. A file may have a number
             here, and for ``ranks``, ``prompt_tokens`` and ``output_tokens``.
@@ -52,8 +52,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ranks: of the adapters in turn, such as ``8-128``; those of a trace in the order of their names.
         modules: that the adapters change; assisted are those of q, k and v alone.
         prompt_tokens, output_tokens: numbers or ranges, of requests that are made.
-        max_model_tokens: longest sequence; 0 for the profile's.
-        engine: engine settings other than their defaults. ``max_repeat`` is 1 here if it is not given. The row is
+        max_model_len: longest sequence; 0 for the profile's.
+        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here if it is not given. The preset is
             ``preset``, and what the profile stands for (device, kernels, threads, ranks) cannot be set.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
         predictor: of the lengths of answers, for policies that look at them: ``oracle:0.8`` is right four times in
@@ -80,9 +80,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_tokens: str = "128"
     output_tokens: str = "64"
     length_scale: float = 1.0
-    block_tokens: Count = 0
+    block_size: Count = 0
     most_tokens: Positive | None = None
-    max_model_tokens: Count = 0
+    max_model_len: Count = 0
     engine: dict[str, Any] = {}
     slo: str = ""
     predictor: str = "none"
@@ -94,16 +94,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             ScenarioError: one is unknown, wrong, or without effect on a simulation.
         """
-        if "row" in self.engine:
-            raise ScenarioError("engine.row: the system is the scenario's preset")
+        if "preset" in self.engine:
+            raise ScenarioError("engine.preset: the system is the scenario's preset")
         if useless := sorted(_WITHOUT_EFFECT & self.engine.keys()):
             raise ScenarioError(f"engine.{useless[0]}: without effect here, the profile decides it")
-        given = {"max_repeat": 1, **self.engine, "row": self.preset}
+        given = {"num_scheduler_steps": 1, **self.engine, "preset": self.preset}
         try:
             engine = msgspec.convert(given, EngineSettings, strict=False)
         except msgspec.ValidationError as error:
             raise ScenarioError(f"engine: {error}") from error
-        return Settings(ModelSettings(max_model_tokens=self.max_model_tokens), engine)
+        return Settings(ModelSettings(max_model_len=self.max_model_len), engine)
 
     def recipe(self, rate: float | None = None) -> Recipe:
         """Return what the workload is made of; ``rate`` takes the place of the scenario's own.
@@ -131,7 +131,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 prompt_tokens=Range.parse(self.prompt_tokens),
                 output_tokens=Range.parse(self.output_tokens),
                 length_scale=self.length_scale,
-                block_tokens=self.block_tokens,
+                block_size=self.block_size,
                 most_tokens=self.most_tokens,
                 seed=self.seed,
             )

@@ -16,7 +16,7 @@ from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
-from lorikeet.rows import ColdStart, resolve_row
+from lorikeet.presets import ColdStart, resolve_preset
 from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
 from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
@@ -87,29 +87,29 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
     workload = scenario.recipe(rate).requests()
     if not workload:
         raise ScenarioError("the workload holds no request")
-    block_tokens = block_tokens_of(workload)
+    block_size = block_tokens_of(workload)
     run: Callable[..., Simulated] = simulate if scenario.replicas == 1 else _cluster(scenario, show)
     simulated = run(
         scenario.settings(),
         profile,
         workload,
         scenario.adapter_refs(profile.geometry, workload),
-        Prompts(scenario.seed, 0, DEFAULT_IDS, block_tokens),
+        Prompts(scenario.seed, 0, DEFAULT_IDS, block_size),
         predict=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
     )
-    simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_tokens)))
+    simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_size)))
     return Outcome(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
 
 
-def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_tokens: int) -> list[str]:
+def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int) -> list[str]:
     """Say what was taken for granted."""
     notes = []
     if any(request.prefix_blocks for request in workload):
-        notes.append(f"prefix blocks of {block_tokens} tokens")
-    _, row = resolve_row(scenario.preset)
+        notes.append(f"prefix blocks of {block_size} tokens")
+    _, preset = resolve_preset(scenario.preset)
     others = [name for name in scenario.module_names() if name not in ASSISTED_MODULES]
-    if scenario.adapters and others and row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO):
+    if scenario.adapters and others and preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO):
         notes.append(f"adapters change {', '.join(others)}, too: requests wait for them and are not assisted")
     return notes
 

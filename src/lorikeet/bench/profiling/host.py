@@ -14,7 +14,7 @@ from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
 from lorikeet.engine.host_lora.start import open_pool, start_worker_processes
 from lorikeet.engine.torch_executor import TorchExecutor
-from lorikeet.rows import resolve_row
+from lorikeet.presets import resolve_preset
 
 _ASSISTING_ROW = "toppings"
 """One whose replicas have host workers, where settings and device allow any."""
@@ -41,7 +41,7 @@ def measure_host_lora(
     """
     if engine.tensor_parallel > 1:  # the other ranks' adapters are out of reach here
         return []
-    processes = start_worker_processes(engine, resolve_row(_ASSISTING_ROW)[1])
+    processes = start_worker_processes(engine, resolve_preset(_ASSISTING_ROW)[1])
     if not processes:
         return []
     found = []

@@ -67,7 +67,7 @@ def measure_loop(
     timed = _Timed(executor)
     # Of plans whose steps are done on return: what the loop does while the next one runs takes no time.
     engine = assemble(settings, timed, sizes._replace(overlaps=False), MonotonicClock()).engine
-    most = settings.engine.max_running
+    most = settings.engine.max_num_seqs
     counts = [max(1, most * i // (BATCHES - 1)) for i in range(BATCHES)]
     samples = []
     for count in counts:

@@ -31,11 +31,11 @@ class StepSweep:
     Args:
         rig: runs them.
         steps: without adapters.
-        max_repeat, repeat_limit_s: decodes are repeated as an engine with these settings does.
+        num_scheduler_steps, multi_step_limit_s: decodes are repeated as an engine with these settings does.
         tick: called once for each step, and again in each round.
     """
 
-    def __init__(self, rig: Rig, steps: Sequence[Step], max_repeat: int, repeat_limit_s: float, tick: Tick) -> None:
+    def __init__(self, rig: Rig, steps: Sequence[Step], num_scheduler_steps: int, multi_step_limit_s: float, tick: Tick) -> None:
         self._rig = rig
         self._steps = steps
         self._tick = tick
@@ -43,8 +43,8 @@ class StepSweep:
         self._prepared, self._repeats = {}, {}
         for step in self._order.sample(steps, len(steps)):
             self._prepared[step] = rig.prepare(step)
-            repeat = max_repeat if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
-            self._repeats[step] = rig.run(self._prepared[step], repeat=repeat, limit_s=repeat_limit_s).steps
+            repeat = num_scheduler_steps if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
+            self._repeats[step] = rig.run(self._prepared[step], repeat=repeat, limit_s=multi_step_limit_s).steps
             tick()
         self._seconds: dict[Step, list[float]] = {step: [] for step in steps}
 

@@ -56,12 +56,12 @@ class Rig:
         generator = random.Random(_SEED)
         blocks = [BlockId(block) for block in range(sizes.total_blocks)]
         generator.shuffle(blocks)
-        kv_blocks = min(-(-kv_tokens // sizes.block_tokens), len(blocks) // 2)
+        kv_blocks = min(-(-kv_tokens // sizes.block_size), len(blocks) // 2)
         self._kv_blocks, self._free = blocks[:kv_blocks], blocks[kv_blocks:]
         self._host_blocks = [BlockId(block) for block in range(sizes.host_blocks)]
         generator.shuffle(self._host_blocks)
         self._order = generator
-        self._token_ids = generator.choices(range(vocabulary), k=sizes.max_model_tokens)
+        self._token_ids = generator.choices(range(vocabulary), k=sizes.max_model_len)
         self._loaded: dict[AdapterDigest, tuple[BlockId, ...]] = {}
         self._started: list[RequestId] = []
         self._transfers = 0
@@ -74,7 +74,7 @@ class Rig:
     @property
     def kv_tokens(self) -> int:
         """Room for the KV of one step."""
-        return len(self._kv_blocks) * self.sizes.block_tokens
+        return len(self._kv_blocks) * self.sizes.block_size
 
     def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
         """Start the sequences of a step; those that have adapters name them by their digests.
@@ -85,12 +85,12 @@ class Rig:
         free = list(reversed(self._kv_blocks))
         starts, blocks = [], []
         for number, work in enumerate(sequences, len(self._started)):
-            needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_tokens)
+            needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_size)
             if needed > len(free):
                 raise RigError(f"the KV of a step does not fit {self.kv_tokens} tokens")
             blocks.append(tuple(free.pop() for _ in range(needed)))
             known = work.start + work.tokens
-            sampling = SamplingParams(max_tokens=self.sizes.max_model_tokens, temperature=0.0)
+            sampling = SamplingParams(max_tokens=self.sizes.max_model_len, temperature=0.0)
             adapter = None if work.adapter is None else AdapterDigest(str(work.adapter))
             name = RequestId(f"profile-{number}")
             starts.append(SequenceStart(name, self._token_ids[:known], known, sampling, adapter))
@@ -203,7 +203,7 @@ class Rig:
 
     def _blocks_of(self, ref: AdapterRef) -> int:
         geometry = self.sizes.local_geometry
-        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_tokens)).blocks
+        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_size)).blocks
 
     def _some_host_blocks(self, count: int) -> tuple[BlockId, ...]:
         if count > len(self._host_blocks):

@@ -34,8 +34,8 @@ from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]
 
-_MERGING_ROW = "dlora"
-"""Of the executor: one whose ranks can merge. Steps take the same time under any row."""
+_MERGING_PRESET = "dlora"
+"""Of the executor: one whose ranks can merge. Steps take the same time under any preset."""
 
 
 class Thoroughness(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ def run_profile(
     room_bytes = max(settings.engine.host_memory_bytes, 2 * adapter_bytes(config.geometry(dtype.itemsize), how.ranks))
     engine = msgspec.structs.replace(settings.engine, host_memory_bytes=room_bytes)
     settings = msgspec.structs.replace(settings, engine=engine)
-    merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, row=_MERGING_ROW))
+    merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, preset=_MERGING_PRESET))
     executor, _, sizes = build_torch_executor(merging, folder, progress, lambda: None)
     with closing(executor), random_adapters(sizes.geometry, how.ranks) as adapters:
         rig = Rig(executor, sizes, config.vocab_size, how.kv_tokens)
@@ -104,10 +104,10 @@ def run_profile(
         # The machine drifts: what it can do at best is measured before, between and after.
         measure_limits = limits or LimitMeter(dtype, device=engine.device).measure
         seen = [measure_limits()]
-        bounds = Limits(engine.max_running, engine.max_step_tokens, sizes.max_model_tokens, rig.kv_tokens)
+        bounds = Limits(engine.max_num_seqs, engine.max_num_batched_tokens, sizes.max_model_len, rig.kv_tokens)
         steps = base_steps(bounds)
         tick = _ticker(progress, "steps", len(steps) * (how.step_rounds + 1))
-        sweep = StepSweep(rig, steps, engine.max_repeat, engine.repeat_limit_s, tick)
+        sweep = StepSweep(rig, steps, engine.num_scheduler_steps, engine.multi_step_limit_s, tick)
         sweep.measure(how.step_rounds // 2)
         tick = _ticker(progress, "transfers", transfers_in_all(rig, adapters, how.transfer_rounds))
         transfers = measure_transfers(rig, adapters, how.transfer_rounds, tick)
@@ -136,7 +136,7 @@ def run_profile(
         made=_made(sizes),
         geometry=sizes.geometry,
         vocabulary=config.vocab_size,
-        max_model_tokens=sizes.max_model_tokens,
+        max_model_len=sizes.max_model_len,
         pool_bytes=sizes.total_blocks * sizes.block_bytes * engine.tensor_parallel,
         lora_modules=MODULES,
         step=msgspec.structs.replace(step, average=None),

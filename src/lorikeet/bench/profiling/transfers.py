@@ -33,7 +33,7 @@ def measure_transfers(rig: Rig, adapters: RandomAdapters, rounds: int, tick: Cal
     """
     rig.write_host()
     geometry = rig.sizes.geometry
-    block_bytes = geometry.block_bytes(rig.sizes.block_tokens)
+    block_bytes = geometry.block_bytes(rig.sizes.block_size)
     reads, copies = _seconds_by_bytes(), _seconds_by_bytes()
     for turn in range(rounds + 1):
         for tier in _TIERS:

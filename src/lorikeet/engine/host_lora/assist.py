@@ -17,7 +17,7 @@ from lorikeet.engine.host_lora.polling import nap
 from lorikeet.engine.host_lora.pool import TIMEOUT_S, Deal, HostPool, HostRows
 from lorikeet.engine.host_lora.worker import HostAdapter
 from lorikeet.kernels.base import LoraBatch
-from lorikeet.rows import HostLayers
+from lorikeet.presets import HostLayers
 from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts
 
 

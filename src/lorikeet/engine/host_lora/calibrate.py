@@ -27,7 +27,7 @@ from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.sequences import Sequence
 from lorikeet.kernels.base import kv_view
 from lorikeet.memory.packing import pack
-from lorikeet.rows import HostLayers, LayerGroups, Row
+from lorikeet.presets import HostLayers, LayerGroups, Preset
 from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES, AssistCosts, qkv_share, row_bytes
 from lorikeet.scheduling.coldstart.slices import tokens_in
 
@@ -55,7 +55,7 @@ class HostTimes(NamedTuple):
 
     Attributes:
         fixed_s: hand-over of no rows, and what else does not grow.
-        token_s: hand-over of a token's row.
+        token_s: hand-over of a token's preset.
         token_rank_s: computing, per rank of a token.
         rank: the largest that was measured.
     """
@@ -76,9 +76,9 @@ def measure(
     arena: Tensor,
     host: Tensor,
     steps: Stream,
-    block_tokens: int,
+    block_size: int,
     most_tokens: int,
-    row: Row,
+    preset: Preset,
     link_bytes_per_s: float,
     *,
     cores_shared: bool,
@@ -90,9 +90,9 @@ def measure(
         model: computes a layer for comparison.
         arena, host: device and host tier, ``[blocks, elements]``.
         steps: the device's stream.
-        block_tokens: tokens of KV in a block.
+        block_size: tokens of KV in a block.
         most_tokens: longest prefill that is measured.
-        row: has the axes of assisted prefills.
+        preset: has the options of assisted prefills.
         link_bytes_per_s: declared link, 0 to measure it.
         cores_shared: whether workers run on the cores that compute the base model, and so hide behind nothing.
 
@@ -102,7 +102,7 @@ def measure(
     """
     geometry = model.geometry
     host_times = measure_host(pool, geometry, host, arena.device)
-    layer_times = measure_device(model, arena, steps, block_tokens, most_tokens)
+    layer_times = measure_device(model, arena, steps, block_size, most_tokens)
     bandwidth = link_bytes_per_s or _measure_copy(arena, host)
     share = qkv_share(geometry)
     costs = AssistCosts(
@@ -117,12 +117,12 @@ def measure(
         load_bandwidth=bandwidth,
         workers=pool.workers,
         worker_tokens=1,
-        one_group=row.layer_groups is LayerGroups.ONE,
-        is_static=row.host_layers is HostLayers.STATIC,
-        waits=row.host_layers is HostLayers.PATIENT,
+        one_group=preset.layer_groups is LayerGroups.ONE,
+        is_static=preset.host_layers is HostLayers.STATIC,
+        waits=preset.host_layers is HostLayers.PATIENT,
     )
     suits = suiting_tokens(host_times, geometry, costs.device_layer_s(DEVICE_TOKENS[0]), bandwidth)
-    pool.worker_tokens = suits * row.host_chunk
+    pool.worker_tokens = suits * preset.host_chunk
     return msgspec.structs.replace(costs, worker_tokens=pool.worker_tokens)
 
 
@@ -191,7 +191,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
 
 @torch.inference_mode()
 def measure_device(
-    model: RankModel, arena: Tensor, steps: Stream, block_tokens: int, most_tokens: int
+    model: RankModel, arena: Tensor, steps: Stream, block_size: int, most_tokens: int
 ) -> tuple[tuple[int, float], ...]:
     """Return (tokens, seconds) of a layer in prefills of some lengths.
 
@@ -201,15 +201,15 @@ def measure_device(
     geometry = model.geometry
     most_layers = min(_DEVICE_LAYERS, geometry.layers)
     decoders = {layers: model.decoder.cut(layers) for layers in (1, most_layers)}
-    kv = kv_view(arena, geometry.layers, block_tokens, geometry.kv_heads, geometry.head_dim)
+    kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
     times: list[tuple[int, float]] = []
     for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
-        blocks = -(-tokens // block_tokens)
+        blocks = -(-tokens // block_size)
         if times and (sum(seconds for _, seconds in times) > _DEVICE_S or blocks > len(arena)):
             break
         sequence = Sequence(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
         sequence.add_blocks(BlockId(block) for block in range(blocks))
-        batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_tokens, arena.device)
+        batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_size, arena.device)
         batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))
         best_s = dict.fromkeys(decoders, inf)
         for layers in list(decoders) * _DEVICE_REPEATS:

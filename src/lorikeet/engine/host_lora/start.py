@@ -17,19 +17,19 @@ from lorikeet.engine.host_lora.pool import HostPool, PoolSizes, start_worker_pro
 from lorikeet.engine.rank_setup import RankModel
 from lorikeet.engine.transfers import Transfers
 from lorikeet.memory.host_arena import HostArena
-from lorikeet.rows import ColdStart, Row
+from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.coldstart.costs import AssistCosts
 
 _ORDERED_CPUS = ("x86_64", "AMD64")
 
 
-def wanted_workers(settings: EngineSettings, row: Row) -> int:
+def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
     """Return how many host workers a replica has.
 
     None for several accelerators, which would have to hear of each other layer by layer, and none on CPUs that may let
     others see stores in another order than they were made (``layout``). There requests wait for their adapters.
     """
-    is_assisted = row.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
+    is_assisted = preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
     is_one = settings.device == "cpu" or settings.tensor_parallel == 1
     fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes > 0
     return settings.host_lora_workers if is_assisted and fits else 0
@@ -48,7 +48,7 @@ def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None
     return [None] * workers
 
 
-def start_worker_processes(settings: EngineSettings, row: Row) -> list[HelperProcess]:
+def start_worker_processes(settings: EngineSettings, preset: Preset) -> list[HelperProcess]:
     """Start the worker processes; they become ready beside whatever the caller does next.
 
     Raises:
@@ -56,7 +56,7 @@ def start_worker_processes(settings: EngineSettings, row: Row) -> list[HelperPro
     """
     started: list[HelperProcess] = []
     try:
-        for _ in range(wanted_workers(settings, row)):
+        for _ in range(wanted_workers(settings, preset)):
             started.append(start_worker_process())
     except BaseException:
         for process in started:
@@ -95,7 +95,7 @@ def open_pool(
         processes,
         own,
         [transfers.host_arena, *others],
-        PoolSizes(transfers.host.dtype, geometry, rows=settings.max_step_tokens, parts=settings.max_running),
+        PoolSizes(transfers.host.dtype, geometry, rows=settings.max_num_batched_tokens, parts=settings.max_num_seqs),
     )
     try:
         pool.wait_until_ready()
@@ -108,7 +108,7 @@ def open_pool(
 def build_host_lora(
     processes: Sequence[HelperProcess],
     settings: Settings,
-    row: Row,
+    preset: Preset,
     model: RankModel,
     arena: Tensor,
     transfers: Transfers,
@@ -120,7 +120,7 @@ def build_host_lora(
     Args:
         processes: at least one; owned by what is returned.
         settings: all.
-        row: says on which layers the host computes, and how the rest is planned.
+        preset: says on which layers the host computes, and how the rest is planned.
         model: the rank's share.
         arena: the device arena, empty.
         transfers: have the host tier, empty.
@@ -142,13 +142,13 @@ def build_host_lora(
             arena,
             transfers.host,
             transfers.device.steps,
-            engine.block_tokens,
-            min(engine.max_step_tokens, longest_tokens),
-            row,
+            engine.block_size,
+            min(engine.max_num_batched_tokens, longest_tokens),
+            preset,
             engine.link_bytes_per_s,
             cores_shared=cores_shared,
         )
     except BaseException:
         pool.close()
         raise
-    return HostLora(pool, row.host_layers, costs), costs
+    return HostLora(pool, preset.host_layers, costs), costs

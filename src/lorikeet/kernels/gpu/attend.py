@@ -62,11 +62,11 @@ def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | No
 
 
 def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scale: float, window: int) -> None:
-    block_tokens, kv_heads, head_dim = kv.shape[2:]
+    block_size, kv_heads, head_dim = kv.shape[2:]
     heads = out.shape[1] // head_dim
     group = heads // kv_heads
     tile = _tile(part.most_rows, group, qkv.dtype)
-    splits = _splits(part, kv_heads, batch.block_tables.shape[1] * block_tokens, window)
+    splits = _splits(part, kv_heads, batch.block_tables.shape[1] * block_size, window)
     found = shares = out
     if splits.most > 1:
         found = torch.empty(splits.most, part.sequences, out.shape[1], dtype=torch.float32, device=out.device)
@@ -78,7 +78,7 @@ def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scal
     attention.attention[(part.sequences, kv_heads, tiles * splits.most)](
         qkv, kv, found, shares, *sequences, batch.block_tables, scale, window, *splits, heads,
         qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0),
-        group, head_dim, width, block_tokens, tile.rows, tile.tokens, splits.most > 1, _LEAST_SPLIT, INTERPRETED,
+        group, head_dim, width, block_size, tile.rows, tile.tokens, splits.most > 1, _LEAST_SPLIT, INTERPRETED,
         **launch(tile.warps),
     )  # fmt: skip
     if splits.most > 1:

@@ -41,10 +41,10 @@ def attention(
     q, kv, out, shares, numbers, is_part, row_starts, contexts, tables, scale, window, usual, splits, heads,
     q_stride, out_stride, block_stride, part_stride, token_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
+    PRESETS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
+    """``PRESETS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
 
     Sequences are all, or those with ``numbers`` if they are a part. If ``IS_SPLIT``, they have one row each, and a
     program one of the ``splits`` of its tokens (see ``_share``): ``out[split, index]`` is the mean of the values that
@@ -56,7 +56,7 @@ def attention(
     begin = tl.load(row_starts + sequence)
     count = tl.load(row_starts + sequence + 1) - begin
     context = tl.load(contexts + sequence)
-    queries: tl.constexpr = ROWS // GROUP
+    queries: tl.constexpr = PRESETS // GROUP
     first = 0 if IS_SPLIT else tl.program_id(2) * queries
     start = _first_seen(context - count + first, window, TOKENS)
     last = tl.minimum(context, context - count + first + queries)
@@ -68,7 +68,7 @@ def attention(
         last = tl.minimum(last, start + share)
     await_last(EARLY)
     if is_needed:
-        member = tl.arange(0, ROWS)
+        member = tl.arange(0, PRESETS)
         row = first + member // GROUP
         is_row = (row < count) & (member < queries * GROUP)
         lane = tl.arange(0, WIDTH)
@@ -79,9 +79,9 @@ def attention(
         if WIDE:
             query = query.to(tl.float32)
         position = context - count + row
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        sums = tl.zeros([ROWS, WIDTH], tl.float32)
+        largest = tl.full([PRESETS], float("-inf"), tl.float32)
+        total = tl.zeros([PRESETS], tl.float32)
+        sums = tl.zeros([PRESETS, WIDTH], tl.float32)
         for at in range(start, last, TOKENS):
             token = at + tl.arange(0, TOKENS)
             there = token < last

@@ -41,18 +41,18 @@ class FlashInferKernels(TritonKernels):
         """By the plan of this step and window; in a graph the attention that needs none."""
         if batch.host is None:
             return super().attention(qkv, kv, batch, scale, window)
-        block_tokens, kv_heads, head_dim = kv.shape[2:]
+        block_size, kv_heads, head_dim = kv.shape[2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         planned = self._planned.get(window)
         if planned is None or planned.batch is not batch or planned.scale != scale:
             wrapper = self._wrapper() if planned is None else planned.wrapper
-            tables = page_tables(batch.host, block_tokens)
+            tables = page_tables(batch.host, block_size)
             wrapper.plan(
                 *(tables._replace(pages=tables.pages.to(qkv.device))),
                 num_qo_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim_qk=head_dim,
-                page_size=block_tokens,
+                page_size=block_size,
                 causal=True,
                 sm_scale=scale,
                 window_left=-1 if window is None else window - 1,
@@ -84,10 +84,10 @@ class PageTables(NamedTuple):
     last_page_tokens: Tensor
 
 
-def page_tables(host: HostFacts, block_tokens: int) -> PageTables:
+def page_tables(host: HostFacts, block_size: int) -> PageTables:
     """Return the tables of a batch, on the host."""
-    counts = (host.contexts + block_tokens - 1) // block_tokens
+    counts = (host.contexts + block_size - 1) // block_size
     is_page = torch.arange(host.block_tables.shape[1]) < counts[:, None]
     page_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    last = host.contexts - (counts - 1) * block_tokens
+    last = host.contexts - (counts - 1) * block_size
     return PageTables(*(each.int() for each in (host.row_starts, page_starts, host.block_tables[is_page], last)))

@@ -58,7 +58,7 @@ def _columns(targets, target, EVEN: tl.constexpr):
 def shrink(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, rank_tiles, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    PRESETS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
@@ -72,13 +72,13 @@ def shrink(
     target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
-    row = begin + tile * ROWS + tl.arange(0, ROWS)
+    row = begin + tile * PRESETS + tl.arange(0, PRESETS)
     await_last(EARLY)
-    if begin + tile * ROWS < end and piece < last:
+    if begin + tile * PRESETS < end and piece < last:
         is_row = row < end
         first = rank_tile * RANKS
         rank = first + tl.arange(0, RANKS)
-        sums = tl.zeros([ROWS, RANKS], tl.float32)
+        sums = tl.zeros([PRESETS, RANKS], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
             rows_a, _, ranks = _piece(table, each, x.dtype.element_ty, ALIGNED)
@@ -112,7 +112,7 @@ def shrink(
 def expand(
     inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr, PRESETS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and one of columns.
@@ -125,12 +125,12 @@ def expand(
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     outputs, start = _columns(targets, target, EVEN)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
-    row = begin + tile * ROWS + tl.arange(0, ROWS)
+    row = begin + tile * PRESETS + tl.arange(0, PRESETS)
     column = column_tile * WIDTH + tl.arange(0, WIDTH)
     await_last(EARLY)
-    if begin + tile * ROWS < end and piece < last and column_tile * WIDTH < outputs:
+    if begin + tile * PRESETS < end and piece < last and column_tile * WIDTH < outputs:
         is_row, is_column = row < end, column < outputs
-        sums = tl.zeros([ROWS, WIDTH], tl.float32)
+        sums = tl.zeros([PRESETS, WIDTH], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
             _, rows_b, ranks = _piece(table, each, out.dtype.element_ty, ALIGNED)

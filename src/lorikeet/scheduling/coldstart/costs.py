@@ -14,7 +14,7 @@ ASSISTED_MODULES = ("q", "k", "v")
 
 
 class AssistCosts(msgspec.Struct, frozen=True):
-    """Constants of assisted prefills, and the axes of the row that bear on them.
+    """Constants of assisted prefills, and the options of the preset that bear on them.
 
     A rank counts as one over all of ``ASSISTED_MODULES``: an adapter of two of them has less than the rank it is named
     for (:meth:`rank`). Times are of one layer, of all ranks under tensor parallelism.
@@ -32,8 +32,8 @@ class AssistCosts(msgspec.Struct, frozen=True):
         load_bandwidth: bytes per second over the link.
         workers: host workers.
         worker_tokens: tokens that suit one worker (``slices.tokens_in``), times the row's ``host_chunk``.
-        one_group: ``layer_groups`` of the row: whether an adapter arrives at once.
-        is_static: ``host_layers`` of the row: whether groups but the one that is loaded last are waited for.
+        one_group: ``layer_groups`` of the preset: whether an adapter arrives at once.
+        is_static: ``host_layers`` of the preset: whether groups but the one that is loaded last are waited for.
         waits: whether a layer waits for its arrival where that is sooner than the host.
     """
 

@@ -72,7 +72,7 @@ def tokens_in(budget_s: float, measured: Iterable[tuple[int, float]]) -> int:
 
 
 def _even(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut ``rows`` into ``parts`` (at most as many) half-open runs whose lengths differ by one at most."""
+    """Cut ``presets`` into ``parts`` (at most as many) half-open runs whose lengths differ by one at most."""
     bounds = [rows * part // parts for part in range(parts + 1)] if parts else []
     return list(pairwise(bounds))
 

@@ -39,12 +39,12 @@ class Census:
 
     Args:
         options: what the paper leaves open.
-        max_model_tokens: longest sequence: what counts as the largest request until there are classes.
+        max_model_len: longest sequence: what counts as the largest request until there are classes.
     """
 
-    def __init__(self, options: Options, max_model_tokens: int) -> None:
+    def __init__(self, options: Options, max_model_len: int) -> None:
         self._options = options
-        self._largest = Sizes(max_model_tokens, max_model_tokens, 1)
+        self._largest = Sizes(max_model_len, max_model_len, 1)
         self._arrivals, self._ends = Window(3), Window(4)
         self._enough = options.least_samples
         self.classes = ONE_CLASS

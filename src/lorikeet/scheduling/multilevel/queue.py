@@ -43,7 +43,7 @@ class ChameleonQueue(AdmissionQueue):
     def __init__(self, view: EngineView, options: Options = _DEFAULT) -> None:
         super().__init__(view)
         self._options = options
-        self._census = Census(options, view.max_model_tokens)
+        self._census = Census(options, view.max_model_len)
         self._ledger = Ledger(int(options.overcommit * view.total_tokens))
         self._waiting: list[list[Waiting]] = [[]]
         self._admitted: dict[RequestId, Admitted] = {}

@@ -1,4 +1,4 @@
-"""Rows: every system by name, as one choice on each of the design's axes (idea 5)."""
+"""Presets: every system by name, as one choice on each of the design's options (idea 5)."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -79,8 +79,8 @@ class PreemptedKv(StrEnum):
     """Whichever takes less time, by the copies and steps so far."""
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: a choice on every axis. Policies are named as their tables name them.
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One system: a choice on every option. Policies are named as their tables name them.
 
     Attributes:
         kernel_form: how a batch of mixed ranks is computed.
@@ -142,17 +142,17 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     comigration: bool = False
 
 
-_PLAIN = Row(routing="kv-affinity")
+_PLAIN = Preset(routing="kv-affinity")
 
-_ELORA = Row(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
-_CHAMELEON = Row(
+_ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
+_CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
     cold_start=ColdStart.BLOCK,
 )
-_DLORA = Row(
+_DLORA = Preset(
     kernel_form=KernelForm.EINSUM,
     kv_after_finish=KvAfterFinish.DROPPED,
     prefetch="all",
@@ -164,17 +164,17 @@ _DLORA = Row(
     pool_prefetch=True,
     comigration=True,
 )
-_ON_DEMAND = Row(
+_ON_DEMAND = Preset(
     kernel_form=KernelForm.PADDED,
     kv_after_finish=KvAfterFinish.DROPPED,
     keep_adapters=False,
     cold_start=ColdStart.BLOCK,
 )
-_VLLM = Row(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
+_VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
 
 
-def _but(row: Row, **axes: Any) -> Row:
-    return msgspec.structs.replace(row, **axes)
+def _but(preset: Preset, **options: Any) -> Preset:
+    return msgspec.structs.replace(preset, **options)
 
 
 _CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
@@ -185,13 +185,13 @@ _LORASERVE = _but(_S_LORA, kernel_form=KernelForm.PADDED, placement="loraserve",
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
     "placement": "everywhere",
-    "placement_period_s": Row().placement_period_s,
+    "placement_period_s": Preset().placement_period_s,
     "routing": "round-robin",
     "pool_prefetch": False,
     "comigration": False,
 }
 
-ROWS: dict[str, Row] = {
+PRESETS: dict[str, Preset] = {
     "lorikeet:plain": _PLAIN,
     "lorikeet:plain-block": _but(_PLAIN, cold_start=ColdStart.BLOCK),
     "lorikeet:plain-no-reuse": _but(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
@@ -221,7 +221,7 @@ ROWS: dict[str, Row] = {
     "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
-    "elora:s-lora": Row(kv_after_finish=KvAfterFinish.DROPPED),
+    "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=False),
     "chameleon": _CHAMELEON,
@@ -279,53 +279,53 @@ ROWS: dict[str, Row] = {
     "loraserve:toppings": _but(_REPLICATED, routing="fewest-tokens"),
     "loraserve:toppings-rank": _but(_REPLICATED, routing="loraserve:toppings-rank"),
 }
-"""Every system by name. A new policy is one file and one row here."""
+"""Every system by name. A new policy is one file and one preset here."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     field.name: tuple(field.type)
-    for field in msgspec.structs.fields(Row)
+    for field in msgspec.structs.fields(Preset)
     if isinstance(field.type, type) and issubclass(field.type, StrEnum)
 }
-"""What an axis may be, of those that are no policies with tables of their own."""
+"""What an option may be, of those that are no policies with tables of their own."""
 
-_CLUSTER_AXES = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
+_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
 
 MERGING_MODES = frozenset(
     {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
 )
 """Batching modes that may merge an adapter into the base weights. For them alone ranks keep pristine copies."""
 
-AUTO_ROW = "lorikeet:plain"
+AUTO_PRESET = "lorikeet:plain"
 """What ``auto`` stands for today; the start-up log says it."""
 
 
-def resolve_row(name: str) -> tuple[str, Row]:
-    """Return the full name and the row for ``name`` (``auto`` included).
+def resolve_preset(name: str) -> tuple[str, Preset]:
+    """Return the full name and the preset for ``name`` (``auto`` included).
 
-    Axes may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
+    Options may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
 
     Raises:
-        ConfigError: there is no such row or axis, or a wrong value; the message lists what there is.
+        ConfigError: there is no such preset or option, or a wrong value; the message lists what there is.
     """
     base, *changes = (part.strip() for part in name.split(","))
-    full = AUTO_ROW if base == "auto" else base
-    if full not in ROWS:
-        raise ConfigError(f"no row is called {base!r}; there are: auto, {', '.join(ROWS)}")
+    full = AUTO_PRESET if base == "auto" else base
+    if full not in PRESETS:
+        raise ConfigError(f"no preset is called {base!r}; there are: auto, {', '.join(PRESETS)}")
     if not changes:
-        return full, ROWS[full]
-    axes = msgspec.to_builtins(ROWS[full])
+        return full, PRESETS[full]
+    options = msgspec.to_builtins(PRESETS[full])
     for change in changes:
-        axis, _, value = change.partition("=")
-        if axis not in axes:
-            raise ConfigError(f"row {name!r}: no axis is called {axis!r}; there are: {', '.join(axes)}")
-        choices = CHOICES.get(axis)
+        option, _, value = change.partition("=")
+        if option not in options:
+            raise ConfigError(f"preset {name!r}: no option is called {option!r}; there are: {', '.join(options)}")
+        choices = CHOICES.get(option)
         if choices is not None and value not in choices:
-            raise ConfigError(f"row {name!r}: {axis} is one of {', '.join(choices)}, not {value!r}")
-        axes[axis] = value
-    return ",".join([full, *changes]), convert(axes, Row, f"row {name!r}")
+            raise ConfigError(f"preset {name!r}: {option} is one of {', '.join(choices)}, not {value!r}")
+        options[option] = value
+    return ",".join([full, *changes]), convert(options, Preset, f"preset {name!r}")
 
 
-def of_one_replica(row: Row) -> Row:
-    """Return the row with defaults on the axes that one replica alone has no use for."""
-    default = Row()
-    return _but(row, **{axis: getattr(default, axis) for axis in _CLUSTER_AXES})
+def for_one_replica(preset: Preset) -> Preset:
+    """Return the preset with defaults on the options that one replica alone has no use for."""
+    default = Preset()
+    return _but(preset, **{option: getattr(default, option) for option in _CLUSTER_OPTIONS})
