@@ -31,15 +31,14 @@ from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.engine.host_lora.delta import host_targets, write_delta
-from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import Deal, HostPool, HostRows, PoolSizes, start_worker_process
-from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
 from lorikeet.models.default import default_cache_dir, prepare_default_model
+from lorikeet.worker.host_lora.pool import HostPool, HostRows, PoolSizes, RowAssignment, start_worker_process
+from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
+from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker, host_targets, write_delta
 
 LAYERS, TOKENS, RANK, BLOCK_TOKENS = 1000, 16, 16, 16
 QKV = ("q", "k", "v")
@@ -99,7 +98,7 @@ class _RingToProcess:
         )
         self._pool.wait_until_ready()
         self._pool.begin([store.adapter])
-        self._deal: Deal = self._pool.deal(parts)
+        self._deal: RowAssignment = self._pool.deal(parts)
 
     @property
     def computed_s(self) -> float:
@@ -124,7 +123,7 @@ class _RingToThread:
         inputs = store.geometry.modules["q"].in_features
         shape = RingShape(2, 2, TOKENS, inputs, outputs, ranks=1, workers=1, cuts=1, slices=1, dtype="float32")
         self._ring = Ring.create(shape)
-        self._ring.write_cut(1, [Slice(0, 0, 0, TOKENS)])
+        self._ring.write_cut(1, [RingSlice(0, 0, 0, TOKENS)])
         self._x, self._y = (torch.from_numpy(memory) for memory in (self._ring.x, self._ring.y))
         self._worker = SliceWorker(self._ring, 0, [store.host], store.geometry)
         self._worker.begin([store.adapter])

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lorikeet.costs.tables import EMBEDDING, OPERATORS_OF_A_LAYER
+from lorikeet.costs.operators import EMBEDDING, OPERATORS_OF_A_LAYER
 
 OPERATORS = (EMBEDDING, *OPERATORS_OF_A_LAYER)
 Preset = Mapping[str, str]

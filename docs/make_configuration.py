@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from lorikeet.cli.serve_flags import FLAGS
 from lorikeet.cluster.placement import PLACEMENT
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.commands.serve_flags import FLAGS
 from lorikeet.config import Settings
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.presets import AUTO_PRESET, CHOICES, PRESETS, Preset
@@ -36,7 +36,7 @@ _HEAD = """\
 # Settings
 
 Made by `docs/make_configuration.py` from [config.py](../src/lorikeet/config.py) and
-[serve_flags.py](../src/lorikeet/commands/serve_flags.py); do not edit.
+[serve_flags.py](../src/lorikeet/cli/serve_flags.py); do not edit.
 
 A setting comes from, in this order: a flag of `lorikeet serve`; the environment, as `LORIKEET_<SECTION>__<KEY>`
 (lists separated by commas); the TOML file given with `--config`; the default. Unknown keys and wrong values are errors

@@ -18,7 +18,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["lorikeet.server.run", "lorikeet.gateway.run", "lorikeet.engine.client", "lorikeet.adapters.catalog"]
+    "module", ["lorikeet.api.run", "lorikeet.router.run", "lorikeet.client.client", "lorikeet.adapters.catalog"]
 )
 def test_the_api_process_loads_neither_torch_nor_transformers(module: str) -> None:
     assert not loaded_by(module) & {"torch", "transformers", "peft"}

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
-from lorikeet.commands import compat, serve_flags
-from lorikeet.commands.api import ServerApi
-from lorikeet.commands.chat import Conversation
-from lorikeet.commands.serve import build_settings
-from lorikeet.commands.sizes import format_size, parse_size
+from lorikeet.cli import compat, serve_flags
+from lorikeet.cli.chat import Conversation
+from lorikeet.cli.console import format_size, parse_size
+from lorikeet.cli.http_client import ServerClient
+from lorikeet.cli.main import app
+from lorikeet.cli.serve import build_settings
 from lorikeet.config import ConfigError, Settings
 from tests.models.checkpoints import make_checkpoint
 from tests.server.conftest import TEMPLATE, TOKENIZER
@@ -26,7 +26,7 @@ NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.pa
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
     """Return what ``lorikeet serve`` would run with."""
     seen: list[Settings] = []
-    monkeypatch.setattr("lorikeet.server.run.serve", seen.append)
+    monkeypatch.setattr("lorikeet.api.run.serve", seen.append)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     translated, _ = compat.translate(arguments)
@@ -171,7 +171,7 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
 def test_a_wrong_setting_ends_the_command_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    monkeypatch.setattr("lorikeet.server.run.serve", lambda settings: pytest.fail("it started"))
+    monkeypatch.setattr("lorikeet.api.run.serve", lambda settings: pytest.fail("it started"))
     assert runner.invoke(app, ["serve", *arguments]).exit_code == 2
 
 
@@ -184,7 +184,7 @@ def test_every_flag_fills_a_setting_that_exists() -> None:
 
 def test_no_flag_is_both_an_option_and_foreign() -> None:
     own = {name for flag in serve_flags.FLAGS for name in flag.names.replace("/", " ").split()}
-    assert not own & compat.FOREIGN.keys()
+    assert not own & compat.FOREIGN_FLAGS.keys()
 
 
 def test_a_flag_without_meaning_here_is_taken_off_with_a_note() -> None:
@@ -242,7 +242,11 @@ def test_common_flags_of_vllm_are_taken_off_with_a_note_where_there_is_something
 
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
-    [("--model", "/no/such/folder", "no such folder"), ("--preset", "x", "no preset is called"), ("--dtype", "int4", "int4")],
+    [
+        ("--model", "/no/such/folder", "no such folder"),
+        ("--preset", "x", "no preset is called"),
+        ("--dtype", "int4", "int4"),
+    ],
 )
 def test_a_bench_of_what_does_not_exist_ends_with_one_line(flag: str, value: str, reason: str) -> None:
     result = runner.invoke(app, ["bench", "offline", flag, value])
@@ -324,7 +328,7 @@ def test_settings_are_built_without_touching_the_environment_of_the_process() ->
 
 def test_help_needs_neither_torch_nor_the_web_framework() -> None:
     script = (
-        "import sys; from lorikeet.cli import app\n"
+        "import sys; from lorikeet.cli.main import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules] or 0)"
@@ -356,7 +360,7 @@ class FakeServer:
 
 
 def conversation(server: FakeServer) -> tuple[Conversation, list[str]]:
-    return Conversation(ServerApi("http://test", transport=httpx.MockTransport(server)), max_tokens=5), []
+    return Conversation(ServerClient("http://test", transport=httpx.MockTransport(server)), max_tokens=5), []
 
 
 def test_a_chat_streams_the_answer_and_sends_it_along_with_the_next_message() -> None:
@@ -410,7 +414,7 @@ def test_a_chat_goes_on_after_an_answer_that_failed_and_one_that_was_broken_off(
 
 @pytest.mark.parametrize("url", ["http://test", "http://test/", "http://test/v1", "http://test/v1/"])
 def test_a_server_may_be_named_by_its_base_url_too(url: str) -> None:
-    api = ServerApi(url, transport=httpx.MockTransport(FakeServer()))
+    api = ServerClient(url, transport=httpx.MockTransport(FakeServer()))
     assert [card["id"] for card in api.get("/v1/models")["data"]] == ["base", "french"]
 
 

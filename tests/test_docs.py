@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import typer.main
 
-from lorikeet.cli import app
+from lorikeet.cli.main import app
 from lorikeet.config import load_settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import TransferDone
+from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.leases import SequenceLease
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.policies import EVICTION
 

@@ -117,7 +117,7 @@ def test_a_config_that_is_no_json_object_of_fair_size_is_refused(tmp_path: Path,
 
 
 def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.adapters.patterns._MATCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lorikeet.adapters.peft_config._MATCH_TIMEOUT_S", 0.01)
     slow = r"(?:(?=(.))|.|..)*(?<=!)"
     assert "takes too long" in refusal(write_adapter(tmp_path, target_modules=slow))
     assert "takes too long" in refusal(write_adapter(tmp_path, rank_pattern={slow: 4}))
@@ -127,7 +127,7 @@ def test_a_pattern_that_would_take_for_ever_is_refused(tmp_path: Path, monkeypat
 def test_patterns_that_all_together_would_take_for_ever_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.adapters.patterns._ALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("lorikeet.adapters.peft_config._ALL_TIMEOUT_S", 0.05)
     slow = {f"(?:.|..|...){{{times}}}(?<=!)": 4 for times in range(8, 40)}
     found = refusal(write_adapter(tmp_path, rank_pattern=slow))
     assert "adapter_config.json: the patterns all together take too long" in found

@@ -9,9 +9,8 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.adapters.database import sqlite_url
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
-from lorikeet.adapters.registry import Registry, RegistryRow
+from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import geometry, write_adapter
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lorikeet.engine import arena_sizes
+from lorikeet.worker import memory_profiling
 
 
 @pytest.fixture
 def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines without a size take little: they touch all of it, and the next may come before it is freed."""
-    monkeypatch.setattr(arena_sizes, "_CPU_BYTES", 2**26)
+    monkeypatch.setattr(memory_profiling, "_CPU_BYTES", 2**26)
 
 
 @pytest.fixture(scope="session")

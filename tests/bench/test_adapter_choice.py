@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.bench.adapter_choice import ADAPTER_CHOICES, RULES, choose_adapters
-from lorikeet.bench.choices import ChoiceError
 from lorikeet.bench.synthetic import PAPER_RANKS, spread
+from lorikeet.bench.workload import OptionError
 
 MANY = 30_000
 EXAMPLES = (
@@ -46,7 +46,7 @@ def test_each_request_gets_an_adapter_and_the_same_one_for_a_seed(
 def test_adapters_in_turn_and_each_once() -> None:
     assert choose_adapters("round-robin", "ab", [0.0] * 5, generator()) == ["a", "b", "a", "b", "a"]
     assert choose_adapters("distinct", "abc", [0.0] * 2, generator()) == ["a", "b"]
-    with pytest.raises(ChoiceError, match="3 requests cannot have distinct adapters: there are 2"):
+    with pytest.raises(OptionError, match="3 requests cannot have distinct adapters: there are 2"):
         choose_adapters("distinct", "ab", [0.0] * 3, generator())
 
 
@@ -115,12 +115,12 @@ def test_popular_adapters_move_on_with_time() -> None:
     ["zipf", "zipf:x", "zipf:nan", "uniform:2", "favourite", "skewed:0", "drifting:1", "drifting:1:0", "rank-power"],
 )
 def test_an_unknown_choice_of_adapters_is_refused(rule: str) -> None:
-    with pytest.raises(ChoiceError, match=rule.split(":")[0]):
+    with pytest.raises(OptionError, match=rule.split(":")[0]):
         choose_adapters(rule, "abc", [0.0] * 3, generator(), [8, 16, 32])
 
 
 def test_a_rule_over_ranks_needs_ranks() -> None:
-    with pytest.raises(ChoiceError, match="'rank-power:1' needs the adapters' ranks"):
+    with pytest.raises(OptionError, match="'rank-power:1' needs the adapters' ranks"):
         choose_adapters("rank-power:1", "abc", [0.0], generator())
-    with pytest.raises(ChoiceError, match="at least two ranks"):
+    with pytest.raises(OptionError, match="at least two ranks"):
         choose_adapters("rank-shifting", "abc", [0.0], generator(), [8, 8, 8])

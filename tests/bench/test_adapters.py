@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from lorikeet.adapters.checkpoint import inspect_adapter, validate
-from lorikeet.bench.adapters import spread_ranks, write_random_adapter
+from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.models.config import read_model_config
 

@@ -3,11 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.arrivals import ARRIVALS, arrival_times, arrivals_until, at_rate
-from lorikeet.bench.choices import ChoiceError, Range
-from lorikeet.bench.lengths import scale_blocks, scale_lengths, scaled_block_tokens
-from lorikeet.bench.rates import Rates
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.bench.arrivals import ARRIVALS, Rates, arrival_times, arrivals_until, at_rate
+from lorikeet.bench.conversations import scale_blocks, scale_lengths, scaled_block_tokens
+from lorikeet.bench.workload import OptionError, Range, WorkloadRequest
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -45,13 +43,13 @@ def test_arrivals_follow_a_rate_that_rises() -> None:
 
 def test_arrivals_of_a_duration_are_those_of_a_count_that_come_before() -> None:
     assert arrivals_until("uniform", 2.1, Rates.constant(2), generator()) == [0.5, 1.0, 1.5, 2.0]
-    with pytest.raises(ChoiceError, match="'now' have no duration"):
+    with pytest.raises(OptionError, match="'now' have no duration"):
         arrivals_until("now", 1, Rates.constant(1), generator())
 
 
 @pytest.mark.parametrize(("kind", "variation"), [("often", 1), ("gamma", 0)])
 def test_arrivals_without_a_meaning_are_refused(kind: str, variation: float) -> None:
-    with pytest.raises(ChoiceError):
+    with pytest.raises(OptionError):
         arrival_times(kind, 3, Rates.constant(1), generator(), variation)
 
 
@@ -62,7 +60,7 @@ def test_a_range_includes_both_ends() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "4-2", "-3", "1-2-3"])
 def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(ChoiceError, match="64-256"):
+    with pytest.raises(OptionError, match="64-256"):
         Range.parse(text)
 
 
@@ -80,7 +78,7 @@ def test_a_workload_at_another_rate_keeps_its_shape(times_s: list[float], rate: 
 
 def test_a_workload_that_arrives_at_once_cannot_be_given_a_rate() -> None:
     assert at_rate([], Rates.constant(1)) == []
-    with pytest.raises(ChoiceError, match="all at once"):
+    with pytest.raises(OptionError, match="all at once"):
         at_rate([WorkloadRequest(3.0, None, 1, 1)] * 2, Rates.constant(1))
 
 
@@ -104,5 +102,5 @@ def test_scaling_keeps_full_blocks_full_and_begun_blocks_begun(tokens: int, fact
 
 @pytest.mark.parametrize("factor", [1 / 3, 1 / 512, 0.1])
 def test_a_scale_that_cuts_blocks_is_refused(factor: float) -> None:
-    with pytest.raises(ChoiceError, match="length scale of 0"):
+    with pytest.raises(OptionError, match="length scale of 0"):
         scale_blocks([], factor, 512)

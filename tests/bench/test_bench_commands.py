@@ -8,12 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet import SPIN_COUNT
-from lorikeet.bench.ceilings import Ceilings
-from lorikeet.bench.contestants import Outcome
-from lorikeet.bench.limits import LimitMeter, MachineLimits
-from lorikeet.bench.offline import OfflineOptions
-from lorikeet.bench.offline_report import PairResult, offline_report
-from lorikeet.cli import app
+from lorikeet.bench.backends import OfflineResult
+from lorikeet.bench.machine_limits import Ceilings, LimitMeter, MachineLimits
+from lorikeet.bench.offline import OfflineOptions, PairResult, offline_report
+from lorikeet.cli.main import app
 from lorikeet.models.config import read_model_config
 
 runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})
@@ -45,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OfflineOptions]:
     def run(options: OfflineOptions, progress: object) -> dict[str, Any]:
         seen.append(options)
         names = ["lorikeet", *options.peers]
-        outcomes = {name: Outcome(2.0 if name == "lorikeet" else 4.0, [[1]], 30.0) for name in names}
+        outcomes = {name: OfflineResult(2.0 if name == "lorikeet" else 4.0, [[1]], 30.0) for name in names}
         report = offline_report([PairResult(outcomes, LIMITS, Ceilings(60, 60, 50, 100))], names, (40, 120))
         setup = {"model": "m", "requests": 4, "prompt_tokens": 20, "output_tokens": 10, "adapters": options.adapters}
         return report | {"setup": setup | {"dtype": "bfloat16", "pairs": 1}, "versions": {"torch": "2"}}

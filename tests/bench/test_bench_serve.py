@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from lorikeet.cli import app
+from lorikeet.cli.main import app
 from tests.bench.fake_server import FakeServer, running
 from tests.models.checkpoints import make_checkpoint
 from tests.server.conftest import TOKENIZER

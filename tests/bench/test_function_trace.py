@@ -4,7 +4,6 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from lorikeet.bench.choices import ChoiceError
 from lorikeet.bench.function_trace import (
     calls_of_minutes,
     log_normal_of_rates,
@@ -13,7 +12,7 @@ from lorikeet.bench.function_trace import (
     read_function_trace,
     unit_calls,
 )
-from lorikeet.bench.workload import WorkloadError
+from lorikeet.bench.workload import OptionError, WorkloadError
 
 HEADER = "HashOwner,HashApp,HashFunction,Trigger,1,2,3\n"
 
@@ -60,11 +59,11 @@ def test_functions_are_dealt_out_in_chunks() -> None:
 
 
 def test_what_cannot_be_mapped_is_refused() -> None:
-    with pytest.raises(ChoiceError, match="2 functions are fewer than 3 adapters"):
+    with pytest.raises(OptionError, match="2 functions are fewer than 3 adapters"):
         map_functions(np.ones((2, 1)), 3)
-    with pytest.raises(ChoiceError, match="2 functions are fewer than 3 adapters"):
+    with pytest.raises(OptionError, match="2 functions are fewer than 3 adapters"):
         popularity(3, functions=2)
-    with pytest.raises(ChoiceError, match="chunk of 0"):
+    with pytest.raises(OptionError, match="chunk of 0"):
         map_functions(np.ones((2, 1)), 1, chunk=0)
 
 

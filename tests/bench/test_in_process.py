@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from lorikeet.bench.in_process import Run, Watch, run_workload
+from lorikeet.bench.in_process import RunObserver, WorkloadRun, run_workload
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.replicas import Started, modelled_replica
+from lorikeet.bench.replicas import StartedReplica, modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.messages import StepOutputs
@@ -16,7 +16,7 @@ from tests.support.profiles import round_profile
 BLOCK = 16
 
 
-class Seen(Watch):
+class Seen(RunObserver):
     """Remembers everything."""
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Seen(Watch):
         self.answers[request.request_id] = list(token_ids)
 
 
-def replica(**engine: object) -> Started:
+def replica(**engine: object) -> StartedReplica:
     given = {"num_scheduler_steps": 1, **engine}
     return modelled_replica(Settings(ModelSettings(), EngineSettings(**given)), round_profile())  # type: ignore[arg-type]
 
 
-def run(workload: list[WorkloadRequest], seen: Seen, **engine: object) -> Run:
+def run(workload: list[WorkloadRequest], seen: Seen, **engine: object) -> WorkloadRun:
     built, clock, coalesced = replica(**engine)
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
     return run_workload(built.engine, clock, workload, {}, prompts, coalesced=coalesced, watch=seen)

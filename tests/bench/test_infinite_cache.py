@@ -1,4 +1,4 @@
-from lorikeet.bench.infinite_cache import InfiniteCache
+from lorikeet.bench.memory_watch import InfiniteCache
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.core.geometry import ModelGeometry, ModuleShape
 

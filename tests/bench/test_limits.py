@@ -3,8 +3,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.bench.ceilings import ModelCost, decode_limit_tok_s, model_cost, prefill_limit_tok_s, work_ceilings
-from lorikeet.bench.limits import LimitMeter, MachineLimits, median_limits
+from lorikeet.bench.machine_limits import (
+    LimitMeter,
+    MachineLimits,
+    ModelCost,
+    decode_limit_tok_s,
+    median_limits,
+    model_cost,
+    prefill_limit_tok_s,
+    work_ceilings,
+)
 from lorikeet.models.config import read_model_config
 
 LIMITS = MachineLimits(threads=1, read_gb_s=1.0, gemm_gflops={1: 0.1, 4: 1.0, 512: 2.0})

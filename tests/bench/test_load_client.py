@@ -4,15 +4,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.bench.choices import ChoiceError, Range
-from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.load_client import Target, drive
-from lorikeet.bench.load_report import LoadFigures, summarise
+from lorikeet.bench.load_client import LoadTarget, drive
+from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
 from lorikeet.bench.load_run import LoadRunner
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.core.slo import Slo
+from lorikeet.bench.workload import OptionError, Range, WorkloadRequest
+from lorikeet.core.request import Slo
 from tests.bench.fake_server import FakeServer, running
 
 PROMPTS = Prompts(0, ids=Range(20, 90))
@@ -28,8 +26,8 @@ def request(adapter: str | None = None, arrival_s: float = 0.0, **more: Any) -> 
     return WorkloadRequest(arrival_s, adapter, 5, 3, **more)
 
 
-def send(server: FakeServer, *requests: WorkloadRequest, **target: Any) -> list[Exchange]:
-    return drive(requests, Target(server.url, "base", **target), PROMPTS).exchanges
+def send(server: FakeServer, *requests: WorkloadRequest, **target: Any) -> list[RequestRecord]:
+    return drive(requests, LoadTarget(server.url, "base", **target), PROMPTS).exchanges
 
 
 def test_a_request_is_sent_as_the_workload_says_and_its_answer_timed(server: FakeServer) -> None:
@@ -88,7 +86,7 @@ def test_every_failure_has_its_kind_and_the_servers_words(
 
 
 def test_a_server_that_is_not_there_is_an_error_of_every_request() -> None:
-    drive_of = drive([request(), request()], Target("http://127.0.0.1:1", "base"), PROMPTS)
+    drive_of = drive([request(), request()], LoadTarget("http://127.0.0.1:1", "base"), PROMPTS)
     assert [exchange.error for exchange in drive_of.exchanges] == ["ConnectError"] * 2
 
 
@@ -101,8 +99,8 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 
 def test_a_limit_holds_requests_back_and_says_so(server: FakeServer) -> None:
-    ended: list[Exchange] = []
-    run = drive([request()] * 6, Target(server.url, "base"), PROMPTS, concurrency=2, on_end=ended.append)
+    ended: list[RequestRecord] = []
+    run = drive([request()] * 6, LoadTarget(server.url, "base"), PROMPTS, concurrency=2, on_end=ended.append)
     assert server.most_at_once <= 2
     assert sum(exchange.held_s > 0 for exchange in run.exchanges) >= 4
     assert len(ended) == 6
@@ -115,13 +113,13 @@ def test_requests_are_sent_in_the_order_of_their_arrival(server: FakeServer) -> 
 
 
 def test_every_run_sends_new_prompts_and_a_failed_warm_up_is_returned(server: FakeServer) -> None:
-    runner = LoadRunner(Target(server.url, "base"), Recipe(prompt_tokens=Range(6, 6)), Slo())
+    runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(prompt_tokens=Range(6, 6)), Slo())
     assert runner.warm_up(0) is None
     assert runner.warm_up(1) is None
     runner.run(2, None)
     runner.run(2, None)
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 5
-    failed = LoadRunner(Target(server.url, "busy"), Recipe(), Slo()).warm_up(1)
+    failed = LoadRunner(LoadTarget(server.url, "busy"), Recipe(), Slo()).warm_up(1)
     assert failed is not None
     assert failed.error == "HTTP 429"
 
@@ -129,7 +127,7 @@ def test_every_run_sends_new_prompts_and_a_failed_warm_up_is_returned(server: Fa
 def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer) -> None:
     """Every second request fails, whatever the rate."""
     plan = Recipe(adapters=("a", "busy"), adapter_choice="round-robin", arrivals="uniform")
-    runner = LoadRunner(Target(server.url, "base"), plan, Slo(ttft_s=60))
+    runner = LoadRunner(LoadTarget(server.url, "base"), plan, Slo(ttft_s=60))
     peak, runs = runner.find_peak(0.9, start=500.0, probe_s=1 / 200)
     assert (peak.rate, peak.missed_rate) == (None, 250.0)
     assert [run.figures.slo_attainment for run in runs] == [0.5, 0.5]
@@ -139,39 +137,41 @@ def test_a_search_probes_over_http_until_the_target_is_missed(server: FakeServer
 def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(server: FakeServer) -> None:
     """50 requests last a tenth of a second at 500/s, and no longer."""
     plan = Recipe(trace=tuple(request(arrival_s=0.1 * number) for number in range(50)))
-    runner = LoadRunner(Target(server.url, "base"), plan, Slo(ttft_s=60))
+    runner = LoadRunner(LoadTarget(server.url, "base"), plan, Slo(ttft_s=60))
     peak, runs = runner.find_peak(0.9, start=200.0, probe_s=0.1)
     assert (peak.rate, peak.missed_rate) == (400.0, None)
     assert [run.figures.requests for run in runs] == [20, 40]
-    with pytest.raises(ChoiceError, match=r"at 600 requests/s takes 60 requests, and the workload holds 50"):
+    with pytest.raises(OptionError, match=r"at 600 requests/s takes 60 requests, and the workload holds 50"):
         runner.find_peak(0.9, start=600.0, probe_s=0.1)
-    with pytest.raises(ChoiceError, match=r"takes 10 requests, and the workload holds 5"):
-        LoadRunner(Target(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(0.9, 1.0, 0.1)
+    with pytest.raises(OptionError, match=r"takes 10 requests, and the workload holds 5"):
+        LoadRunner(LoadTarget(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(
+            0.9, 1.0, 0.1
+        )
 
 
 @pytest.mark.parametrize("start", [5.0, float("inf")])
 def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float) -> None:
-    runner = LoadRunner(Target(server.url, "base"), Recipe(), Slo(ttft_s=60))
-    with pytest.raises(ChoiceError, match="a search begins at a rate from 10 on"):
+    runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo(ttft_s=60))
+    with pytest.raises(OptionError, match="a search begins at a rate from 10 on"):
         runner.find_peak(0.9, start=start, probe_s=0.1)
 
 
 def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come as quickly as ever, however many answers are asked for, and answers at most 50 times a second."""
 
-    def summarised(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
+    def summarised(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
         return msgspec.structs.replace(summarise(exchanges, slo), request_rate=50.0, duration_s=31.0)
 
     monkeypatch.setattr("lorikeet.bench.load_run.summarise", summarised)
-    runner = LoadRunner(Target(server.url, "base"), Recipe(output_tokens=Range(2, 2)), Slo(tpot_s=60))
-    with pytest.raises(ChoiceError, match=r"at 160 requests/s the server answers 50, and the limits are met"):
+    runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(output_tokens=Range(2, 2)), Slo(tpot_s=60))
+    with pytest.raises(OptionError, match=r"at 160 requests/s the server answers 50, and the limits are met"):
         runner.find_peak(0.9, start=40.0, probe_s=0.5)
 
 
 def test_probes_are_long_beside_the_longest_limit() -> None:
     def telling_s(slo: Slo, *own: Slo) -> float:
         trace = tuple(WorkloadRequest(0.0, None, 1, 1, slo=each) for each in own)
-        return LoadRunner(Target("http://nowhere", "base"), Recipe(trace=trace), slo).telling_s
+        return LoadRunner(LoadTarget("http://nowhere", "base"), Recipe(trace=trace), slo).telling_s
 
     assert telling_s(Slo(tpot_s=0.1)) == telling_s(Slo(ttft_s=2.0)) == 30.0
     assert telling_s(Slo(ttft_s=5.0)) == telling_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
@@ -185,5 +185,5 @@ def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeSer
 
 
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
-    with pytest.raises(ChoiceError, match="no limits"):
-        LoadRunner(Target(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)
+    with pytest.raises(OptionError, match="no limits"):
+        LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

@@ -7,22 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.load_report import distribution, jain_index, most_under_way, summarise
-from lorikeet.core.slo import Slo
+from lorikeet.bench.load_report import RequestRecord, distribution, jain_index, most_under_way, summarise
+from lorikeet.core.request import Slo
 
 MODERATE = st.floats(1e-6, 1e6)
 
 
-def exchange(sent_s: float, *token_times_s: float, **more: Any) -> Exchange:
+def exchange(sent_s: float, *token_times_s: float, **more: Any) -> RequestRecord:
     """An answer that ends with its last token, one token an event."""
     ended_s = token_times_s[-1] if token_times_s else sent_s
     count = len(token_times_s)
     given = {"due_s": sent_s, "ended_s": ended_s, "input_tokens": 10, "output_tokens": count, "asked_tokens": count}
-    return Exchange(**{"adapter": None, "sent_s": sent_s, "token_times_s": token_times_s, **given, **more})
+    return RequestRecord(**{"adapter": None, "sent_s": sent_s, "token_times_s": token_times_s, **given, **more})
 
 
-def failed(sent_s: float, kind: str, message: str = "", **more: Any) -> Exchange:
+def failed(sent_s: float, kind: str, message: str = "", **more: Any) -> RequestRecord:
     return exchange(sent_s, error=kind, message=message, **more)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.choices import ChoiceError
-from lorikeet.bench.memory_bench import MemorySetting, RowRun, modelled_rig, row_figures, run_row
+from lorikeet.bench.memory_bench import MemorySetting, PresetRun, modelled_rig, preset_figures, run_preset
 from lorikeet.bench.memory_watch import TtftParts
 from lorikeet.bench.memory_work import (
     MemoryWork,
@@ -18,12 +17,12 @@ from lorikeet.bench.memory_work import (
     make_work,
     working_set,
 )
-from lorikeet.bench.pool_plot import pool_areas
+from lorikeet.bench.plots import pool_areas
 from lorikeet.bench.synthetic import adapters_by_name
-from lorikeet.bench.workload import WorkloadRequest, write_workload
-from lorikeet.cli import app
-from lorikeet.commands.bench_memory import split_presets
-from lorikeet.core.timings import RequestTimings
+from lorikeet.bench.workload import OptionError, WorkloadRequest, write_workload
+from lorikeet.cli.bench_memory import split_presets
+from lorikeet.cli.main import app
+from lorikeet.core.events import RequestTimings
 from lorikeet.costs.profile import write_profile
 from tests.support.profiles import GEOMETRY, round_profile
 
@@ -41,14 +40,14 @@ def small_work(*requests: WorkloadRequest, names: tuple[str, ...] = ("a", "b")) 
     return MemoryWork(list(requests), names, block_size=16, seed=0)
 
 
-def modelled(preset: str, work: MemoryWork, blocks: int, host_blocks: int = 0) -> RowRun:
+def modelled(preset: str, work: MemoryWork, blocks: int, host_blocks: int = 0) -> PresetRun:
     rig = modelled_rig(round_profile(), work, options())
     setting = MemorySetting(
         memory_bytes=blocks * BLOCK_BYTES,
         host_memory_bytes=host_blocks * BLOCK_BYTES,
         max_model_len=work.longest_tokens,
     )
-    return run_row(rig, setting.settings(preset), work)
+    return run_preset(rig, setting.settings(preset), work)
 
 
 def test_a_made_workload_has_whole_conversations_at_its_rate() -> None:
@@ -86,17 +85,17 @@ def test_a_workload_keeps_its_own_adapters_and_its_requests_for_the_base(tmp_pat
     ],
 )
 def test_a_workload_that_there_is_not_is_named(source: str, complaint: str) -> None:
-    with pytest.raises(ChoiceError, match=complaint):
+    with pytest.raises(OptionError, match=complaint):
         make_work(options(source=source))
 
 
 def test_too_few_adapters_are_named(tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     write_workload(file, [WorkloadRequest(0.5, "x", 5, 3), WorkloadRequest(1.5, "y", 5, 3)])
-    with pytest.raises(ChoiceError, match="names 2 adapters"):
+    with pytest.raises(OptionError, match="names 2 adapters"):
         make_work(options(source=str(file), adapters=1))
     file.write_text("")
-    with pytest.raises(ChoiceError, match="holds no request"):
+    with pytest.raises(OptionError, match="holds no request"):
         make_work(options(source=str(file)))
 
 
@@ -124,13 +123,13 @@ def test_hits_are_shares_of_what_a_cache_that_forgets_nothing_would_find() -> No
         WorkloadRequest(5.0, "a", 100, 5, (0, 1, 3, 4, 5, 6, 7), "c"),
         WorkloadRequest(9.0, "b", 40, 2, (0, 1, 2)),
     )
-    roomy = row_figures("kept", modelled("lorikeet:plain", work, 80))
+    roomy = preset_figures("kept", modelled("lorikeet:plain", work, 80))
     assert roomy["completed"] == 3
     assert roomy["kv_hit_rate"] == 1.0
     assert roomy["adapter_hit_rate"] == pytest.approx(1 / 3)
     assert roomy["hit_rate"] == pytest.approx(2 / 3)
     assert roomy["invalid_kv_share"] == 0.0
-    dropped = row_figures("dropped", modelled("lorikeet:plain-no-reuse", work, 80))
+    dropped = preset_figures("dropped", modelled("lorikeet:plain-no-reuse", work, 80))
     assert dropped["kv_hit_rate"] == 0.0
 
 
@@ -139,7 +138,7 @@ def test_the_parts_of_ttft_add_up_to_it() -> None:
     preset = modelled("elora", work, 100, 1000)
     ttft_s = [exchange.ttft_s for exchange in preset.run.exchanges]
     assert sorted(sum(parts) for parts in preset.parts) == pytest.approx(sorted(value or 0.0 for value in ttft_s))
-    figures = row_figures("elora", preset)
+    figures = preset_figures("elora", preset)
     assert sum(figures["ttft_parts_s"].values()) == pytest.approx(figures["ttft_mean_s"])
     assert all(part >= -1e-9 for parts in preset.parts for part in parts)
 
@@ -164,7 +163,7 @@ def test_the_host_tier_is_filled_before_the_first_request() -> None:
     preset = modelled("lorikeet:plain", make_work(options()), 100, 1000)
     assert preset.samples[0].host.adapters == 5 * BLOCK_BYTES
     assert preset.began.transfers["source-host"].transfers == 5
-    assert row_figures("x", preset)["transfers"]["source-host"]["transfers"] == 0
+    assert preset_figures("x", preset)["transfers"]["source-host"]["transfers"] == 0
 
 
 def test_the_plot_has_a_panel_for_each_row_and_stays_inside_it() -> None:

@@ -5,12 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.bench.ceilings import Ceilings
-from lorikeet.bench.contestants import Outcome
-from lorikeet.bench.limits import PRESETS, MachineLimits
-from lorikeet.bench.offline import OfflineOptions, _settings, run_offline
-from lorikeet.bench.offline_report import PairResult, offline_report
-from lorikeet.bench.plot import offline_bars
+from lorikeet.bench.backends import OfflineResult
+from lorikeet.bench.machine_limits import PRESETS, Ceilings, MachineLimits
+from lorikeet.bench.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
+from lorikeet.bench.plots import offline_bars
 from lorikeet.bench.statistics import median_interval
 from lorikeet.models.config import read_model_config
 
@@ -88,9 +86,9 @@ def test_on_a_gpu_vllm_is_refused_and_an_engine_beside_peft_leaves_it_memory(mod
 
 def pair(ours_s: float, peft_s: float, vllm_s: float, decode_tok_s: float, limit: float) -> PairResult:
     outcomes = {
-        "lorikeet": Outcome(ours_s, [[1, 5], [2, 5]], decode_tok_s),
-        "peft": Outcome(peft_s, [[1, 6], [2, 6]]),
-        "vllm": Outcome(vllm_s, [[1, 6], [9, 6]]),
+        "lorikeet": OfflineResult(ours_s, [[1, 5], [2, 5]], decode_tok_s),
+        "peft": OfflineResult(peft_s, [[1, 6], [2, 6]]),
+        "vllm": OfflineResult(vllm_s, [[1, 6], [9, 6]]),
     }
     return PairResult(outcomes, MachineLimits(1, limit, {1: limit}), Ceilings(limit, limit, limit, limit))
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.bench.peak import find_peak, probe_requests
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 
 
 def knee(at: float, seen: list[float] | None = None) -> Callable[[float], float]:

@@ -2,13 +2,12 @@
 
 import pytest
 
-from lorikeet.bench.choices import ChoiceError
-from lorikeet.bench.in_process import Watch, run_workload
+from lorikeet.bench.in_process import RunObserver, run_workload
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.synthetic import synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.bench.workload import OptionError, WorkloadRequest
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.request import Request
 from tests.support.profiles import round_profile
@@ -21,7 +20,7 @@ WORKLOAD = [
 ]
 
 
-class Arrived(Watch):
+class Arrived(RunObserver):
     """Notes what was predicted, and what policies make of it."""
 
     def __init__(self) -> None:
@@ -84,5 +83,5 @@ def test_history_learns_from_answers_as_they_end() -> None:
 
 @pytest.mark.parametrize("text", ["oracle", "oracle:2", "oracle:x", "learned", ""])
 def test_other_predictors_are_refused(text: str) -> None:
-    with pytest.raises(ChoiceError, match="predictor"):
+    with pytest.raises(OptionError, match="predictor"):
         make_predictor(text, WORKLOAD)

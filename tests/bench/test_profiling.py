@@ -12,18 +12,26 @@ from typing import cast
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.limits import LimitMeter, MachineLimits
-from lorikeet.bench.profiling.adapters import random_adapters
-from lorikeet.bench.profiling.measure import measure_lora
-from lorikeet.bench.profiling.rig import Rig, RigError
+from lorikeet.bench.machine_limits import LimitMeter, MachineLimits
+from lorikeet.bench.profiling.driver import ExecutorDriver, ExecutorDriverError
 from lorikeet.bench.profiling.run import Thoroughness, run_profile
-from lorikeet.bench.profiling.sweeps import Limits, Step, base_steps, decodes, lora_steps, prefills, without_adapters
-from lorikeet.cli import app
+from lorikeet.bench.profiling.steps import (
+    Step,
+    SweepLimits,
+    base_steps,
+    decodes,
+    lora_steps,
+    measure_lora,
+    prefills,
+    without_adapters,
+)
+from lorikeet.bench.profiling.transfers import random_adapters
+from lorikeet.cli.main import app
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.plan import KernelForm, Tier
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import decode_profile, encode_profile, read_profile
-from lorikeet.engine.torch_executor import build_torch_executor
+from lorikeet.worker.torch_executor import build_torch_executor
 
 TINY = Thoroughness(kv_tokens=512, step_rounds=1, lora_rounds=1, transfer_rounds=1, loop_tokens=4, ranks=(2, 4))
 LIMITS = MachineLimits(threads=1, read_gb_s=10.0, gemm_gflops={1: 10.0, 8: 50.0, 512: 100.0})
@@ -31,17 +39,19 @@ runner = CliRunner(env={"COLUMNS": "200"})
 
 
 def settings_for(folder: Path) -> Settings:
-    engine = EngineSettings(memory_bytes=2**23, host_memory_bytes=2**22, threads=1, max_num_seqs=4, max_num_batched_tokens=32)
+    engine = EngineSettings(
+        memory_bytes=2**23, host_memory_bytes=2**22, threads=1, max_num_seqs=4, max_num_batched_tokens=32
+    )
     return Settings(ModelSettings(model=str(folder)), engine)
 
 
 @pytest.fixture
-def rig(model_folder: Path) -> Iterator[Rig]:
+def rig(model_folder: Path) -> Iterator[ExecutorDriver]:
     executor, config, sizes = build_torch_executor(
         settings_for(model_folder), model_folder, lambda *_: None, lambda: None
     )
     with closing(executor):
-        yield Rig(executor, sizes, config.vocab_size, kv_tokens=256)
+        yield ExecutorDriver(executor, sizes, config.vocab_size, kv_tokens=256)
 
 
 def test_a_tiny_model_gives_a_whole_profile_that_survives_its_file(model_folder: Path) -> None:
@@ -112,7 +122,7 @@ def under_ranks(*ranks: float) -> Step:
 def test_steps_with_adapters_are_measured_until_they_are_sure_or_have_taken_long() -> None:
     quiet, noisy, long = under_ranks(4), under_ranks(4, 8), under_ranks(4, 8, 16)
     rig, ticks = ScriptedRig({1: (1.0, 0.0), 2: (0.1, 0.1), 3: (2.0, 1.9)}), []
-    found = measure_lora(cast("Rig", rig), [quiet, noisy, long], 40, lambda: ticks.append(1))
+    found = measure_lora(cast("ExecutorDriver", rig), [quiet, noisy, long], 40, lambda: ticks.append(1))
     assert {rig.runs[quiet, form] for form in KernelForm} == {8}
     assert {rig.runs[noisy, form] for form in KernelForm} == {40}
     # Two forms beside the base take some 8 s a round, one takes 4 s; no more begin after 90 s.
@@ -126,7 +136,7 @@ def test_steps_with_adapters_are_measured_until_they_are_sure_or_have_taken_long
 def test_ranks_that_are_all_the_same_have_nothing_to_pad() -> None:
     same, mixed = under_ranks(8, 8), under_ranks(8, 16)
     rig = ScriptedRig({2: (1.0, 0.5)})
-    found = measure_lora(cast("Rig", rig), [same, mixed], 3, lambda: None)
+    found = measure_lora(cast("ExecutorDriver", rig), [same, mixed], 3, lambda: None)
     unpadded, padded = found[KernelForm.UNPADDED], found[KernelForm.PADDED]
     assert unpadded[0].with_s == padded[0].with_s
     assert unpadded[1].with_s != padded[1].with_s
@@ -140,8 +150,8 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype, device: None)
     monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
     # All that is taken is touched: what a machine has, else, and the host tier of a real model.
-    monkeypatch.setattr("lorikeet.commands.profile.EngineSettings", partial(EngineSettings, memory_bytes=2**23))
-    monkeypatch.setattr("lorikeet.commands.profile.HOST_MEMORY_BYTES", 2**22)
+    monkeypatch.setattr("lorikeet.cli.profile.EngineSettings", partial(EngineSettings, memory_bytes=2**23))
+    monkeypatch.setattr("lorikeet.cli.profile.HOST_MEMORY_BYTES", 2**22)
     path = tmp_path / "mine.toml"
     arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
     result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
@@ -161,14 +171,14 @@ def test_a_folder_that_is_not_there_ends_the_command_before_anything_runs(tmp_pa
     assert "there is no folder" in result.stderr
 
 
-def test_a_prepared_step_runs_as_often_as_one_likes(rig: Rig) -> None:
+def test_a_prepared_step_runs_as_often_as_one_likes(rig: ExecutorDriver) -> None:
     step = rig.prepare(decodes(2, 20))
     assert [rig.run(step, repeat=4).steps for _ in range(3)] == [4, 4, 4]
     mixed = rig.prepare(decodes(1, 20) + prefills(1, 16))
     assert [rig.run(mixed).steps for _ in range(3)] == [1, 1, 1]
 
 
-def test_after_clearing_another_can_drive_the_executor(rig: Rig) -> None:
+def test_after_clearing_another_can_drive_the_executor(rig: ExecutorDriver) -> None:
     with random_adapters(rig.sizes.geometry, (2, 4)) as adapters:
         ref = adapters.refs[4][0]
         rig.write_kv(ref)
@@ -179,25 +189,25 @@ def test_after_clearing_another_can_drive_the_executor(rig: Rig) -> None:
     assert rig.run(rig.prepare(decodes(1, 8))).steps == 1
 
 
-def test_blocks_go_to_the_host_and_back_and_adapters_there(rig: Rig) -> None:
+def test_blocks_go_to_the_host_and_back_and_adapters_there(rig: ExecutorDriver) -> None:
     rig.write_host()
     with random_adapters(rig.sizes.geometry, (2,)) as adapters:
         times = [rig.copy(Tier.HOST, 8), rig.copy(Tier.DEVICE, 8), rig.read_to_host(adapters.refs[2][0])]
     assert min(times) > 0
 
 
-def test_too_few_blocks_for_a_copy_are_named(rig: Rig) -> None:
-    with pytest.raises(RigError, match="17 blocks are more than the 16 that a copy can have here"):
+def test_too_few_blocks_for_a_copy_are_named(rig: ExecutorDriver) -> None:
+    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 that a copy can have here"):
         rig.copy(Tier.HOST, 17)
 
 
-def test_too_little_memory_is_named(rig: Rig) -> None:
-    with pytest.raises(RigError, match="does not fit 256 tokens"):
+def test_too_little_memory_is_named(rig: ExecutorDriver) -> None:
+    with pytest.raises(ExecutorDriverError, match="does not fit 256 tokens"):
         rig.prepare(decodes(4, 100))
 
 
 def test_every_step_of_a_sweep_keeps_to_the_limits() -> None:
-    limits = Limits(sequences=8, step_tokens=64, sequence_tokens=256, kv_tokens=1024)
+    limits = SweepLimits(sequences=8, step_tokens=64, sequence_tokens=256, kv_tokens=1024)
     adapters = {2: ["a", "b"], 4: ["c"], 8: ["d"]}
     steps = [*base_steps(limits), *lora_steps(adapters, limits)]
     assert all(limits.allows(step) for step in steps)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.prompt_tokens import allowed_ids, combine, prompt_token_ids
+from lorikeet.bench.prompts import allowed_ids, combine, prompt_token_ids
 from lorikeet.bench.workload import WorkloadRequest
 
 IDS = allowed_ids(1000, [0, 1, 999])

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.choices import ChoiceError
-from lorikeet.bench.rates import Rates
+from lorikeet.bench.arrivals import Rates
+from lorikeet.bench.workload import OptionError
 
 POINTS = st.lists(st.tuples(st.floats(0.1, 100), st.floats(0, 50)), max_size=5)
 
@@ -16,7 +16,7 @@ def test_a_rate_is_a_number_or_points_joined_by_lines() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "0:1,5", "1:2", "0:1,0:2", "0:-1,5:1", "0:1,5:0"])
 def test_a_rate_without_a_meaning_is_refused(text: str) -> None:
-    with pytest.raises(ChoiceError, match="rate"):
+    with pytest.raises(OptionError, match="rate"):
         Rates.parse(text)
 
 

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.choices import ChoiceError, Range, parse_slo
+from lorikeet.bench.arrivals import Rates
+from lorikeet.bench.load_run import growth, parse_counters
 from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.server_report import growth, parse_counters
-from lorikeet.bench.workload import WorkloadRequest, read_any
-from lorikeet.core.slo import Slo
+from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, parse_slo, read_any
+from lorikeet.core.request import Slo
 
 DATA = Path(__file__).parent / "data"
 WORKLOAD = (
@@ -155,7 +154,7 @@ def test_a_made_workload_has_its_count_in_order_and_is_the_same_for_a_seed(
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(ChoiceError, match=message):
+    with pytest.raises(OptionError, match=message):
         make(**parts)
 
 
@@ -166,7 +165,7 @@ def test_limits_are_read_in_seconds() -> None:
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=fast", "itl=1", "ttft=-1", "ttft=nan"])
 def test_a_limit_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ChoiceError, match=r"ttft=0\.5"):
+    with pytest.raises(OptionError, match=r"ttft=0\.5"):
         parse_slo(text)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lorikeet.bench.function_trace import Call
-from lorikeet.bench.shapes import SHAPES, Dialogues, Lengths, Translation
+from lorikeet.bench.shapes import SHAPES, Dialogues, LengthRange, Translation
 
 CALLS = [Call(float(number), number % 3) for number in range(300)]
 NAMES = ("a", "b", None)
@@ -63,6 +63,6 @@ def test_conversations_have_three_turns_at_least_and_answers_of_their_own_length
 
 
 def test_lengths_have_their_median_and_their_limit() -> None:
-    drawn = Lengths(20, 1.0, 100).draw(10_000, generator())
+    drawn = LengthRange(20, 1.0, 100).draw(10_000, generator())
     assert np.median(drawn) == pytest.approx(20, abs=1)
     assert (min(drawn) >= 1, max(drawn)) == (True, 100)

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from lorikeet.bench.slices import PausableClock, in_slices, to_end
+from lorikeet.bench.in_process import PausableClock, in_slices, run_to_end
 from lorikeet.core.clock import VirtualClock
 
 
@@ -87,4 +87,4 @@ def test_a_run_is_run_to_its_end() -> None:
             yield
         return said
 
-    assert to_end(run)("done", times=2) == "done"
+    assert run_to_end(run)("done", times=2) == "done"

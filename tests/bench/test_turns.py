@@ -1,5 +1,5 @@
+from lorikeet.bench.conversations import Turns, scale_conversation, turns_before
 from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.turns import Turns, scale_conversation, turns_before
 from lorikeet.bench.workload import WorkloadRequest
 
 BLOCK = 4

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.bench.base_only import BaseOnly
-from lorikeet.bench.contestants import Work
-from lorikeet.bench.vllm_contestant import VllmContestant
+from lorikeet.bench.backends import BaseModelBackend, OfflineBatch
+from lorikeet.bench.vllm_backend import VllmBackend
 
 VLLM = """
 import json, os
@@ -54,8 +53,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "seen.json"
 
 
-def contestant(folders: list[Path], ranks: list[int], kv_bytes: int = 1) -> VllmContestant:
-    return VllmContestant(
+def contestant(folders: list[Path], ranks: list[int], kv_bytes: int = 1) -> VllmBackend:
+    return VllmBackend(
         Path("/model"),
         "float32",
         folders,
@@ -70,7 +69,7 @@ def contestant(folders: list[Path], ranks: list[int], kv_bytes: int = 1) -> Vllm
 
 def test_a_batch_goes_there_and_its_tokens_come_back_whatever_else_is_printed() -> None:
     side = contestant([Path("/a/x"), Path("/a/y")], [8, 40])
-    outcome = side.run(Work([[1, 2], [3, 4], [5, 6]], [1, None, 0], output_tokens=3))
+    outcome = side.run(OfflineBatch([[1, 2], [3, 4], [5, 6]], [1, None, 0], output_tokens=3))
     side.close()
     assert outcome.tokens == [[2, 0, 1], [0, 0, 1], [1, 0, 1]]
     assert outcome.seconds > 0
@@ -87,15 +86,15 @@ def test_adapters_are_padded_to_the_smallest_rank_that_holds_them_all(stand_in: 
 
 def test_the_base_model_alone_runs_without_lora(stand_in: Path) -> None:
     side = contestant([], [])
-    assert side.run(Work([[1]], [None], output_tokens=1)).tokens == [[0]]
+    assert side.run(OfflineBatch([[1]], [None], output_tokens=1)).tokens == [[0]]
     side.close()
     assert "enable_lora" not in json.loads(stand_in.read_text())["settings"]
 
 
 def test_without_adapters_it_answers_the_prompts_of_any_work() -> None:
-    side = BaseOnly(contestant([], []))
+    side = BaseModelBackend(contestant([], []))
     assert side.name == "vllm-base"
-    assert side.run(Work([[1], [2]], [1, 0], output_tokens=1)).tokens == [[0], [0]]
+    assert side.run(OfflineBatch([[1], [2]], [1, 0], output_tokens=1)).tokens == [[0], [0]]
     side.close()
 
 

@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.bench.workload import WorkloadRequest, read_workload
-from lorikeet.bench.workload_summary import summarise
-from lorikeet.cli import app
+from lorikeet.bench.workload_summary import summarise_workload
+from lorikeet.cli.main import app
 
 DATA = Path(__file__).parent / "data"
 AZURE = str(DATA / "azure_conv_2023_excerpt.csv")
@@ -111,7 +111,7 @@ def test_a_block_is_known_only_behind_known_ones_of_the_same_adapter() -> None:
         WorkloadRequest(3.0, "b", 10, 4, (1,)),
         WorkloadRequest(4.0, "a", 30, 4, (9, 2)),
     ]
-    summary = summarise(requests)
+    summary = summarise_workload(requests)
     assert summary.known_share == 2 / 8
     assert (summary.requests, summary.span_s, summary.rate) == (4, 4.0, 0.75)
     assert summary.shares == [("a", 0.75), ("b", 0.25)]
@@ -119,5 +119,5 @@ def test_a_block_is_known_only_behind_known_ones_of_the_same_adapter() -> None:
 
 
 def test_a_single_request_has_neither_rate_nor_variation() -> None:
-    summary = summarise([WorkloadRequest(5.0, None, 1, 1)])
+    summary = summarise_workload([WorkloadRequest(5.0, None, 1, 1)])
     assert (summary.rate, summary.variation, summary.known_share) == (None, None, None)

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lorikeet.cluster.pool import NOTHING, AdapterPool, Fetch, Todo
-from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
+from lorikeet.cluster.adapters.pool import NOTHING, AdapterPool, Fetch, PoolActions
+from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from tests.support.placement import digest
 
@@ -17,7 +17,7 @@ S1, S2, S3, S4 = (ReplicaId(name) for name in ("S1", "S2", "S3", "S4"))
 
 
 def routed(**shares: float) -> RoutingTable:
-    return RoutingTable(0, {A3: tuple(Share(ReplicaId(replica), share) for replica, share in shares.items())})
+    return RoutingTable(0, {A3: tuple(ReplicaShare(ReplicaId(replica), share) for replica, share in shares.items())})
 
 
 def pool_of(routing: RoutingTable, *holders: ReplicaId) -> AdapterPool:
@@ -27,11 +27,11 @@ def pool_of(routing: RoutingTable, *holders: ReplicaId) -> AdapterPool:
     return pool
 
 
-def begin(pool: AdapterPool, request: str, replica: ReplicaId) -> Todo:
+def begin(pool: AdapterPool, request: str, replica: ReplicaId) -> PoolActions:
     return pool.begin(RequestId(request), A3, replica)
 
 
-def only_fetch(todo: Todo) -> Fetch:
+def only_fetch(todo: PoolActions) -> Fetch:
     (fetch,) = todo.fetches
     return fetch
 
@@ -42,7 +42,7 @@ def test_the_storage_sequence() -> None:
     fetch = only_fetch(begin(pool, "r1", S1))
     assert fetch[1:] == (A3, S2, S1)
     assert begin(pool, "r2", S1) == NOTHING  # the same fetch
-    assert pool.fetched(fetch) == Todo(ready=(RequestId("r1"), RequestId("r2")), deletes=((A3, S2),))
+    assert pool.fetched(fetch) == PoolActions(ready=(RequestId("r1"), RequestId("r2")), deletes=((A3, S2),))
     assert pool.table.holders(A3) == {S1}
     assert pool.table.held_by(S2) == set()
     assert pool.end(RequestId("r1")) == pool.end(RequestId("r2")) == NOTHING
@@ -54,7 +54,7 @@ def test_the_storage_sequence() -> None:
     pool.fetched(only_fetch(begin(pool, "r3", S3)))
     assert pool.table.holders(A3) == {S1, S3}
     pool.end(RequestId("r3"))
-    assert pool.swap(routed(S1=1.0)) == Todo(deletes=((A3, S3),))
+    assert pool.swap(routed(S1=1.0)) == PoolActions(deletes=((A3, S3),))
     assert pool.table.holders(A3) == {S1}
 
 
@@ -65,15 +65,15 @@ def test_by_the_same_table_only_what_was_found_since_is_looked_at(monkeypatch: p
     monkeypatch.setattr(AdapterTable, "__iter__", Mock(side_effect=AssertionError("it looked at all adapters")))
     assert pool.swap(table) == NOTHING
     pool.seed(A3, S2)
-    assert pool.swap(table) == Todo(deletes=((A3, S2),))
+    assert pool.swap(table) == PoolActions(deletes=((A3, S2),))
 
 
 def test_the_papers_example_keeps_a_source_that_stays_routed() -> None:
     pool = pool_of(routed(S2=1.0), S2)
     pool.swap(routed(S1=0.7, S2=0.3))
-    assert pool.fetched(only_fetch(begin(pool, "r", S1))) == Todo(ready=(RequestId("r"),))
+    assert pool.fetched(only_fetch(begin(pool, "r", S1))) == PoolActions(ready=(RequestId("r"),))
     assert pool.table.holders(A3) == {S1, S2}
-    assert begin(pool, "later", S1) == Todo(ready=(RequestId("later"),))
+    assert begin(pool, "later", S1) == PoolActions(ready=(RequestId("later"),))
 
 
 def test_a_copy_in_use_is_deleted_when_its_last_request_ends() -> None:
@@ -82,7 +82,7 @@ def test_a_copy_in_use_is_deleted_when_its_last_request_ends() -> None:
     begin(pool, "r2", S2)
     assert pool.swap(routed(S1=1.0)) == NOTHING
     assert pool.end(RequestId("r1")) == NOTHING
-    assert pool.end(RequestId("r2")) == Todo(deletes=((A3, S2),))
+    assert pool.end(RequestId("r2")) == PoolActions(deletes=((A3, S2),))
 
 
 def test_a_source_is_not_deleted_while_others_fetch_from_it() -> None:
@@ -117,14 +117,14 @@ def test_a_failed_fetch_tries_the_next_holder_and_then_fails_those_who_wait() ->
     second = only_fetch(pool.fetch_failed(first))
     assert (first.source, second.source) == (S1, S2)
     assert pool.fetch_failed(first) == NOTHING  # told twice
-    assert pool.fetch_failed(second) == Todo(failed=(RequestId("r1"), RequestId("r2")))
+    assert pool.fetch_failed(second) == PoolActions(failed=(RequestId("r1"), RequestId("r2")))
     assert pool.table.holders(A3) == {S1, S2}
     assert only_fetch(begin(pool, "r3", S3)).source == S1  # a later request tries anew
 
 
 def test_an_adapter_that_nobody_has_fails_at_once() -> None:
     pool = pool_of(routed(S1=1.0))
-    assert begin(pool, "r", S1) == Todo(failed=(RequestId("r"),))
+    assert begin(pool, "r", S1) == PoolActions(failed=(RequestId("r"),))
     pool.seed(A3, S2)
     assert only_fetch(begin(pool, "r", S1)).source == S2
 
@@ -150,16 +150,16 @@ def test_a_copy_from_elsewhere_may_come_before_a_fetch() -> None:
     pool.seed(A3, S1)
     assert begin(pool, "later", S1).ready == (RequestId("later"),)
     assert pool.end(RequestId("later")) == NOTHING
-    assert pool.fetched(fetch) == Todo(ready=(RequestId("waits"),), deletes=((A3, S2),))
+    assert pool.fetched(fetch) == PoolActions(ready=(RequestId("waits"),), deletes=((A3, S2),))
 
 
 def test_a_request_stays_where_it_was_routed_though_the_table_changes_during_its_fetch() -> None:
     pool = pool_of(routed(S1=1.0), S2)
     fetch = only_fetch(begin(pool, "r", S1))
     pool.swap(routed(S2=1.0))
-    assert pool.fetched(fetch) == Todo(ready=(RequestId("r"),))
+    assert pool.fetched(fetch) == PoolActions(ready=(RequestId("r"),))
     assert pool.table.holders(A3) == {S1, S2}
-    assert pool.end(RequestId("r")) == Todo(deletes=((A3, S1),))
+    assert pool.end(RequestId("r")) == PoolActions(deletes=((A3, S1),))
 
 
 def test_prefetching_fetches_what_a_table_adds() -> None:
@@ -168,8 +168,8 @@ def test_prefetching_fetches_what_a_table_adds() -> None:
     to_s2, to_s3 = pool.swap(routed(S2=0.5, S3=0.5)).fetches
     assert (to_s2.destination, to_s3.destination) == (S2, S3)
     assert begin(pool, "r", S2) == NOTHING  # it is on its way
-    assert pool.fetched(to_s2) == Todo(ready=(RequestId("r"),))
-    assert pool.fetched(to_s3) == Todo(deletes=((A3, S1),))
+    assert pool.fetched(to_s2) == PoolActions(ready=(RequestId("r"),))
+    assert pool.fetched(to_s3) == PoolActions(deletes=((A3, S1),))
 
 
 def test_a_source_that_leaves_is_replaced_and_its_late_report_is_ignored() -> None:
@@ -188,7 +188,7 @@ def test_a_replica_that_leaves_may_take_the_last_copy() -> None:
     begin(pool, "there", S1)
     begin(pool, "elsewhere", S2)
     todo, lost = pool.leave(S1)
-    assert (todo, lost) == (Todo(failed=(RequestId("elsewhere"),)), [A3])
+    assert (todo, lost) == (PoolActions(failed=(RequestId("elsewhere"),)), [A3])
     pool.seed(A3, S2)
     assert begin(pool, "there", S2).ready == (RequestId("there"),)
 
@@ -201,14 +201,14 @@ def test_a_destination_that_leaves_frees_its_source() -> None:
     pool.end(RequestId("keeps"))
     assert pool.table.holders(A3) == {S1}
     pool.seed(A3, S4)
-    assert pool.leave(S3) == (Todo(deletes=((A3, S1),)), [])
+    assert pool.leave(S3) == (PoolActions(deletes=((A3, S1),)), [])
 
 
 def test_a_retired_adapter_is_deleted_everywhere_when_nobody_uses_it() -> None:
     pool = pool_of(routed(S1=0.5, S2=0.5), S1, S2)
     begin(pool, "r", S1)
-    assert pool.retire(A3) == Todo(deletes=((A3, S2),))
-    assert pool.end(RequestId("r")) == Todo(deletes=((A3, S1),))
+    assert pool.retire(A3) == PoolActions(deletes=((A3, S2),))
+    assert pool.end(RequestId("r")) == PoolActions(deletes=((A3, S1),))
     assert list(pool.table) == []
 
 
@@ -236,10 +236,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def table(self) -> RoutingTable:
         return RoutingTable(
-            0, {a: tuple(Share(each, 1 / len(routed)) for each in routed) for a, routed in self.routing.items()}
+            0, {a: tuple(ReplicaShare(each, 1 / len(routed)) for each in routed) for a, routed in self.routing.items()}
         )
 
-    def take(self, todo: Todo) -> None:
+    def take(self, todo: PoolActions) -> None:
         self.ready |= {*todo.ready}
         for request in todo.failed:
             del self.placed[request]

@@ -19,7 +19,7 @@ from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.toppings import Toppings
 from lorikeet.config import ConfigError
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, Transfers, decode_profile, encode_profile
@@ -171,7 +171,10 @@ def test_pending_time_loads_by_the_profiles_link_or_the_declared_one(published: 
     link = published.transfers.host_to_device
     assert link is not None
     for declared, expected_s in ((0.0, link.seconds(100_000_000)), (1e9, 0.1)):
-        router, fleet = build_router(PRESETS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)), fleet_of("a")
+        router, fleet = (
+            build_router(PRESETS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)),
+            fleet_of("a"),
+        )
         assert isinstance(router, PendingTime)
         assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)).tolist() == pytest.approx([expected_s])
 

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance, Preloads, preload
+from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance, PreloadPlan, preload
+from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 MB = 10**6
 
 
-def preloads(copies: Sequence[Sequence[int]], free_bytes: Sequence[int]) -> Preloads:
+def preloads(copies: Sequence[Sequence[int]], free_bytes: Sequence[int]) -> PreloadPlan:
     main = np.array(copies, np.bool_)
-    return Preloads(main, np.zeros_like(main), np.array(free_bytes, np.int64))
+    return PreloadPlan(main, np.zeros_like(main), np.array(free_bytes, np.int64))
 
 
 def demands_of(*tokens_per_s: float, size_bytes: int = 100 * MB) -> list[AdapterDemand]:

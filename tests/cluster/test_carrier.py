@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.cluster.actions import Provision
-from lorikeet.cluster.carrier import Carrier
-from lorikeet.cluster.local_transport import LocalTransport
-from lorikeet.cluster.pool import Fetch
-from lorikeet.cluster.transport import DestinationGone, TransportError
+from lorikeet.cluster.adapters.pool import Fetch
+from lorikeet.cluster.adapters.transport import DestinationLost, LocalTransport, TransportError
+from lorikeet.cluster.controller.adapter_files import AdapterCopier
+from lorikeet.cluster.controller.dispatcher import Provision
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
 from tests.support.live import until
@@ -69,8 +68,8 @@ class Copies:
 @pytest.mark.parametrize("copy", [Provision(0, A.digest, R1), Fetch(0, A.digest, R0, R1)])
 async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Provision) -> None:
     told, transport = Told(), Copies()
-    carrier = Carrier(transport, {A.digest: A}, {}, told)
-    transport.error = DestinationGone("r1 died")
+    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
+    transport.error = DestinationLost("r1 died")
     carrier.copy(copy)
     await until(lambda: not carrier.counts.under_way)
     assert (told.done, told.failed) == ([], []), "whoever hears of the death knows what was lost with it"
@@ -83,7 +82,7 @@ async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Pro
 
 async def test_a_copy_that_fails_as_nobody_foresaw_keeps_nobody_waiting() -> None:
     told, transport = Told(), Copies()
-    carrier = Carrier(transport, {A.digest: A}, {}, told)
+    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     transport.error = MemoryError("too large")
     carrier.copy(Provision(0, A.digest, R1))
     await until(lambda: not carrier.counts.under_way)
@@ -93,7 +92,7 @@ async def test_a_copy_that_fails_as_nobody_foresaw_keeps_nobody_waiting() -> Non
 
 async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_comes_there() -> None:
     told, transport = Told(), Copies()
-    carrier = Carrier(transport, {A.digest: A}, {}, told)
+    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     for replica in (R0, R1):
         carrier.copy(Provision(0, A.digest, replica))
     await until(lambda: not carrier.counts.under_way)
@@ -113,7 +112,7 @@ async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_c
 
 async def test_nothing_is_fetched_from_a_replica_that_was_taken_out(tmp_path: Path) -> None:
     told, transport = Told(), LocalTransport(tmp_path)
-    carrier = Carrier(transport, {A.digest: A}, {}, told)
+    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     await transport.held(R0)
     await transport.discard(R0)
     transport.release(R0)
@@ -126,7 +125,7 @@ async def test_nothing_is_fetched_from_a_replica_that_was_taken_out(tmp_path: Pa
 
 
 async def test_which_adapters_are_where_is_counted_anew_only_when_it_has_changed() -> None:
-    carrier = Carrier(Copies(), {A.digest: A}, {}, Told())
+    carrier = AdapterCopier(Copies(), {A.digest: A}, {}, Told())
     assert carrier.pairs() is carrier.pairs()
     before = carrier.pairs()
     carrier.copy(Provision(0, A.digest, R0))
@@ -137,7 +136,7 @@ async def test_which_adapters_are_where_is_counted_anew_only_when_it_has_changed
 async def test_what_lay_at_replicas_before_anybody_knew_it_counts_as_soon_as_somebody_does() -> None:
     refs: dict[AdapterDigest, AdapterRef] = {}
     transport = Copies()
-    carrier = Carrier(transport, refs, {}, Told())
+    carrier = AdapterCopier(transport, refs, {}, Told())
     for replica in (R0, R1):
         transport.held_at[replica] = {A.digest: f"/pool/{replica}/A"}
         assert await carrier.find(replica) == []

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.store import reference
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.local_transport import LocalTransport
-from lorikeet.cluster.orchestrator import Known, Orchestrator
+from lorikeet.client.supervisor import EngineError
+from lorikeet.cluster.adapters.transport import LocalTransport
+from lorikeet.cluster.controller.autoscaler import Autoscaler
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, Orchestrator
+from lorikeet.cluster.placement.scaling import ScalingPolicy
+from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.placing import InProcess
 from lorikeet.cluster.routing.plain import RoundRobin
-from lorikeet.cluster.scaler import Scaler
-from lorikeet.cluster.scaling import Scaling
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import KnowAdapters, Submit
-from lorikeet.engine.connection import EngineError
+from lorikeet.core.messages import RegisterAdapters, Submit
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
 from tests.support.live import greedy, prompt, until
@@ -34,7 +34,7 @@ def adapter(tmp_path: Path) -> AdapterRef:
     return reference("a", write_adapter(tmp_path / "source"), geometry())
 
 
-class Service(InProcess):
+class Service(LocalPlacementService):
     """An orchestrator that notes what it is asked, and can be held up.
 
     Attributes:
@@ -48,7 +48,7 @@ class Service(InProcess):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def know(self, adapters: Iterable[Known]) -> RoutingTable:
+    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         await self._note("know", {each.adapter for each in new})
         return await super().know(new)
@@ -133,12 +133,12 @@ async def asked_for(cluster: Cluster, adapter: AdapterRef) -> None:
 
 async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_path: Path, adapter: AdapterRef) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         await asked_for(cluster, adapter)
         cluster.service.may_answer.clear()
         dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
         await until(lambda: ("drop", adapter.digest) in cluster.service.asked)
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         cluster.service.may_answer.set()
         assert await dropping == 0
         await until(lambda: cluster.client.describe().shares)
@@ -151,7 +151,7 @@ async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_pat
 async def test_a_request_may_come_before_its_adapter_is_made_known(tmp_path: Path, adapter: AdapterRef) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
         await asked_for(cluster, adapter)
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         assert cluster.client.copies() == {(adapter.digest, R0)}
 
 
@@ -160,7 +160,7 @@ async def test_copies_stay_after_the_end_where_the_settings_say_where(
     tmp_path: Path, adapter: AdapterRef, stays: bool
 ) -> None:
     async with started(tmp_path / "pool", replicas=1, stays=stays) as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         await asked_for(cluster, adapter)
     assert (tmp_path / "pool" / R0 / adapter.digest).exists() == stays
 
@@ -169,9 +169,9 @@ async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_ye
     tmp_path: Path, adapter: AdapterRef
 ) -> None:
     cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
-    await cluster.service.know([Known(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
+    await cluster.service.know([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
     await cluster.client.start(lambda progress: None)
-    cluster.client.know_adapters([adapter])
+    cluster.client.register_adapters([adapter])
     await until(lambda: cluster.client.copies() == {(adapter.digest, R0)})
     assert cluster.client.describe().copies.failed == 0
     await cluster.client.close()
@@ -191,7 +191,7 @@ async def test_an_answer_that_a_stop_string_ends_counts_and_one_that_nobody_want
 
 async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a replica's engine where none can be started again."""
-    monkeypatch.setattr("lorikeet.engine.keeper.FAILED_STARTS", 1)
+    monkeypatch.setattr("lorikeet.client.supervisor.FAILED_STARTS", 1)
     host = cluster.hosts[replica]
     host.error = OSError("no room")
     host.engines[-1].kill()
@@ -203,7 +203,7 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
         await cluster.transport.provide(adapter, R0)
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         await give_up(cluster, R0, monkeypatch)
         await until(lambda: cluster.hosts[R0].is_closed)
         assert not cluster.hosts[R1].is_closed
@@ -218,7 +218,7 @@ async def test_an_adapter_is_not_gone_while_a_request_needs_it_whose_replica_is(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
         await until(lambda: cluster.hosts[R0].engines[0].heard_of(Submit))
         dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
@@ -236,7 +236,7 @@ async def test_copies_of_an_adapter_that_was_dropped_while_their_replica_was_awa
     tmp_path: Path, adapter: AdapterRef, is_known_again: bool
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         host, copy = cluster.hosts[R0], cluster.pool_dir / R0 / adapter.digest
         handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
         await until(lambda: host.engines[0].heard_of(Submit))
@@ -247,7 +247,7 @@ async def test_copies_of_an_adapter_that_was_dropped_while_their_replica_was_awa
         await cluster.client.drop_adapter(adapter.digest)
         assert copy.is_dir()
         if is_known_again:
-            cluster.client.know_adapters([adapter])
+            cluster.client.register_adapters([adapter])
         host.may_start.set()
         await until(lambda: len(cluster.client.fleet) == 2)
         if is_known_again:
@@ -280,7 +280,7 @@ async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
 async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.cluster.client._DRAIN_CHECK_S", 3600.0)
+    monkeypatch.setattr("lorikeet.cluster.controller.client._DRAIN_CHECK_S", 3600.0)
     async with started(tmp_path / "pool", replicas=3) as cluster:
         handles = [cluster.client.submit(greedy(str(number), prompt(8), 5)) for number in range(4)]
         hosts = [cluster.hosts[replica] for replica in (R0, R1, R2)]
@@ -290,7 +290,7 @@ async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
         hosts[2].may_start.clear()
         hosts[2].engines[0].kill()
         await until(lambda: len(cluster.client.fleet) == 2)
-        scaler = Scaler(cluster.client, cluster.service, Scaling(1, 3), drain_s=0.0)
+        scaler = Autoscaler(cluster.client, cluster.service, ScalingPolicy(1, 3), drain_s=0.0)
         assert scaler._least_busy() == R1
         leaving.cancel()
         for handle in handles:
@@ -319,7 +319,7 @@ async def test_nobody_waits_when_the_last_replica_is_lost_and_the_next_cannot_be
 
 async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adapter: AdapterRef) -> None:
     async with started(tmp_path / "pool") as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
         engines = [cluster.hosts[replica].engines[0] for replica in (R0, R1)]
         await until(lambda: all(engine.heard_of(Submit) for engine in engines))
@@ -341,11 +341,11 @@ async def test_copies_of_an_earlier_head_are_found_though_adapters_are_known_aft
     await earlier.provide(adapter, R0)
     earlier.close()
     async with started(tmp_path / "pool") as cluster:
-        cluster.client.know_adapters([adapter])
+        cluster.client.register_adapters([adapter])
         assert cluster.client.copies() == {(adapter.digest, R0)}
         (first,), (second,) = (cluster.hosts[replica].engines for replica in (R0, R1))
-        await until(lambda: first.heard_of(KnowAdapters))
-        (known,) = first.heard_of(KnowAdapters)[0].adapters
+        await until(lambda: first.heard_of(RegisterAdapters))
+        (known,) = first.heard_of(RegisterAdapters)[0].adapters
         assert known.folder == str(cluster.pool_dir / R0 / adapter.digest)
         handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
         await until(lambda: first.heard_of(Submit) and second.heard_of(Submit))

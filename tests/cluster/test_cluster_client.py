@@ -12,11 +12,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.local_transport import LocalTransport
-from lorikeet.cluster.orchestrator import Orchestrator, Seen
-from lorikeet.cluster.placement.static import FullReplication, Random
-from lorikeet.cluster.placing import InProcess, OrchestratorGone
+from lorikeet.client.streams import RequestHandle
+from lorikeet.client.supervisor import EngineError, LocalHost
+from lorikeet.cluster.adapters.transport import LocalTransport
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.placement.orchestrator import DemandReport, Orchestrator
+from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
+from lorikeet.cluster.placement.static import FullReplication, RandomPlacement
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
@@ -27,8 +29,6 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.connection import EngineError, LocalHost
-from lorikeet.engine.streams import RequestHandle
 from tests.support.live import (
     TIE,
     engine_processes,
@@ -59,14 +59,14 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {name: make_adapter(folder / name, model, seed) for seed, name in enumerate("abc")}
 
 
-class Gone(InProcess):
+class Gone(LocalPlacementService):
     """An orchestrator that may be gone."""
 
     is_gone = False
 
-    async def period(self, seen: Seen) -> RoutingTable:
+    async def period(self, seen: DemandReport) -> RoutingTable:
         if self.is_gone:
-            raise OrchestratorGone("it was killed")
+            raise OrchestratorUnavailable("it was killed")
         return await super().period(seen)
 
 
@@ -76,8 +76,10 @@ async def cluster(
 ) -> AsyncIterator[ClusterClient]:
     """Start a cluster, and close it at the end."""
     there = [ReplicaId(f"replica-{number}") for number in range(replicas)]
-    placement = Random(there, seed=1) if one_home else FullReplication(there)
-    settings = msgspec.structs.replace(live_settings(model, num_scheduler_steps=1), cluster=ClusterSettings(replicas=replicas))
+    placement = RandomPlacement(there, seed=1) if one_home else FullReplication(there)
+    settings = msgspec.structs.replace(
+        live_settings(model, num_scheduler_steps=1), cluster=ClusterSettings(replicas=replicas)
+    )
     transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
     router = router or RoundRobin()
     client = ClusterClient(settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05)
@@ -150,7 +152,7 @@ async def check_answers(model: Path, handles: list[RequestHandle]) -> None:
 async def test_requests_and_adapters_go_round_and_answers_are_those_of_one_engine(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
-    client.know_adapters(adapters.values())
+    client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters)]
     await begun(*handles)
     assert {handle.replica for handle in handles} == {FIRST, SECOND}
@@ -171,7 +173,7 @@ async def test_requests_and_adapters_go_round_and_answers_are_those_of_one_engin
 async def test_streams_of_a_killed_replica_go_on_at_the_other(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
-    client.know_adapters(adapters.values())
+    client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, tokens=200)]
     await begun(*handles, tokens=3)
     assert not any(handle.timings.finished_s for handle in handles), "all are in flight when the replica dies"
@@ -190,7 +192,7 @@ async def test_with_every_replica_down_requests_wait_for_the_first_that_is_back(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
     await until(lambda: both_there(client))
-    client.know_adapters(adapters.values())
+    client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=4, tokens=150)]
     await begun(*handles)
     kill(client, FIRST)
@@ -205,7 +207,7 @@ async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
     await until(lambda: both_there(client))
-    client.know_adapters(adapters.values())
+    client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=400)]
     handles.append(
         client.submit(greedy("sampled", prompt(9), 400, adapters["b"], temperature=1.0, seed=3, presence_penalty=0.5))
@@ -227,7 +229,7 @@ async def test_an_aborted_request_gives_its_blocks_back_wherever_it_is(
     client: ClusterClient, adapters: dict[str, AdapterRef]
 ) -> None:
     await until(lambda: both_there(client))
-    client.know_adapters(adapters.values())
+    client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=8, tokens=400)]
     await begun(*handles)
     for handle in handles:
@@ -244,7 +246,7 @@ async def test_a_dropped_adapter_leaves_every_replica_once_its_requests_have_end
 ) -> None:
     await until(lambda: both_there(client))
     ref = make_adapter(tmp_path / "d", model, seed=7)
-    client.know_adapters([ref])
+    client.register_adapters([ref])
     before = [replica.held for replica in client.describe().replicas]
     handles = [client.submit(greedy(f"under d {number}", prompt(8), 60, ref)) for number in range(4)]
     await begun(*handles)
@@ -263,7 +265,7 @@ async def test_an_adapter_whose_files_are_gone_fails_its_requests_and_no_others(
 ) -> None:
     await until(lambda: both_there(client))
     ref = msgspec.structs.replace(make_adapter(tmp_path / "e", model, seed=8), folder=str(tmp_path / "nowhere"))
-    client.know_adapters([ref])
+    client.register_adapters([ref])
     handle, other = client.submit(greedy("e", prompt(8), 5, ref)), client.submit(greedy("base", prompt(8), 5))
     finished, _ = await finish(handle)
     assert finished.reason is FinishReason.ERROR
@@ -276,7 +278,7 @@ async def test_without_the_orchestrator_requests_go_on_by_the_last_placement(
     model: Path, adapters: dict[str, AdapterRef], tmp_path: Path
 ) -> None:
     async with cluster(model, tmp_path, ByTable(seed=1), one_home=True) as client:
-        client.know_adapters(adapters.values())
+        client.register_adapters(adapters.values())
         await until(lambda: len(client.describe().shares) == 3)
         homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
         gone = client._placer._service  # no other way to take it from a running head
@@ -294,7 +296,7 @@ async def test_replicas_come_and_go_under_load(model: Path, adapters: dict[str, 
     async with cluster(model, tmp_path, LeastLoaded(), replicas=1) as client:
         with pytest.raises(EngineError, match="the only one"):
             await client.remove_replica(FIRST)
-        client.know_adapters(adapters.values())
+        client.register_adapters(adapters.values())
         handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=250)]
         await begun(*handles)
         assert await client.add_replica() == SECOND

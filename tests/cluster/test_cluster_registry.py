@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from lorikeet.adapters.database import sqlite_url
-from lorikeet.adapters.registry import Registry
-from lorikeet.cluster.registry import ClusterRegistry, EpochConflict, RegistryGone, ReplicaRow, StoredState
+from lorikeet.adapters.registry import Registry, sqlite_url
+from lorikeet.cluster.controller.registry import (
+    ClusterRegistry,
+    EpochConflict,
+    RegistryUnavailable,
+    ReplicaRow,
+    StoredState,
+)
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
@@ -125,7 +130,7 @@ def test_no_write_is_lost_among_orchestrators_that_write_at_once(url: str) -> No
 
 def test_a_sqlite_file_that_cannot_be_opened_may_come_later(tmp_path: Path) -> None:
     registry = ClusterRegistry(sqlite_url(tmp_path / "later" / "registry.sqlite3"), "one")
-    with pytest.raises(RegistryGone, match="unable to open"):
+    with pytest.raises(RegistryUnavailable, match="unable to open"):
         registry.load_state()
     (tmp_path / "later").mkdir()
     assert registry.load_state() is None
@@ -143,7 +148,7 @@ def test_a_postgresql_that_goes_away_and_comes_back_is_used_again(postgres_url: 
         ending = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = 'elsewhere'"
         server.execute(text(ending))
         for _ in range(2):
-            with pytest.raises(RegistryGone, match="elsewhere"):
+            with pytest.raises(RegistryUnavailable, match="elsewhere"):
                 registry.save_state("second", 1)
         server.execute(text("ALTER DATABASE elsewhere ALLOW_CONNECTIONS true"))
         assert registry.load_state() == StoredState(1, "first")

@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.cluster.comigration import ilp
-from lorikeet.cluster.comigration.problem import Problem
-from lorikeet.cluster.comigration.review import CoMigration, selected
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Movable, Outcome, Plan, ReplicaLoad
-from lorikeet.cluster.comigration.times import rebuild_s
+from lorikeet.cluster.migration import solver
+from lorikeet.cluster.migration.problem import (
+    CoMigrationSettings,
+    MigrationPlan,
+    MigrationProblem,
+    MovableRequest,
+    ReplicaLoad,
+    ReviewOutcome,
+    rebuild_s,
+)
+from lorikeet.cluster.migration.review import CoMigration, selected
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench
 
 MB, GB = 10**6, 10**9
@@ -29,10 +35,12 @@ SIZES = {A: 100 * MB, B: 100 * MB}
 PRINTED = CoMigrationSettings(affinity=0.05, gap=0.0, time_limit_s=30.0)
 
 
-def requests(types: str, where: str = "", *, move_s: float = 1.0, memory_bytes: int = MB, **more: Any) -> list[Movable]:
+def requests(
+    types: str, where: str = "", *, move_s: float = 1.0, memory_bytes: int = MB, **more: Any
+) -> list[MovableRequest]:
     """Letters are adapters, - the base model; digits are replicas, all 0 if left out."""
     return [
-        Movable(
+        MovableRequest(
             RequestId(f"q{number}"),
             None if letter == "-" else AdapterDigest(letter),
             ReplicaId(f"r{replica}"),
@@ -50,15 +58,17 @@ def replicas(count: int = 2, device_bytes: int = 100 * GB, **more: Any) -> list[
     return [ReplicaLoad(ReplicaId(f"r{number}"), device_bytes, 0, 0.0, **more) for number in range(count)]
 
 
-def problem_of(movable: Sequence[Movable], settings: CoMigrationSettings = PRINTED, **more: Any) -> Problem:
-    return Problem.of(replicas(**more), movable, SIZES, settings)
+def problem_of(
+    movable: Sequence[MovableRequest], settings: CoMigrationSettings = PRINTED, **more: Any
+) -> MigrationProblem:
+    return MigrationProblem.of(replicas(**more), movable, SIZES, settings)
 
 
-def longest_s(problem: Problem, placement: Sequence[int]) -> float:
+def longest_s(problem: MigrationProblem, placement: Sequence[int]) -> float:
     return float(problem.running_s(np.array(placement)).max())
 
 
-def reviewed(movable: Sequence[Movable], settings: CoMigrationSettings = PRINTED, **more: Any) -> Plan:
+def reviewed(movable: Sequence[MovableRequest], settings: CoMigrationSettings = PRINTED, **more: Any) -> MigrationPlan:
     return CoMigration(settings).review(replicas(**more), movable, SIZES)
 
 
@@ -74,7 +84,7 @@ def test_ex_8a_one_type_moves_as_a_whole(full: bool) -> None:
     assert problem.running_s(np.array([0, 1, 0, 1])).tolist() == [21.0, 23.0]
 
     plan = reviewed(movable, PRINTED._replace(full=full), host_bytes=100 * GB)
-    assert (plan.outcome, plan.before_s, plan.after_s) == (Outcome.PLANNED, 41.0, 22.5)
+    assert (plan.outcome, plan.before_s, plan.after_s) == (ReviewOutcome.PLANNED, 41.0, 22.5)
     assert len({move.adapter for move in plan.moves}) == 1
     assert len(plan.moves) == 2
 
@@ -83,7 +93,7 @@ def test_ex_8b_what_is_balanced_stays() -> None:
     problem = problem_of(requests("AA", "01"))
     assert longest_s(problem, [0, 1]) == 10.5
     assert longest_s(problem, [1, 0]) == 11.5
-    assert reviewed(requests("AA", "01")) == Plan(Outcome.NO_BETTER, before_s=10.5, after_s=10.5)
+    assert reviewed(requests("AA", "01")) == MigrationPlan(ReviewOutcome.NO_BETTER, before_s=10.5, after_s=10.5)
 
 
 def test_ex_8b_the_printed_factor_cannot_tell_staying_from_swapping() -> None:
@@ -94,7 +104,7 @@ def test_ex_8b_the_printed_factor_cannot_tell_staying_from_swapping() -> None:
 def test_ex_8c_a_vertex_is_rounded_to_the_best_whole_plan_and_an_even_split_is_not() -> None:
     movable = requests("AAA")
     problem = problem_of(movable)
-    relaxed = ilp.solve_relaxed(problem, PRINTED.gap, PRINTED.time_limit_s)
+    relaxed = solver.solve_relaxed(problem, PRINTED.gap, PRINTED.time_limit_s)
     assert relaxed is not None
     assert relaxed.running_s == pytest.approx(10 * 1.5714 + 0.5, abs=1e-3)
     assert sorted(relaxed.shares[:, 0]) == pytest.approx([0.0, 0.5714, 1.0], abs=1e-3)
@@ -103,7 +113,7 @@ def test_ex_8c_a_vertex_is_rounded_to_the_best_whole_plan_and_an_even_split_is_n
     assert (plan.before_s, plan.after_s) == (30.5, 20.5)
     assert len(plan.moves) == 1
     even = np.tile([0.5238, 0.4762], (3, 1))
-    assert longest_s(problem, ilp.rounded(even, problem.home).tolist()) == 30.5
+    assert longest_s(problem, solver.rounded(even, problem.home).tolist()) == 30.5
 
 
 def test_ex_8d_what_exceeds_the_memory_is_swapped() -> None:
@@ -119,13 +129,13 @@ def test_a_move_holds_up_all_that_run_at_the_target() -> None:
     """A prefill of one second pays where it holds up five, and not where it holds up twenty."""
     assert problem_of(requests("AAA"), running=5).cost_s.tolist() == [[10.0, 15.0]] * 3
     assert len(reviewed(requests("AAA"), running=5).moves) == 1
-    assert reviewed(requests("AAA"), running=20).outcome is Outcome.NO_BETTER
+    assert reviewed(requests("AAA"), running=20).outcome is ReviewOutcome.NO_BETTER
     assert len(reviewed(requests("AAA", carries_kv=True), running=20).moves) == 1, "KV is copied while they go on"
 
 
 def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:
     moved = Request(RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, output_token_ids=[7] * 30)
-    target = Bench(blocks=64, limits=Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256))
+    target = Bench(blocks=64, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256))
     target.tokens[moved.request_id] = list(moved.output_token_ids)  # which the client has: the next is number 31
     target.engine.submit(moved)
     target.run()
@@ -145,7 +155,7 @@ def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token
 def test_nothing_is_solved_unless_a_replica_is_short(free_bytes: int, queue_delay_s: float, is_short: bool) -> None:
     here = ReplicaLoad(R0, 1000 * MB, free_bytes, queue_delay_s)
     plan = CoMigration(PRINTED).review([here, ReplicaLoad(R1, 1000 * MB, 1000 * MB, 0.0)], requests("AABB"), SIZES)
-    assert plan.outcome == (Outcome.PLANNED if is_short else Outcome.CALM)
+    assert plan.outcome == (ReviewOutcome.PLANNED if is_short else ReviewOutcome.CALM)
 
 
 def test_the_busiest_and_the_least_busy_take_part() -> None:
@@ -160,18 +170,18 @@ def test_replicas_in_the_middle_are_left_alone() -> None:
 
 
 def test_nothing_to_move_is_no_plan() -> None:
-    assert reviewed([]).outcome is Outcome.NO_BETTER
+    assert reviewed([]).outcome is ReviewOutcome.NO_BETTER
 
 
 def test_a_gain_below_the_margin_is_not_worth_it() -> None:
     movable = requests("AABB")  # 41 becomes 22.5, which is 45 % less
-    assert reviewed(movable, PRINTED._replace(margin=0.45)).outcome is Outcome.PLANNED
-    assert reviewed(movable, PRINTED._replace(margin=0.46)).outcome is Outcome.NO_BETTER
+    assert reviewed(movable, PRINTED._replace(margin=0.45)).outcome is ReviewOutcome.PLANNED
+    assert reviewed(movable, PRINTED._replace(margin=0.46)).outcome is ReviewOutcome.NO_BETTER
 
 
 def test_the_defaults_find_what_the_examples_expect() -> None:
     plan = reviewed(requests("AABB"), CoMigrationSettings(time_limit_s=30.0))
-    assert plan.outcome is Outcome.PLANNED
+    assert plan.outcome is ReviewOutcome.PLANNED
     assert plan.after_s < 0.95 * plan.before_s
 
 
@@ -191,7 +201,7 @@ def test_whoever_has_moved_before_is_dearer_to_move() -> None:
 def test_of_equally_good_plans_the_one_with_the_fewest_moves(types: str, where: str, count: int, least: int) -> None:
     sizes = {**SIZES, AdapterDigest("C"): MB}
     plan = CoMigration(PRINTED).review(replicas(count), requests(types, where, move_s=0.0), sizes)
-    assert plan.outcome is Outcome.PLANNED
+    assert plan.outcome is ReviewOutcome.PLANNED
     assert len(plan.moves) == least, "6 moves have the same longest time"
 
 
@@ -208,8 +218,10 @@ def test_reserved_memory_is_not_counted_on() -> None:
     assert longest_s(over, [0, 0, 0, 0]) == pytest.approx(40.5 + 100 * MB / 25e9)
 
 
-@pytest.mark.parametrize(("reserved_bytes", "outcome"), [(400 * MB, Outcome.PLANNED), (401 * MB, Outcome.UNSOLVED)])
-def test_the_full_problem_keeps_reserved_memory_free(reserved_bytes: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("reserved_bytes", "outcome"), [(400 * MB, ReviewOutcome.PLANNED), (401 * MB, ReviewOutcome.UNSOLVED)]
+)
+def test_the_full_problem_keeps_reserved_memory_free(reserved_bytes: int, outcome: ReviewOutcome) -> None:
     movable = requests("AAAA", memory_bytes=250 * MB)
     full = PRINTED._replace(full=True)
     plan = reviewed(movable, full, device_bytes=1000 * MB, reserved_bytes=reserved_bytes)
@@ -219,13 +231,13 @@ def test_the_full_problem_keeps_reserved_memory_free(reserved_bytes: int, outcom
 def test_the_full_problem_swaps_to_hosts_only_what_fits_there() -> None:
     movable = requests("AAAA", memory_bytes=250 * MB)
     problem = problem_of(movable, device_bytes=350 * MB, host_bytes=250 * MB)
-    whole = ilp.solve_full(problem, 0.0, 30.0)
+    whole = solver.solve_full(problem, 0.0, 30.0)
     assert whole is not None
     per_replica = Counter(whole.placement.tolist())
     assert per_replica == {0: 2, 1: 2}
     assert Counter(whole.placement[whole.on_host].tolist()) == {0: 1, 1: 1}
     assert problem.running_with_swaps_s(*whole).tolist() == pytest.approx([20.51, 22.51])
-    assert ilp.solve_full(problem_of(movable, device_bytes=350 * MB, host_bytes=249 * MB), 0.0, 30.0) is None
+    assert solver.solve_full(problem_of(movable, device_bytes=350 * MB, host_bytes=249 * MB), 0.0, 30.0) is None
 
 
 def test_an_adapter_of_unknown_size_is_an_error() -> None:
@@ -239,7 +251,7 @@ def test_an_adapter_of_unknown_size_is_an_error() -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_no_time_keeps_the_placement(full: bool) -> None:
     plan = reviewed(requests("AABB"), PRINTED._replace(full=full, time_limit_s=0.0), host_bytes=GB)
-    assert plan == Plan(Outcome.UNSOLVED, before_s=41.0, after_s=41.0)
+    assert plan == MigrationPlan(ReviewOutcome.UNSOLVED, before_s=41.0, after_s=41.0)
 
 
 @pytest.mark.parametrize("unproven_run", [0, 1])
@@ -250,9 +262,9 @@ def test_a_solution_that_is_not_proven_keeps_the_placement(unproven_run: int, mo
         runs.append(model.name)
         return proven(model, solver) and len(runs) - 1 != unproven_run
 
-    proven = ilp.solve
-    monkeypatch.setattr(ilp, "solve", solve)
-    assert reviewed(requests("AABB")).outcome is Outcome.UNSOLVED
+    proven = solver.solve
+    monkeypatch.setattr(solver, "solve", solve)
+    assert reviewed(requests("AABB")).outcome is ReviewOutcome.UNSOLVED
     assert len(runs) == unproven_run + 1
 
 
@@ -266,7 +278,7 @@ def test_pulps_own_status_does_not_tell_a_time_out_from_an_optimum() -> None:
 
     model = pulp.LpProblem("late", pulp.LpMinimize)
     model += model.add_variable("x", 0)
-    assert not ilp.solve(model, OutOfTime())
+    assert not solver.solve(model, OutOfTime())
     assert model.status == pulp.LpStatusOptimal
 
 
@@ -276,7 +288,7 @@ TYPES = [AdapterDigest(letter) for letter in "ABCDE"]
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[list[ReplicaLoad], list[Movable], dict[AdapterDigest, int]]:
+def clusters(draw: st.DrawFn) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
     """Up to 5 replicas, 10 requests, 5 adapters, in memory that is sometimes too small."""
     count = draw(st.integers(1, 5))
     loads = [
@@ -291,7 +303,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[ReplicaLoad], list[Movable], dict[Ad
         for number in range(count)
     ]
     movable = [
-        Movable(
+        MovableRequest(
             RequestId(f"q{number}"),
             draw(st.sampled_from([None, *TYPES])),
             ReplicaId(f"r{draw(st.integers(0, count - 1))}"),
@@ -306,7 +318,7 @@ def clusters(draw: st.DrawFn) -> tuple[list[ReplicaLoad], list[Movable], dict[Ad
     return loads, movable, {each: draw(st.integers(0, 300)) * MB for each in TYPES}
 
 
-def carried_out(movable: Sequence[Movable], plan: Plan) -> list[Movable]:
+def carried_out(movable: Sequence[MovableRequest], plan: MigrationPlan) -> list[MovableRequest]:
     """Where requests are after a plan."""
     targets = {move.request_id: move.target for move in plan.moves}
     return [request._replace(replica=targets.get(request.request_id, request.replica)) for request in movable]
@@ -315,7 +327,7 @@ def carried_out(movable: Sequence[Movable], plan: Plan) -> list[Movable]:
 @settings(max_examples=60, deadline=None)
 @given(clusters(), st.booleans(), st.sampled_from((1, 2)), st.sampled_from((0.0, 0.05)), st.sampled_from((0.0, 0.1)))
 def test_a_plan_is_sound_and_never_raises_its_own_objective(
-    cluster: tuple[list[ReplicaLoad], list[Movable], dict[AdapterDigest, int]],
+    cluster: tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]],
     full: bool,
     count: int,
     margin: float,
@@ -325,9 +337,9 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
     chosen = CoMigrationSettings(full=full, selected=count, margin=margin, gap=gap, time_limit_s=30.0)
     plan = CoMigration(chosen).review(loads, movable, sizes)
     assert plan.after_s <= plan.before_s
-    assert (plan.after_s < plan.before_s) == (plan.outcome is Outcome.PLANNED)
-    assert (plan.outcome is Outcome.PLANNED) == bool(plan.moves)
-    assert full or plan.outcome is not Outcome.UNSOLVED
+    assert (plan.after_s < plan.before_s) == (plan.outcome is ReviewOutcome.PLANNED)
+    assert (plan.outcome is ReviewOutcome.PLANNED) == bool(plan.moves)
+    assert full or plan.outcome is not ReviewOutcome.UNSOLVED
 
     homes = {request.request_id: request.replica for request in movable}
     assert len({move.request_id for move in plan.moves}) == len(plan.moves), "one replica for each request"
@@ -336,7 +348,7 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
 
     if plan.moves and not full:
         # Counted anew over all replicas: those left out were less busy than the busiest.
-        everywhere = Problem.of(loads, movable, sizes, chosen)
+        everywhere = MigrationProblem.of(loads, movable, sizes, chosen)
         index = {load.replica: j for j, load in enumerate(loads)}
         placement = np.array([index[request.replica] for request in carried_out(movable, plan)])
         assert everywhere.running_s(everywhere.home).max() == pytest.approx(plan.before_s)
@@ -346,21 +358,21 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
 @settings(max_examples=60, deadline=None)
 @given(clusters())
 def test_the_relaxed_solution_is_a_vertex_and_no_plan_is_better(
-    cluster: tuple[list[ReplicaLoad], list[Movable], dict[AdapterDigest, int]],
+    cluster: tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]],
 ) -> None:
     loads, movable, sizes = cluster
-    problem = Problem.of(loads, movable, sizes, PRINTED)
+    problem = MigrationProblem.of(loads, movable, sizes, PRINTED)
     if not movable:
         return
-    relaxed = ilp.solve_relaxed(problem, 0.0, 30.0)
+    relaxed = solver.solve_relaxed(problem, 0.0, 30.0)
     assert relaxed is not None
     assert relaxed.shares.sum(axis=1) == pytest.approx(1.0)
     split = ((relaxed.shares > 1e-5) & (relaxed.shares < 1 - 1e-5)).any(axis=1)
     assert split.sum() < 2 * len(loads), "a vertex splits fewer requests than there are constraints on replicas"
     # Moves cost a little beside the objective, so the solution may be so much longer than the shortest.
-    slack_s = ilp.MOVE_WEIGHT * problem.mean_s * len(movable) + 1e-4
+    slack_s = solver.MOVE_WEIGHT * problem.mean_s * len(movable) + 1e-4
     assert relaxed.running_s <= longest_s(problem, problem.home.tolist()) + slack_s
-    placement = ilp.rounded(relaxed.shares, problem.home)
+    placement = solver.rounded(relaxed.shares, problem.home)
     assert relaxed.running_s <= longest_s(problem, placement.tolist()) + slack_s
 
 
@@ -369,7 +381,7 @@ def test_the_relaxed_solution_is_a_vertex_and_no_plan_is_better(
 def test_the_full_problem_is_solved_to_the_best_of_all_placements(drawn: list[tuple[str, str]], move_s: int) -> None:
     movable = requests("".join(a for a, _ in drawn), "".join(r for _, r in drawn), move_s=float(move_s))
     problem = problem_of(movable, host_bytes=GB)
-    whole = ilp.solve_full(problem, 0.0, 30.0)
+    whole = solver.solve_full(problem, 0.0, 30.0)
     assert whole is not None
     count = len(movable)
     best_s = min(longest_s(problem, [plan >> i & 1 for i in range(count)]) for plan in range(2**count))

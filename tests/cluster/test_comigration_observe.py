@@ -3,12 +3,9 @@
 import math
 from collections.abc import Callable
 
-from lorikeet.cluster.comigration.observe import observe
-from lorikeet.cluster.comigration.state import Movable, ReplicaLoad
-from lorikeet.cluster.comigration.times import MoveTimes
-from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.gauges import Gauges
+from lorikeet.cluster.migration.problem import MovableRequest, MoveTimes, ReplicaLoad
+from lorikeet.cluster.migration.review import observe
+from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from tests.support.fleets import ask, fleet_of, run, send
 
@@ -40,8 +37,8 @@ def test_requests_are_told_with_what_they_hold_and_what_moving_them_takes() -> N
     times = MoveTimes(lambda tokens: tokens / 10, 10.0, 2.0, None)
     observed = observe(fleet, sent(x=0.0, y=1.0), {RequestId("x"): 0.5}, times, now=2.0)
     assert observed.requests == [
-        Movable(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=52.5, moved_s=0.5),
-        Movable(RequestId("y"), None, A, 80, 3.0, move_s=16.0),
+        MovableRequest(RequestId("x"), AdapterDigest("one"), A, 210, 3.0, move_s=52.5, moved_s=0.5),
+        MovableRequest(RequestId("y"), None, A, 80, 3.0, move_s=16.0),
     ]
     assert observed.adapter_bytes == {AdapterDigest("one"): 70}
 
@@ -60,7 +57,7 @@ def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request
     fleet = fleet_of(info("a"), info("b"))
     run(fleet, "a", ask("x", known_tokens=100))
     send(fleet, "a", ask("y"), ask("z"))
-    fleet.gauges(Gauges(A, 0, 1, requests=3, free_tokens=850.0))
+    fleet.gauges(ReplicaGauges(A, 0, 1, requests=3, free_tokens=850.0))
     observed = observe(fleet, sent(x=0.0, y=6.0, z=4.0), {}, NO_COST, now=10.0, reserved_share=0.05)
     assert observed.replicas == [
         ReplicaLoad(A, 2000, 1700, 6.0, reserved_bytes=100, running=1),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.cluster.demand import DemandEstimator, certainty, expected, extrapolate
+from lorikeet.cluster.placement.demand import DemandEstimator, certainty, expected, extrapolate
 from tests.support.placement import digest
 
 A, B = digest("a"), digest("b")

@@ -8,14 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lorikeet.cluster.actions import Actions, Provision, Send
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.dispatcher import Dispatcher
-from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.cluster.pool import Fetch
+from lorikeet.cluster.adapters.pool import Fetch
+from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision, Send
 from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.fleet import ReplicaInfo
 from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs
@@ -25,13 +24,15 @@ A, B = digest("A"), digest("B")
 S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
 
 
-def asked(name: str, adapter: AdapterDigest | None = A, tokens: int = 10) -> Asked:
-    return Asked(RequestId(name), adapter, 8, 1000, tokens, 10)
+def asked(name: str, adapter: AdapterDigest | None = A, tokens: int = 10) -> RoutingRequest:
+    return RoutingRequest(RequestId(name), adapter, 8, 1000, tokens, 10)
 
 
 def table(epoch: int, **homes: Iterable[ReplicaId]) -> RoutingTable:
     """By the adapters' names their replicas, with equal shares."""
-    shares = {digest(name): tuple(Share(each, 1 / len(list(where))) for each in where) for name, where in homes.items()}
+    shares = {
+        digest(name): tuple(ReplicaShare(each, 1 / len(list(where))) for each in where) for name, where in homes.items()
+    }
     return RoutingTable(epoch, shares)
 
 
@@ -133,7 +134,7 @@ def test_a_replica_that_cannot_store_an_adapter_delays_nobody_elsewhere_and_lose
     assert dispatcher.provision_failed(provision, 0.0) == Actions(sends=(Send(RequestId("r2"), S1),))
     assert dispatcher.fleet.loads.requests.tolist() == [3, 0]
     for name in ("r1", "r2", "r3"):
-        dispatcher.hear(S1, finished(name), 1.0)
+        dispatcher.apply_outputs(S1, finished(name), 1.0)
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
@@ -164,7 +165,7 @@ def test_who_comes_later_does_not_overtake_one_that_waits_for_room() -> None:
     assert len(dispatcher.arrive(asked("r1", None, 60), 0.0).sends) == 1
     assert dispatcher.arrive(asked("large", None, 90), 0.0) == Actions()
     assert dispatcher.arrive(asked("small", None, 5), 0.0) == Actions()
-    actions = dispatcher.hear(S1, finished("r1"), 1.0)
+    actions = dispatcher.apply_outputs(S1, finished("r1"), 1.0)
     assert actions.sends == (Send(RequestId("large"), S1), Send(RequestId("small"), S1))
 
 
@@ -217,9 +218,11 @@ def test_a_moved_request_has_its_adapter_brought_and_frees_what_it_leaves() -> N
     dispatcher.swap(table(2, A=[S2]), 0.0)
     fetch = only_fetch(dispatcher.move(asked("r1", A, 15), S2, 1.0))
     assert fetch[1:] == (A, S1, S2)
-    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions(), "what its old replica still says is of the past"
+    assert dispatcher.apply_outputs(S1, finished("r1"), 1.0) == Actions(), (
+        "what its old replica still says is of the past"
+    )
     assert dispatcher.fetched(fetch) == Actions(sends=(Send(RequestId("r1"), S2),), deletes=((A, S1),))
-    dispatcher.hear(S2, finished("r1"), 2.0)
+    dispatcher.apply_outputs(S2, finished("r1"), 2.0)
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
@@ -237,7 +240,7 @@ def test_a_retired_adapter_is_deleted_when_its_last_request_ends() -> None:
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     assert dispatcher.retire(A) == Actions()
     assert dispatcher.uses(A)
-    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions(deletes=((A, S1),))
+    assert dispatcher.apply_outputs(S1, finished("r1"), 1.0) == Actions(deletes=((A, S1),))
     assert not dispatcher.uses(A)
 
 
@@ -262,14 +265,14 @@ def test_a_retired_adapter_goes_though_a_replica_comes_back_with_a_copy() -> Non
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.retire(A)
     assert dispatcher.join(ReplicaInfo(S2), 1.0, [A]) == Actions(deletes=((A, S2),))
-    assert dispatcher.hear(S1, finished("r1"), 2.0) == Actions(deletes=((A, S1),))
+    assert dispatcher.apply_outputs(S1, finished("r1"), 2.0) == Actions(deletes=((A, S1),))
     assert not dispatcher.uses(A)
     assert dispatcher.join(ReplicaInfo(S3), 3.0, [A]) == Actions(deletes=((A, S3),))
     assert not dispatcher.uses(A)
 
 
 def test_so_many_retired_adapters_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.cluster.dispatcher.RETIRED_KNOWN", 2)
+    monkeypatch.setattr("lorikeet.cluster.controller.dispatcher.RETIRED_KNOWN", 2)
     dispatcher = dispatcher_of(S1)
     for name in ("A", "B", "C"):
         dispatcher.retire(digest(name))
@@ -281,7 +284,7 @@ def test_an_adapter_that_is_known_again_stays() -> None:
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.retire(A)
     dispatcher.know(A)
-    assert dispatcher.hear(S1, finished("r1"), 1.0) == Actions()
+    assert dispatcher.apply_outputs(S1, finished("r1"), 1.0) == Actions()
     assert dispatcher.pool.table.holders(A) == {S1}
 
 
@@ -392,7 +395,7 @@ class Cluster(RuleBasedStateMachine):
         if where is None:
             self.do(self.dispatcher.ended(RequestId(name), 0.0, is_complete=False))
         else:
-            self.do(self.dispatcher.hear(where[0], finished(name), 0.0))
+            self.do(self.dispatcher.apply_outputs(where[0], finished(name), 0.0))
 
     @rule(data=st.data())
     @precondition(lambda self: self.sent and self.holds)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.cluster.fetch_times import CopyCosts, CopyTimes, FetchForm
+from lorikeet.cluster.adapters.copy_times import CopyCosts, CopyTimes, FetchForm
 from lorikeet.core.ids import ReplicaId
 
 RANK_128 = 256 << 20

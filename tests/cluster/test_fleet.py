@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from lorikeet.cluster.asked import asked
-from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.gauges import Gauges
-from lorikeet.cluster.hearing import gauges, hear
+from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo, apply_outputs, replica_gauges
+from lorikeet.cluster.routing.request import routing_request
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.fleets import ask, fleet_of, run, send
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
@@ -110,13 +107,17 @@ def test_a_drained_replica_keeps_its_requests_and_is_not_open() -> None:
 def test_gauges_count_others_and_none_of_ours_twice() -> None:
     fleet = fleet_of("a")
     send(fleet, "a", ask("x"), ask("y"))
-    assert fleet.gauges(Gauges(A, 0, 1, requests=5))
+    assert fleet.gauges(ReplicaGauges(A, 0, 1, requests=5))
     assert counts(fleet) == (5, 0, 2)
     fleet.ended(A, RequestId("x"), 1.0)
     assert counts(fleet) == (4, 0, 1)
-    assert fleet.gauges(Gauges(A, 0, 2, requests=1))
+    assert fleet.gauges(ReplicaGauges(A, 0, 2, requests=1))
     assert counts(fleet) == (1, 0, 1)
-    for past in (Gauges(A, 0, 2, requests=9), Gauges(A, -1, 3, requests=9), Gauges(B, 0, 3, requests=9)):
+    for past in (
+        ReplicaGauges(A, 0, 2, requests=9),
+        ReplicaGauges(A, -1, 3, requests=9),
+        ReplicaGauges(B, 0, 3, requests=9),
+    ):
         assert not fleet.gauges(past)
     assert counts(fleet) == (1, 0, 1)
 
@@ -127,7 +128,7 @@ def test_free_room_follows_requests_between_reports() -> None:
     run(fleet, "a", x)
     send(fleet, "a", y)
     assert fleet.loads.free_tokens[0] == 700
-    fleet.gauges(Gauges(A, 0, 1, requests=2, free_tokens=850))  # 50 are held by what is not known here
+    fleet.gauges(ReplicaGauges(A, 0, 1, requests=2, free_tokens=850))  # 50 are held by what is not known here
     assert fleet.loads.free_tokens[0] == 650
     fleet.admitted(A, y.request_id, 1.0)
     fleet.generated(A, y.request_id, 10)
@@ -146,9 +147,9 @@ def test_an_adapter_is_warm_where_it_is_and_where_a_request_brings_it() -> None:
     assert fleet.is_warm(digest).tolist() == [False, True, False]
     fleet.evicted(B, digest)
     assert not fleet.is_warm(digest).any()
-    fleet.gauges(Gauges(A, 0, 1, requests=0, resident=frozenset({digest})))
+    fleet.gauges(ReplicaGauges(A, 0, 1, requests=0, resident=frozenset({digest})))
     assert fleet.is_warm(digest).tolist() == [True, False, False]
-    fleet.gauges(Gauges(A, 0, 2, requests=0, resident=frozenset()))
+    fleet.gauges(ReplicaGauges(A, 0, 2, requests=0, resident=frozenset()))
     assert not fleet.is_warm(digest).any()
     assert fleet.is_warm(None).all()
 
@@ -248,22 +249,22 @@ def test_counters_equal_a_recount_after_every_event(seed: int) -> None:
 
 def test_the_fleet_follows_an_engine_by_its_events() -> None:
     """Preemptions, cold adapters and finishes included: after every step both count the same."""
-    bench = Bench(blocks=12, limits=Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32))
+    bench = Bench(blocks=12, limits=SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32))
     fleet = fleet_of(ReplicaInfo(A, total_tokens=12 * BLOCK_TOKENS))
     refs = [None, adapter("one"), adapter("two", 2)]
     for number in range(9):
         one = request(f"r{number}", [1 + number, 2, 3, 4], float(number), refs[number % 3], max_tokens=14)
-        fleet.dispatched(asked(one), A)
+        fleet.dispatched(routing_request(one), A)
         bench.engine.submit(one)
     preempted = 0
     while bench.engine.has_requests:
         outputs = bench.engine.step()
-        hear(fleet, A, outputs)
+        apply_outputs(fleet, A, outputs)
         stats = bench.engine.stats()
         preempted = stats.preemptions
         assert fleet.loads.requests[0] == stats.running + stats.waiting
         assert fleet.loads.running[0] == stats.running + stats.waiting_for_adapter + stats.waiting_for_kv
-        fleet.gauges(gauges(A, 0, stats, BLOCK_TOKENS))
+        fleet.gauges(replica_gauges(A, 0, stats, BLOCK_TOKENS))
         assert fleet.loads.others[0] == 0
         assert all(fleet.is_warm(digest)[0] for digest in stats.resident_adapters)
     assert preempted, "the engine had too much room for this test"

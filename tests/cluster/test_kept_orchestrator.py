@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.adapters.database import sqlite_url
-from lorikeet.cluster.kept_orchestrator import KeptOrchestrator, StateSaver
-from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
-from lorikeet.cluster.placement.static import Random
-from lorikeet.cluster.registry import ClusterRegistry, EpochConflict, RegistryGone
+from lorikeet.adapters.registry import sqlite_url
+from lorikeet.cluster.controller.persistent_orchestrator import PersistentOrchestrator, StateSaver
+from lorikeet.cluster.controller.registry import ClusterRegistry, EpochConflict, RegistryUnavailable
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
+from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 REPLICAS = [ReplicaId(f"r{number}") for number in range(4)]
-KNOWN = [Known(AdapterDigest(f"a{number}"), 8 << number % 4, 1000 + number) for number in range(12)]
-SEEN = Seen(((KNOWN[0].adapter, 100), (KNOWN[1].adapter, 50)), ((KNOWN[0].adapter, 20),))
+KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8 << number % 4, 1000 + number) for number in range(12)]
+SEEN = DemandReport(((KNOWN[0].adapter, 100), (KNOWN[1].adapter, 50)), ((KNOWN[0].adapter, 20),))
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ class Life:
 
     def __init__(self, folder: Path) -> None:
         self._url = sqlite_url(folder / "registry.sqlite3")
-        self._made: list[KeptOrchestrator] = []
+        self._made: list[PersistentOrchestrator] = []
         self.clock = VirtualClock()
 
-    def begin(self) -> KeptOrchestrator:
+    def begin(self) -> PersistentOrchestrator:
         self.saver = StateSaver(ClusterRegistry(self._url, "one"), try_again_s=0.01)
-        orchestrator = Orchestrator(Random(REPLICAS, seed=len(self._made)), self.clock.now())
-        self._made.append(KeptOrchestrator(orchestrator, self.saver, self.clock))
+        orchestrator = Orchestrator(RandomPlacement(REPLICAS, seed=len(self._made)), self.clock.now())
+        self._made.append(PersistentOrchestrator(orchestrator, self.saver, self.clock))
         return self._made[-1]
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class DiesAfterCommit(ClusterRegistry):
         epoch = super().save_state(content, after)
         if self.deaths:
             self.deaths -= 1
-            raise RegistryGone("it died")
+            raise RegistryUnavailable("it died")
         return epoch
 
 
@@ -124,7 +124,7 @@ def test_a_write_that_came_through_though_nobody_heard_of_it_is_not_anothers(fol
     url = sqlite_url(folder / "registry.sqlite3")
     registry = DiesAfterCommit(url, "one")
     saver = StateSaver(registry, try_again_s=0.01)
-    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
     registry.deaths = 3
     kept.know(KNOWN[:3])
     while not saver.wait(60.0):
@@ -144,7 +144,7 @@ def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:
     url = sqlite_url(folder / "registry.sqlite3")
     registry = ClusterRegistry(url, "one")
     saver = StateSaver(registry, try_again_s=0.01)
-    kept = KeptOrchestrator(Orchestrator(Random(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
     kept.know(KNOWN)
     assert saver.wait(60.0)
     registry.close()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.adapters.store import check_unchanged, reference
-from lorikeet.cluster.local_transport import LocalTransport
-from lorikeet.cluster.transport import Transport, TransportError
+from lorikeet.cluster.adapters.transport import LocalTransport, Transport, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import ReplicaId
 from tests.adapters.builders import geometry, write_adapter

@@ -5,14 +5,14 @@ from typing import cast
 
 import pytest
 
+from lorikeet.client.supervisor import EngineSupervisor
 from lorikeet.cluster.build import build_placement
-from lorikeet.cluster.fleet import Fleet
+from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.open import cluster_options
-from lorikeet.cluster.replica import Replica
+from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.config import EngineSettings, ExecutorKind, ModelSettings, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
-from lorikeet.engine.keeper import EngineKeeper
 from lorikeet.presets import PRESETS
 from tests.support.fake_engines import HELLO
 from tests.support.fleets import ask
@@ -33,9 +33,9 @@ RANK_TOKEN_BYTES = HELLO.block_bytes // HELLO.block_size
 def test_an_adapter_takes_the_room_of_as_many_tokens_as_on_each_of_its_ranks(
     engine: EngineSettings, ranks: int
 ) -> None:
-    keeper = cast(EngineKeeper, SimpleNamespace(replica=ReplicaId("a"), hello=HELLO))
+    keeper = cast(EngineSupervisor, SimpleNamespace(replica=ReplicaId("a"), engine_info=HELLO))
     fleet = Fleet()
-    fleet.join(Replica(keeper).info(engine))
+    fleet.join(LiveReplica(keeper).info(engine))
     asked = ask("1", 8, "x", known_tokens=100, adapter_bytes=ranks * 10 * RANK_TOKEN_BYTES)
     assert fleet.needed_tokens(asked, fleet.is_warm(asked.adapter)).tolist() == [110]
 

@@ -15,15 +15,15 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from lorikeet.client.streams import RequestHandle
 from lorikeet.cluster.build import MigrationCosts, build_migration
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Outcome
-from lorikeet.cluster.comigration.times import MoveTimes
-from lorikeet.cluster.migrating import Migration
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.co_migration import CoMigrationController
+from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes, ReviewOutcome
 from lorikeet.cluster.open import open_cluster
-from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.cluster.placement.orchestrator import Orchestrator
+from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.placing import InProcess
 from lorikeet.cluster.routing.plain import FirstFit
 from lorikeet.config import ClusterSettings, ConfigError, EngineSettings, ReplicaStart
 from lorikeet.core.adapter import AdapterRef
@@ -31,7 +31,6 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile, encode_profile
-from lorikeet.engine.streams import RequestHandle
 from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt, until
 from tests.support.live_clusters import local_client, replicas_of, started
 from tests.support.profiles import round_profile
@@ -56,7 +55,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
     """Two replicas, of which that which joined first gets all that fits."""
-    service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
+    service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1), 2)
     async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, FirstFit())) as client:
         yield client
@@ -67,8 +66,8 @@ def costs_of(move_s: Callable[[int], float]) -> MigrationCosts:
     return MigrationCosts(MoveTimes(move_s, math.inf, 1.0, None), 0.0)
 
 
-def migration_of(client: ClusterClient, move_s: float = 0.0) -> Migration:
-    return Migration(client, costs_of(lambda tokens: move_s), ALWAYS_SHORT)
+def migration_of(client: ClusterClient, move_s: float = 0.0) -> CoMigrationController:
+    return CoMigrationController(client, costs_of(lambda tokens: move_s), ALWAYS_SHORT)
 
 
 def ordered(client: ClusterClient) -> tuple[ReplicaId, ReplicaId]:
@@ -97,7 +96,7 @@ def paused(client: ClusterClient) -> Iterator[None]:
 
 
 async def begun(client: ClusterClient, adapter: AdapterRef, name: str) -> list[RequestHandle]:
-    client.know_adapters([adapter])
+    client.register_adapters([adapter])
     versions = (None, adapter)
     handles = [
         client.submit(greedy(f"{name} {number}", prompt(9, seed=number), 300, versions[number % 2]))
@@ -115,12 +114,12 @@ async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_st
     migration = migration_of(client, move_s=0.01)
     with paused(client):
         plan = await migration.review()
-    assert plan.outcome is Outcome.PLANNED
+    assert plan.outcome is ReviewOutcome.PLANNED
     assert client.describe().moves == len(plan.moves) == 3
     await until(lambda: all(handle.replica is not None for handle in handles))
     assert Counter(handle.replica for handle in handles) == dict.fromkeys(REPLICAS, 3)
     with paused(client):
-        assert (await migration.review()).outcome is Outcome.NO_BETTER, "both have as much to do"
+        assert (await migration.review()).outcome is ReviewOutcome.NO_BETTER, "both have as much to do"
     for handle in handles:
         finished, gaps = await finish(handle)
         assert finished.reason is FinishReason.LENGTH, finished
@@ -142,9 +141,9 @@ async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterC
     for handle in [handle for handle in handles if handle.replica == ordered(client)[0]]:
         handle.abort()
     with paused(client):
-        assert (await migration.review()).outcome is Outcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"
+        assert (await migration.review()).outcome is ReviewOutcome.NO_BETTER, "E and 0.6 E twice there, 2 E here"
         plan = await migration_of(client, move_s).review()
-    assert plan.outcome is Outcome.PLANNED, "who does not know of the earlier move finds 1.6 E there"
+    assert plan.outcome is ReviewOutcome.PLANNED, "who does not know of the earlier move finds 1.6 E there"
     for handle in handles:
         handle.abort()
 
@@ -175,7 +174,9 @@ async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, ad
     handles = await begun(client, adapter, "again")
     before = client.describe().moves
     with structlog.testing.capture_logs() as logged:  # rendering the traceback would take longer than the requests
-        reviewing = asyncio.create_task(Migration(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run())
+        reviewing = asyncio.create_task(
+            CoMigrationController(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run()
+        )
         await until(lambda: client.describe().moves > before)
         reviewing.cancel()
         await asyncio.wait({reviewing})
@@ -212,7 +213,9 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
             client = open_cluster(settings, stack)
             stack.push_async_callback(client.close)
             # Whether a review moves anything is up to the time that the solver gets, so only this shows for sure.
-            watched.append([work.__self__ for work in client._beside if isinstance(work.__self__, Migration)])
+            watched.append(
+                [work.__self__ for work in client._beside if isinstance(work.__self__, CoMigrationController)]
+            )
     assert [len(each) for each in watched] == [0, 1]
 
 

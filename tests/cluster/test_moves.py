@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.moves import KvSpeed
-from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.client.streams import RequestHandle
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.request_moves import KvBandwidth
+from lorikeet.cluster.placement.orchestrator import Orchestrator
+from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.placing import InProcess
 from lorikeet.cluster.routing.plain import LeastLoaded
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId
-from lorikeet.engine.streams import RequestHandle
 from tests.support.live import (
     answer_alone,
     finish,
@@ -50,7 +50,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
-    service = InProcess(Orchestrator(FullReplication(REPLICAS), 0.0))
+    service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1, host_memory_bytes=8 * 2**20), 2)
     async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, LeastLoaded())) as client:
         yield client
@@ -68,7 +68,7 @@ def hit_tokens(client: ClusterClient, replica: ReplicaId) -> int:
 
 async def begun(client: ClusterClient, name: str, adapter: AdapterRef, tokens: int = 3) -> RequestHandle:
     await until(lambda: all(view.alive and view.stats is not None for view in client.views.values()))
-    client.know_adapters([adapter])
+    client.register_adapters([adapter])
     handle = client.submit(greedy(name, prompt(PROMPT_TOKENS, seed=len(name)), 200, adapter))
     await until(lambda: len(handle.token_ids) >= tokens)
     return handle
@@ -145,7 +145,7 @@ async def test_a_target_that_dies_meanwhile_is_not_waited_for(
 
 
 async def test_speed_begins_as_a_guess_and_is_learned() -> None:
-    speed = KvSpeed()
+    speed = KvBandwidth()
     assert speed.bytes_per_s == pytest.approx(1e9)
     for _ in range(100):
         speed.note(2**30, half_s=1.0)

@@ -19,31 +19,31 @@ import ray
 import ray.exceptions
 import zmq.asyncio
 
-from lorikeet.adapters.database import sqlite_url
+from lorikeet.adapters.registry import sqlite_url
 from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
-from lorikeet.cluster.on_ray.host import RayHost, RayProcess, Resources
-from lorikeet.cluster.on_ray.open import resources_of
-from lorikeet.cluster.on_ray.orchestrator_actor import Placed, RayPlacement
-from lorikeet.cluster.on_ray.start import RayError, RayInfo, start_ray, stop_ray
-from lorikeet.cluster.on_ray.transport import RayTransport
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
-from lorikeet.cluster.placement.static import Random
-from lorikeet.cluster.placing import OrchestratorGone
-from lorikeet.cluster.transport import DestinationGone, TransportError
+from lorikeet.client.supervisor import connect
+from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
+from lorikeet.cluster.placement.service import OrchestratorUnavailable
+from lorikeet.cluster.placement.static import RandomPlacement
+from lorikeet.cluster.ray.host import RayHost, RayProcess, ReplicaResources
+from lorikeet.cluster.ray.open import resources_of
+from lorikeet.cluster.ray.orchestrator_actor import PlacementReply, RayPlacement
+from lorikeet.cluster.ray.start import RayError, RayInfo, start_ray, stop_ray
+from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import ClusterSettings, EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import Progress, Shutdown, StepOutputs, Submit
-from lorikeet.engine.connection import connect
 from tests.adapters.builders import geometry, lora_tensors, write_adapter
 from tests.support.live import greedy, live_settings, make_model, prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 R0, R1, R2 = REPLICAS = tuple(ReplicaId(f"r{number}") for number in range(3))
-KNOWN = [Known(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
+KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
 NOWHERE = "tcp://127.0.0.1:9"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -70,7 +70,7 @@ def make_host(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[[ReplicaId
     made: list[RayHost] = []
 
     def make(replica: ReplicaId) -> RayHost:
-        made.append(RayHost(ray_info, replica, tmp_path / "pool", Resources(cpus=2.0, threads=1)))
+        made.append(RayHost(ray_info, replica, tmp_path / "pool", ReplicaResources(cpus=2.0, threads=1)))
         return made[-1]
 
     yield make
@@ -100,7 +100,7 @@ async def killed_actor(host: RayHost) -> None:
 async def hosts(ray_info: RayInfo, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[ReplicaId, RayHost]]:
     """Three replicas with actors, whose engines have ended."""
     pool_dir = tmp_path_factory.mktemp("pool")
-    made = {replica: RayHost(ray_info, replica, pool_dir, Resources(cpus=1.0)) for replica in REPLICAS}
+    made = {replica: RayHost(ray_info, replica, pool_dir, ReplicaResources(cpus=1.0)) for replica in REPLICAS}
     processes = await asyncio.gather(*map(start_idle, made.values()))
     for process in processes:
         process.kill()
@@ -129,7 +129,7 @@ async def test_ray_runs_once_in_a_process(ray_info: RayInfo) -> None:
 async def test_another_process_joins_by_address(ray_info: RayInfo) -> None:
     assert ray_info.is_embedded
     code = (
-        "from lorikeet.cluster.on_ray.start import RayInfo, start_ray, stop_ray; import sys\n"
+        "from lorikeet.cluster.ray.start import RayInfo, start_ray, stop_ray; import sys\n"
         "info = start_ray(sys.argv[1]); print(repr(info)); stop_ray()"
     )
     joined = await asyncio.to_thread(
@@ -175,7 +175,7 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     process = connection.process
     assert isinstance(process, RayProcess)
     assert stages
-    assert connection.hello.max_model_len > 0
+    assert connection.engine_info.max_model_len > 0
 
     engine = psutil.Process(process.pid)
     assert engine.nice() == psutil.Process().nice(), "as important as this process"
@@ -257,8 +257,8 @@ async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaI
 async def test_a_replica_for_which_there_is_no_room_is_told_of(
     ray_info: RayInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.cluster.on_ray.host.STARTS_WITHIN_S", 0.5)
-    host = RayHost(ray_info, R0, tmp_path, Resources(cpus=64.0))
+    monkeypatch.setattr("lorikeet.cluster.ray.host.STARTS_WITHIN_S", 0.5)
+    host = RayHost(ray_info, R0, tmp_path, ReplicaResources(cpus=64.0))
     with pytest.raises(RayError, match=r"64 CPUs .* it has 8 CPUs"):
         await start_idle(host)
     assert host.actor is None
@@ -267,18 +267,18 @@ async def test_a_replica_for_which_there_is_no_room_is_told_of(
 @pytest.mark.parametrize(
     ("engine", "replicas", "max_replicas", "cores", "expected"),
     [
-        ({}, 2, 0, 8, Resources(4.0, 0, 4)),
-        ({}, 1, 4, 8, Resources(2.0, 0, 2)),
-        ({}, 4, 2, 8, Resources(2.0, 0, 2)),
-        ({}, 16, 0, 8, Resources(0.5, 0, 1)),
-        ({"tensor_parallel": 2}, 2, 0, 8, Resources(4.0, 0, 2)),
-        ({"threads": 3}, 2, 4, 8, Resources(3, 0, 3)),
-        ({}, 2, 4, None, Resources(1.0, 0, 1)),
-        ({"threads": 3, "tensor_parallel": 2}, 2, 0, None, Resources(6, 0, 3)),
+        ({}, 2, 0, 8, ReplicaResources(4.0, 0, 4)),
+        ({}, 1, 4, 8, ReplicaResources(2.0, 0, 2)),
+        ({}, 4, 2, 8, ReplicaResources(2.0, 0, 2)),
+        ({}, 16, 0, 8, ReplicaResources(0.5, 0, 1)),
+        ({"tensor_parallel": 2}, 2, 0, 8, ReplicaResources(4.0, 0, 2)),
+        ({"threads": 3}, 2, 4, 8, ReplicaResources(3, 0, 3)),
+        ({}, 2, 4, None, ReplicaResources(1.0, 0, 1)),
+        ({"threads": 3, "tensor_parallel": 2}, 2, 0, None, ReplicaResources(6, 0, 3)),
     ],
 )
 async def test_cores_are_shared_among_all_replicas_that_there_may_be(
-    engine: dict[str, Any], replicas: int, max_replicas: int, cores: int | None, expected: Resources
+    engine: dict[str, Any], replicas: int, max_replicas: int, cores: int | None, expected: ReplicaResources
 ) -> None:
     cluster = ClusterSettings(replicas=replicas, max_replicas=max_replicas)
     assert resources_of(Settings(engine=EngineSettings(**engine), cluster=cluster), cores) == expected
@@ -367,12 +367,12 @@ async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
     transport = RayTransport({R0: host})
     providing = asyncio.ensure_future(transport.provide(adapter, R0))
     await killed_actor(host)
-    with pytest.raises(DestinationGone, match="'a' to r0"):
+    with pytest.raises(DestinationLost, match="'a' to r0"):
         await providing
-    with pytest.raises(DestinationGone, match="'a' to r0"):
+    with pytest.raises(DestinationLost, match="'a' to r0"):
         await transport.provide(adapter, R0)
     host.close()
-    with pytest.raises(DestinationGone, match="'a' to r0: r0 is not there"):
+    with pytest.raises(DestinationLost, match="'a' to r0: r0 is not there"):
         await transport.provide(adapter, R0)
 
 
@@ -397,20 +397,20 @@ async def test_what_a_replica_had_is_deleted_on_its_machine(
 async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
     ray_info: RayInfo, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.cluster.on_ray.transport._TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr("lorikeet.cluster.ray.transport._TRY_AGAIN_S", 0.0)
     away = ray.exceptions.ActorUnavailableError("the network", None)
-    host, actor = RayHost(ray_info, R0, Path(), Resources(cpus=1.0)), Mock()
+    host, actor = RayHost(ray_info, R0, Path(), ReplicaResources(cpus=1.0)), Mock()
     host._actor = actor  # one that fails as it is told to
     transport = RayTransport({R0: host})
     actor.store.remote = AsyncMock(side_effect=[away, away, "/there"])
     assert (await transport.provide(adapter, R0)).folder == "/there"
     actor.store.remote = AsyncMock(side_effect=[away, ray.exceptions.ActorDiedError()])
-    with pytest.raises(DestinationGone):
+    with pytest.raises(DestinationLost):
         await transport.provide(adapter, R0)
     actor.store.remote = AsyncMock(side_effect=away)
     with pytest.raises(TransportError, match="the network") as failure:
         await transport.provide(adapter, R0)
-    assert not isinstance(failure.value, DestinationGone), "nobody else would tell of it"
+    assert not isinstance(failure.value, DestinationLost), "nobody else would tell of it"
 
 
 # --- the orchestrator ----------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., 
 
     def make(url: str = url, seed: int = 0, patience_s: float = 60.0) -> RayPlacement:
         def orchestrator(now: float, replicas: tuple[ReplicaId, ...] = REPLICAS) -> Orchestrator:
-            return Orchestrator(Random(replicas, seed), now, OperatingPoints({8: 1000.0}))
+            return Orchestrator(RandomPlacement(replicas, seed), now, OperatingPoints({8: 1000.0}))
 
         # What is defined here travels by value: the actors know nothing of this file.
         made.append(RayPlacement(orchestrator, url, "one", patience_s))
@@ -437,7 +437,7 @@ def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., 
 async def incarnation(placement: RayPlacement) -> str:
     """Return who answers, "" if nobody does just now."""
     try:
-        placed: Placed = await placement.actor.drop.remote("", AdapterDigest("none"))
+        placed: PlacementReply = await placement.actor.drop.remote("", AdapterDigest("none"))
     except ray.exceptions.RayActorError:
         return ""
     return placed.incarnation
@@ -457,26 +457,26 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     table = await placement.know(KNOWN)
     assert table.shares.keys() == {each.adapter for each in KNOWN}
     assert await placement.load() is None
-    await placement.period(Seen())
-    await placement.period(Seen(((KNOWN[0].adapter, 100),)))
+    await placement.period(DemandReport())
+    await placement.period(DemandReport(((KNOWN[0].adapter, 100),)))
     load = await placement.load()
     assert load is not None
     assert load > 0
     state = await placement.state()
     await restarted(placement)
     assert await placement.state() == state
-    after = await placement.period(Seen(((KNOWN[0].adapter, 1_000_000),)))
+    after = await placement.period(DemandReport(((KNOWN[0].adapter, 1_000_000),)))
     assert after is table, "what has not changed need not be followed"
     assert await placement.state() == state, "a period of a moment is not counted"
-    await placement.period(Seen())
+    await placement.period(DemandReport())
     assert len((await placement.state()).demand.adapters[KNOWN[0].adapter].history) == 2
 
     state = await placement.state()
     await restarted(placement)
     await placement.know(KNOWN)  # finds the new one before a period has ended
-    await placement.period(Seen(((KNOWN[0].adapter, 1_000_000),)))
+    await placement.period(DemandReport(((KNOWN[0].adapter, 1_000_000),)))
     assert await placement.state() == state, "nor then"
-    await placement.period(Seen(((KNOWN[0].adapter, 100),)))
+    await placement.period(DemandReport(((KNOWN[0].adapter, 100),)))
     assert len((await placement.state()).demand.adapters[KNOWN[0].adapter].history) == 3
 
     dropped = await placement.drop(KNOWN[0].adapter)
@@ -518,7 +518,7 @@ async def test_an_orchestrator_that_is_gone_for_good_is_told_of(make_placement: 
 
     async def ask_until_killed() -> None:
         while True:
-            await placement.period(Seen())
+            await placement.period(DemandReport())
 
-    with pytest.raises(OrchestratorGone):
+    with pytest.raises(OrchestratorUnavailable):
         await ask_until_killed()

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from lorikeet.adapters.store import MANIFEST_FILE
-from lorikeet.cluster.client import ClusterClient
+from lorikeet.client.streams import RequestHandle
+from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
 from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
-from lorikeet.engine.streams import RequestHandle
 from tests.support.live import (
     engine_processes,
     finish,
@@ -64,7 +64,7 @@ async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, t
     adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
     before = engine_processes()
     async with opened(settings_of(model, tmp_path, ROW, start)) as client:
-        client.know_adapters(adapters)
+        client.register_adapters(adapters)
         await until(lambda: len(client.describe().shares) == len(adapters))
         homes = {digest: set(shares) for digest, shares in client.describe().shares.items()}
         assert {replica for home in homes.values() for replica in home} == set(client.views)
@@ -89,14 +89,16 @@ async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, t
 async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_on_at_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.engine.connection.LAST_WORDS_S", 3.0)  # the copy's end is heard before the engine's
+    monkeypatch.setattr(
+        "lorikeet.client.supervisor.DRAIN_TIMEOUT_S", 3.0
+    )  # the copy's end is heard before the engine's
     model = make_model(tmp_path / "model")
     adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
     settings = settings_of(model, tmp_path, ROW, ReplicaStart.RAY)
     pool_dir = tmp_path / "pool"
     cluster = msgspec.structs.replace(settings.cluster, pool_dir=str(pool_dir))
     async with opened(msgspec.structs.replace(settings, cluster=cluster)) as client:
-        client.know_adapters(adapters)
+        client.register_adapters(adapters)
         await until(lambda: len(client.describe().shares) == len(adapters))
         homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
         adapter = adapters[0]

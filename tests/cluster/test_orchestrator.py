@@ -5,17 +5,17 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.orchestrator import Known, Orchestrator, OrchestratorState, Seen
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.loraserve import LoRAServe
-from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator, OrchestratorState
+from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.core.ids import ReplicaId
 from tests.support.placement import digest
 
 S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
-SMALL = [Known(digest(f"s{number}"), 8, 100) for number in range(4)]
-LARGE = [Known(digest(f"l{number}"), 128, 1600) for number in range(4)]
+SMALL = [AdapterInfo(digest(f"s{number}"), 8, 100) for number in range(4)]
+LARGE = [AdapterInfo(digest(f"l{number}"), 128, 1600) for number in range(4)]
 POINTS = OperatingPoints({8: 1000.0, 128: 500.0})
 
 
@@ -23,8 +23,8 @@ def loraserve() -> LoRAServe:
     return LoRAServe((S1, S2), POINTS)
 
 
-def busy(known: Known, requests: int) -> Seen:
-    return Seen(((known.adapter, 100),) * requests, ((known.adapter, 10),) * requests)
+def busy(known: AdapterInfo, requests: int) -> DemandReport:
+    return DemandReport(((known.adapter, 100),) * requests, ((known.adapter, 10),) * requests)
 
 
 def test_before_anything_is_asked_for_every_adapter_has_a_home() -> None:
@@ -62,7 +62,13 @@ def test_what_was_dropped_is_placed_no_longer_and_its_late_requests_count_for_no
 
 
 @pytest.mark.parametrize(
-    "make", [loraserve, lambda: Random((S1, S2), 5), lambda: Contiguous((S1, S2)), lambda: FullReplication((S1, S2))]
+    "make",
+    [
+        loraserve,
+        lambda: RandomPlacement((S1, S2), 5),
+        lambda: ContiguousPlacement((S1, S2)),
+        lambda: FullReplication((S1, S2)),
+    ],
 )
 def test_another_goes_on_from_its_state(make: Callable[[], Placement]) -> None:
     first = Orchestrator(make(), 0.0)
@@ -80,9 +86,9 @@ def test_another_goes_on_from_its_state(make: Callable[[], Placement]) -> None:
 
 
 def test_homes_of_another_policy_are_not_kept() -> None:
-    first = Orchestrator(Contiguous((S1, S2)), 0.0, policy="contiguous")
+    first = Orchestrator(ContiguousPlacement((S1, S2)), 0.0, policy="contiguous")
     stored = first.know([*SMALL, *LARGE], 0.0)
-    second, fresh = (Orchestrator(Random((S1, S2), 5), 0.0, policy="random") for _ in range(2))
+    second, fresh = (Orchestrator(RandomPlacement((S1, S2), 5), 0.0, policy="random") for _ in range(2))
     assert first.state().policy == "contiguous"
     table = second.resume(first.state(), 0.0)
     assert table.shares == fresh.know([*SMALL, *LARGE], 0.0).shares != stored.shares
@@ -103,12 +109,12 @@ def test_the_load_is_what_the_next_period_asks_of_all_adapters_and_of_the_base_m
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
     orchestrator.know([SMALL[0], LARGE[0]], 0.0)
     assert orchestrator.load(0.0) is None, "no period has ended"
-    orchestrator.tell(Seen(((SMALL[0].adapter, 500),) * 10, ((SMALL[0].adapter, 100),) * 10))
+    orchestrator.tell(DemandReport(((SMALL[0].adapter, 500),) * 10, ((SMALL[0].adapter, 100),) * 10))
     orchestrator.close_period(10.0)
     assert orchestrator.load(0.0) == pytest.approx((500 + 100) / 1000)
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
     orchestrator.know([SMALL[0], LARGE[0]], 0.0)
-    orchestrator.tell(Seen(((LARGE[0].adapter, 500),) * 10 + ((None, 1500),) * 10, ((None, 500),) * 10))
+    orchestrator.tell(DemandReport(((LARGE[0].adapter, 500),) * 10 + ((None, 1500),) * 10, ((None, 500),) * 10))
     orchestrator.close_period(10.0)
     large, base = 500 / 500, (1500 + 500) / 1000
     assert orchestrator.load(0.0) == pytest.approx(large + base)

@@ -7,12 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams, floored, utilisations
-from lorikeet.cluster.placement.packing import Packing, PackingParams, budgets, groups_of
-from lorikeet.cluster.placement.permutation import least_movement
-from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.placement.loraserve import (
+    LITERAL,
+    LoadPacking,
+    LoRAServe,
+    LoRAServeParams,
+    PackingParams,
+    budgets,
+    floored,
+    groups_of,
+    least_movement,
+    utilisations,
+)
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from tests.support.placement import (
     DEMANDS_A,
@@ -31,7 +40,7 @@ from tests.support.placement import (
 NO_HYSTERESIS = LoRAServeParams(hysteresis=None)
 
 
-def bins_of(packing: Packing) -> list[dict[str, float]]:
+def bins_of(packing: LoadPacking) -> list[dict[str, float]]:
     return [{str(adapter): round(part, 4) for adapter, part in content.items()} for content in packing.bins]
 
 
@@ -87,7 +96,11 @@ def test_example_d_moves_two_of_five_adapters() -> None:
     names = [("A", "B"), ("C",), ("D", "E")]
     before = RoutingTable(
         1,
-        {digest(name): (Share(replica, 1.0),) for replica, held in zip(replicas, names, strict=True) for name in held},
+        {
+            digest(name): (ReplicaShare(replica, 1.0),)
+            for replica, held in zip(replicas, names, strict=True)
+            for name in held
+        },
     )
     bins = [{digest(name): 1.0 for name in held} for held in (("C", "D"), ("A",), ("E", "B"))]
     sizes_bytes = dict.fromkeys(before.shares, 1 << 24)
@@ -108,7 +121,7 @@ def moved(bins: list[dict[AdapterDigest, float]], places: list[ReplicaId], befor
 
 def test_bins_of_equal_bytes_go_where_more_requests_went() -> None:
     replicas = replicas_of(2)
-    before = {digest("A"): (Share(replicas[0], 0.3), Share(replicas[1], 0.7))}
+    before = {digest("A"): (ReplicaShare(replicas[0], 0.3), ReplicaShare(replicas[1], 0.7))}
     bins = [{digest("A"): 0.7}, {digest("A"): 0.3}]
     places = least_movement(bins, replicas, lambda _: replicas, before, {digest("A"): 5})
     assert places == [replicas[1], replicas[0]]
@@ -131,12 +144,14 @@ def test_slivers_are_not_cut_off() -> None:
     # 1.005 bins of one adapter, then one that fits: a copy for half a percent is not worth it.
     packing = packing_of(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL)
     assert bins_of(packing) == [{"hot": 1.0}, {"rest": 1.0}]
-    exact = Packing(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0, group=1))
+    exact = LoadPacking(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0, group=1))
     assert bins_of(exact) == [{"hot": 0.995}, {"hot": 0.005, "rest": 1.0}]
 
 
 def test_replicas_of_a_rank_share_its_adapters_but_for_small_ones() -> None:
-    packing = Packing(demands_of({8: {"hot": 1900, "warm": 1000, "cold": 60, "cool": 40}}), 3, LEVEL, PackingParams())
+    packing = LoadPacking(
+        demands_of({8: {"hot": 1900, "warm": 1000, "cold": 60, "cool": 40}}), 3, LEVEL, PackingParams()
+    )
     third = pytest.approx(1 / 3)
     assert packing.bins == [
         {"hot": third, "warm": third, "cold": 1.0},
@@ -148,7 +163,7 @@ def test_replicas_of_a_rank_share_its_adapters_but_for_small_ones() -> None:
 def test_groups_are_few_and_as_large_as_each_other() -> None:
     assert [list(group) for group in groups_of(range(2, 9), 3)] == [[2, 3], [4, 5], [6, 7, 8]]
     assert list(groups_of(range(5, 5), 3)) == []
-    packing = Packing(demands_of({8: {"hot": 3000, "warm": 1000}}), 4, LEVEL, PackingParams(group=2))
+    packing = LoadPacking(demands_of({8: {"hot": 3000, "warm": 1000}}), 4, LEVEL, PackingParams(group=2))
     assert bins_of(packing) == [{"hot": 0.3333}, {"hot": 0.3333}, *[{"hot": 0.1667, "warm": 0.5}] * 2]
 
 
@@ -296,7 +311,7 @@ def test_shares_add_up_to_one_and_every_adapter_has_a_home(
 def test_no_replica_has_more_than_twice_the_mean_if_all_ranks_cost_the_same(
     adapters: list[tuple[int, float]], bins: int, params: PackingParams
 ) -> None:
-    packing = Packing(numbered(adapters), bins, LEVEL, params)
+    packing = LoadPacking(numbered(adapters), bins, LEVEL, params)
     largest = max(load for _, load in adapters) / 1000
     if largest <= packing.target:  # then no leftover is larger either
         assert max(packing.utilisations) <= 2 * packing.target * (1 + 1e-9)
@@ -313,7 +328,7 @@ def test_no_permutation_moves_fewer_bytes(seed: int, count: int) -> None:
     bins: list[dict[AdapterDigest, float]] = [{} for _ in replicas]
     for adapter in adapters:
         chance.choice(bins)[adapter] = 1.0
-    routed = {adapter: tuple(Share(each, 1 / len(held)) for each in held) for adapter, held in before.items()}
+    routed = {adapter: tuple(ReplicaShare(each, 1 / len(held)) for each in held) for adapter, held in before.items()}
 
     def bytes_moved(places: tuple[ReplicaId, ...]) -> int:
         return sum(

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from tests.support.placement import DEMANDS_B, demand_of, replicas_of
@@ -22,12 +22,12 @@ def groups(table: RoutingTable) -> list[list[int]]:
 
 
 def test_contiguous_cuts_the_sorted_adapters_into_groups_of_equal_count() -> None:
-    table = Contiguous(replicas_of(4)).place(DEMANDS_B[::-1], 0.0)
+    table = ContiguousPlacement(replicas_of(4)).place(DEMANDS_B[::-1], 0.0)
     assert groups(table) == [[8] * 5 + [16] * 2, [16] * 3 + [32] * 3, [32] * 2 + [64] * 4, [64] + [128] * 5]
 
 
 def test_a_later_adapter_joins_its_rank() -> None:
-    placement = Contiguous(replicas_of(4))
+    placement = ContiguousPlacement(replicas_of(4))
     before = homes(placement.place(DEMANDS_B, 0.0))
     late = [demand_of("late-4", 4, 1), demand_of("late-128", 128, 1), demand_of("late-24", 24, 1)]
     after = homes(placement.place([*DEMANDS_B, *late], 1.0))
@@ -36,21 +36,23 @@ def test_a_later_adapter_joins_its_rank() -> None:
 
 
 def test_random_deals_as_many_to_each_and_depends_on_the_seed_alone() -> None:
-    first, again, other = (homes(Random(replicas_of(4), seed).place(DEMANDS_B, 0.0)) for seed in (3, 3, 4))
+    first, again, other = (homes(RandomPlacement(replicas_of(4), seed).place(DEMANDS_B, 0.0)) for seed in (3, 3, 4))
     assert sorted(Counter(first.values()).values()) == [6, 6, 6, 7]
-    assert first == again == homes(Random(replicas_of(4), 3).place(DEMANDS_B[::-1], 0.0))
+    assert first == again == homes(RandomPlacement(replicas_of(4), 3).place(DEMANDS_B[::-1], 0.0))
     assert first != other
 
 
 def test_unbalanced_random_draws_for_each_adapter() -> None:
     demands = [demand_of(f"a{number}", 8, 1) for number in range(400)]
-    counts = Counter(homes(Random(replicas_of(4), 1, balanced=False).place(demands, 0.0)).values())
+    counts = Counter(homes(RandomPlacement(replicas_of(4), 1, balanced=False).place(demands, 0.0)).values())
     assert all(60 < count < 140 for count in counts.values())
     assert set(counts.values()) != {100}
 
 
-@pytest.mark.parametrize("placement", [Random(replicas_of(4), 1), Contiguous(replicas_of(4))])
-def test_homes_stay_whatever_the_demand_until_a_replica_leaves(placement: Random | Contiguous) -> None:
+@pytest.mark.parametrize("placement", [RandomPlacement(replicas_of(4), 1), ContiguousPlacement(replicas_of(4))])
+def test_homes_stay_whatever_the_demand_until_a_replica_leaves(
+    placement: RandomPlacement | ContiguousPlacement,
+) -> None:
     first = placement.place(DEMANDS_B, 0.0)
     assert placement.place([demand._replace(tokens_per_s=1.0) for demand in DEMANDS_B], 1.0) is first
     placement.replicas = replicas_of(3)

@@ -5,18 +5,17 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from lorikeet.cluster.orchestrator import Known, Orchestrator, Seen
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
+from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable, PlacementClient
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.placer import Placer
-from lorikeet.cluster.placing import InProcess, OrchestratorGone
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
-A = Known(AdapterDigest("A"), 8, 100)
+A = AdapterInfo(AdapterDigest("A"), 8, 100)
 
 
-class Service(InProcess):
+class Service(LocalPlacementService):
     """An orchestrator whose next calls fail as they are told to, and which notes what it hears.
 
     Attributes:
@@ -30,9 +29,9 @@ class Service(InProcess):
         self.heard: list[object] = []
 
     @property
-    def periods(self) -> list[Seen]:
+    def periods(self) -> list[DemandReport]:
         """What it has heard of periods."""
-        return [each for each in self.heard if isinstance(each, Seen)]
+        return [each for each in self.heard if isinstance(each, DemandReport)]
 
     def _hear(self, what: object) -> None:
         error = self.errors.pop(0) if self.errors else None
@@ -40,7 +39,7 @@ class Service(InProcess):
             raise error
         self.heard.append(what)
 
-    async def know(self, adapters: Iterable[Known]) -> RoutingTable:
+    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         self._hear(new)
         return await super().know(new)
@@ -53,20 +52,20 @@ class Service(InProcess):
         self._hear(tuple(replicas))
         return await super().set_replicas(replicas)
 
-    async def period(self, seen: Seen) -> RoutingTable:
+    async def period(self, seen: DemandReport) -> RoutingTable:
         self._hear(seen)
         return await super().period(seen)
 
 
-def placer_of(service: Service, period_s: float = 3600.0) -> tuple[Placer, list[RoutingTable]]:
+def placer_of(service: Service, period_s: float = 3600.0) -> tuple[PlacementClient, list[RoutingTable]]:
     tables: list[RoutingTable] = []
-    return Placer(service, period_s, tables.append), tables
+    return PlacementClient(service, period_s, tables.append), tables
 
 
 async def test_what_was_missed_is_told_before_anything_newer() -> None:
     service = Service()
     placer, tables = placer_of(service)
-    service.errors = [OrchestratorGone("it was killed")] * 3
+    service.errors = [OrchestratorUnavailable("it was killed")] * 3
     await placer.know([A])
     await placer.set_replicas([S1, S2])
     await placer.set_replicas([S2])
@@ -80,7 +79,7 @@ async def test_what_was_missed_is_told_before_anything_newer() -> None:
 async def test_a_missed_call_that_fails_keeps_no_newer_one_from_being_made() -> None:
     service = Service()
     placer, _ = placer_of(service)
-    service.errors = [OrchestratorGone("it was killed"), ValueError("a mistake")]
+    service.errors = [OrchestratorUnavailable("it was killed"), ValueError("a mistake")]
     await placer.know([A])
     await placer.set_replicas([S3])
     assert service.heard == [(S3,)]
@@ -94,7 +93,7 @@ async def test_a_missed_call_that_fails_keeps_no_newer_one_from_being_made() -> 
 async def test_what_was_seen_while_the_orchestrator_is_gone_is_told_later() -> None:
     service = Service()
     placer, _ = placer_of(service, period_s=0.001)
-    service.errors = [OrchestratorGone("it was killed")] * 3
+    service.errors = [OrchestratorUnavailable("it was killed")] * 3
     await placer.know([A])
     placer.arrived(A.adapter, 10)
     running = asyncio.create_task(placer.run())
@@ -108,7 +107,7 @@ async def test_of_a_long_absence_no_more_than_one_period_is_kept() -> None:
     class Gone(Service):
         """Whenever it does not answer, one more request comes, of as many tokens as calls will fail from here on."""
 
-        async def period(self, seen: Seen) -> RoutingTable:
+        async def period(self, seen: DemandReport) -> RoutingTable:
             if self.errors:
                 placer.arrived(A.adapter, len(self.errors))
                 placer.answered(A.adapter, len(self.errors))
@@ -116,13 +115,13 @@ async def test_of_a_long_absence_no_more_than_one_period_is_kept() -> None:
 
     service = Gone()
     placer, _ = placer_of(service, period_s=0.001)
-    service.errors = [OrchestratorGone("it was killed")] * 50
+    service.errors = [OrchestratorUnavailable("it was killed")] * 50
     placer.arrived(None, 0)
     running = asyncio.create_task(placer.run())
     await placer.period()
-    assert service.periods[0] == Seen(((A.adapter, 2), (A.adapter, 1)), ((A.adapter, 2), (A.adapter, 1)))
+    assert service.periods[0] == DemandReport(((A.adapter, 2), (A.adapter, 1)), ((A.adapter, 2), (A.adapter, 1)))
     await placer.period()
-    assert service.periods[1] == Seen()
+    assert service.periods[1] == DemandReport()
     running.cancel()
 
 
@@ -131,7 +130,7 @@ async def test_the_first_request_begins_a_period_which_is_looked_at_before_its_e
     placer, tables = placer_of(service, period_s=0.01)
     running = asyncio.create_task(placer.run())
     await placer.period()
-    assert service.periods[0] == Seen(), "nobody has asked"
+    assert service.periods[0] == DemandReport(), "nobody has asked"
     before = len(service.periods)
     placer.arrived(None, 10)
     await placer.period()
@@ -151,6 +150,8 @@ async def test_a_period_that_fails_is_not_the_last() -> None:
     running = asyncio.create_task(placer.run())
     await placer.period()
     await placer.period()
-    assert service.periods[:2] == [Seen(), Seen((), (), is_over=False)], "what may have counted does not count twice"
+    assert service.periods[:2] == [DemandReport(), DemandReport((), (), is_over=False)], (
+        "what may have counted does not count twice"
+    )
     assert not running.done()
     running.cancel()

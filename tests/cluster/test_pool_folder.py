@@ -12,7 +12,7 @@ import pytest
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
 from lorikeet.adapters.weights import load_weights
-from lorikeet.cluster.pool_folder import Files, PoolFolder, PoolFolderError, read_files
+from lorikeet.cluster.adapters.folder import Files, PoolFolder, PoolFolderError, read_files
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from tests.adapters.builders import geometry, lora_tensors, write_adapter

@@ -6,19 +6,15 @@ from itertools import pairwise
 
 import pytest
 
-from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.gauges import Gauges
 from lorikeet.cluster.routing import ROUTING, plain
-from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
-from lorikeet.cluster.routing.base import Router, RoutingOptions
+from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity, PrefixDepths, SentPrefixes
+from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
+from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo
 from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork, PlacedWork
-from lorikeet.cluster.routing.performance import PerformanceModel
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
-from lorikeet.cluster.routing.prefixes import Depths, Prefixes
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.memory.tree import block_keys
@@ -33,7 +29,7 @@ def table(**shares: dict[str, float]) -> RoutingTable:
     return RoutingTable(
         1,
         {
-            AdapterDigest(adapter): tuple(Share(ReplicaId(r), share) for r, share in its.items())
+            AdapterDigest(adapter): tuple(ReplicaShare(ReplicaId(r), share) for r, share in its.items())
             for adapter, its in shares.items()
         },
     )
@@ -112,7 +108,7 @@ def test_least_loaded_counts_running_queued_and_others_requests() -> None:
     fleet = fleet_of("a", "b", "c", "d")
     run(fleet, "a", ask("1"), ask("2"))
     send(fleet, "b", ask("3"))
-    fleet.gauges(Gauges(ReplicaId("c"), 0, 1, requests=3))
+    fleet.gauges(ReplicaGauges(ReplicaId("c"), 0, 1, requests=3))
     run(fleet, "d", ask("4", known_tokens=10))
     assert LeastLoaded().route(ask("new"), fleet, 0.0) == "d", "as many as b, but fewer tokens"
     send(fleet, "d", ask("5"))
@@ -142,10 +138,10 @@ def test_first_fit_needs_room_for_kv_and_for_an_adapter_that_is_not_there() -> N
 def test_an_idle_replica_has_all_its_room_whatever_it_reported() -> None:
     """What fills it then is nobody's, and leaves for whoever comes; waiting for an end would be waiting for ever."""
     fleet = fleet_of(ReplicaInfo(ReplicaId("a"), total_tokens=250))
-    fleet.gauges(Gauges(ReplicaId("a"), 0, 1, requests=0, free_tokens=10))
+    fleet.gauges(ReplicaGauges(ReplicaId("a"), 0, 1, requests=0, free_tokens=10))
     assert FirstFit().route(ask("1"), fleet, 0.0) == "a"
     send(fleet, "a", ask("1"))
-    fleet.gauges(Gauges(ReplicaId("a"), 0, 2, requests=1, free_tokens=10))
+    fleet.gauges(ReplicaGauges(ReplicaId("a"), 0, 2, requests=1, free_tokens=10))
     assert FirstFit().route(ask("2"), fleet, 0.0) is None
     fleet.ended(ReplicaId("a"), ask("1").request_id, 1.0)
     assert FirstFit().route(ask("2"), fleet, 0.0) == "a"
@@ -251,7 +247,7 @@ def test_kv_affinity_leaves_an_overloaded_replica() -> None:
 
 def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> None:
     draws = random.Random(1)
-    prefixes, sent = Prefixes(most_keys=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
+    prefixes, sent = SentPrefixes(most_keys=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
     for _ in range(300):
         prompt = keys(*(draws.randrange(2) for _ in range(draws.randrange(1, 12))))
         plain = Counter[tuple[ReplicaId, int]]()
@@ -265,7 +261,7 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
         home = ReplicaId(str(draws.randrange(5))), 0
         prefixes.add(prompt, home)
         sent.append((prompt, home))
-    bounded = Prefixes(most_keys=50)
+    bounded = SentPrefixes(most_keys=50)
     for known, home in sent:
         bounded.add(known, home)
         assert len(bounded) <= 50
@@ -273,13 +269,13 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
 
 
 def test_of_a_long_prompt_the_longest_prefixes_are_forgotten_first() -> None:
-    prefixes, prompt, home = Prefixes(most_keys=10), keys(*range(30)), (ReplicaId("a"), 0)
+    prefixes, prompt, home = SentPrefixes(most_keys=10), keys(*range(30)), (ReplicaId("a"), 0)
     prefixes.add(prompt, home)
     assert prefixes.match(prompt) == {home: 10}
 
 
 def test_a_forgotten_home_knows_nothing_also_when_it_or_many_others_come_back() -> None:
-    prefixes, stays = Prefixes(), (ReplicaId("stays"), 0)
+    prefixes, stays = SentPrefixes(), (ReplicaId("stays"), 0)
     prefixes.add(keys(1), stays)
     for epoch in range(200):
         home = ReplicaId("restarts"), epoch
@@ -294,7 +290,7 @@ def test_a_forgotten_home_knows_nothing_also_when_it_or_many_others_come_back() 
 
 
 def test_depths_are_exact_at_first_and_then_a_part_of_the_length() -> None:
-    depths = Depths()
+    depths = PrefixDepths()
     assert depths.of(21) == [*range(1, 17), 18, 20]
     long = depths.of(10_000)
     assert all(after - before <= before / 8 for before, after in pairwise(long[15:]))
@@ -319,7 +315,7 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
 def test_work_is_sent_to_the_replicas_that_the_table_names_alone(router: Router) -> None:
     fleet = fleet_of("0", "1", "2")
     new = ask("new", 8)
-    named = (Share(ReplicaId("1"), 0.9), Share(ReplicaId("2"), 0.1))
+    named = (ReplicaShare(ReplicaId("1"), 0.9), ReplicaShare(ReplicaId("2"), 0.1))
     router.table = RoutingTable(1, {AdapterDigest("new's"): named})
     assert router.route(new, fleet, 0.0) == "1"
     send(fleet, "1", ask("x"))

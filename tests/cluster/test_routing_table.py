@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.tables import AdapterTable, RoutingTable, Share
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import ReplicaId
 from tests.support.placement import digest
 
@@ -17,7 +17,7 @@ S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
 
 
 def table_of(*shares: tuple[ReplicaId, float]) -> RoutingTable:
-    return RoutingTable(1, {A3: tuple(Share(*share) for share in shares)})
+    return RoutingTable(1, {A3: tuple(ReplicaShare(*share) for share in shares)})
 
 
 def test_example_e_intervals_are_half_open() -> None:

@@ -5,13 +5,11 @@ from math import inf
 import numpy as np
 import pytest
 
-from lorikeet.cluster.entries import ReplicaInfo
-from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import RoutingOptions
-from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
-from lorikeet.cluster.routing.toppings import Costs, Toppings
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, fit_performance
+from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo
+from lorikeet.cluster.routing.toppings import Toppings, ToppingsCosts
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
 from tests.support.fleets import ask, fleet_of, run, send, several
@@ -30,7 +28,7 @@ def example() -> Fleet:
     return fleet
 
 
-def costs(router: Toppings, fleet: Fleet) -> Costs:
+def costs(router: Toppings, fleet: Fleet) -> ToppingsCosts:
     """What the new request costs everywhere."""
     return router.costs(NEW, fleet)
 
@@ -164,7 +162,7 @@ def test_nobody_with_room_makes_it_wait_but_what_fits_nowhere_is_sent_to_be_refu
 
 def test_candidates_are_the_replicas_that_the_table_names() -> None:
     fleet, router = example(), Toppings(PREFILL, BGMV, 100.0)
-    router.table = RoutingTable(1, {AdapterDigest("new's"): (Share(ReplicaId("i1"), 1.0),)})
+    router.table = RoutingTable(1, {AdapterDigest("new's"): (ReplicaShare(ReplicaId("i1"), 1.0),)})
     assert router.route(NEW, fleet, 0.0) == "i1"
     assert router.route(ask("unknown", 64), fleet, 0.0) == "i2"
 

@@ -8,24 +8,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lorikeet.adapters.database import sqlite_url
-from lorikeet.cluster.locations import Locations
+from lorikeet.adapters.registry import sqlite_url
+from lorikeet.client.streams import RequestHandle
+from lorikeet.client.supervisor import EngineProcess, LocalHost
+from lorikeet.cluster.controller.autoscaler import Autoscaler
+from lorikeet.cluster.controller.registry import ClusterRegistry
+from lorikeet.cluster.controller.registry_writer import RegistryWriter
 from lorikeet.cluster.open import open_cluster
-from lorikeet.cluster.orchestrator import Orchestrator
+from lorikeet.cluster.placement.orchestrator import Orchestrator
+from lorikeet.cluster.placement.scaling import ScalingPolicy
+from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.placing import InProcess, OrchestratorGone
-from lorikeet.cluster.registry import ClusterRegistry
 from lorikeet.cluster.routing.plain import FirstFit
-from lorikeet.cluster.scaler import Scaler
-from lorikeet.cluster.scaling import Scaling
 from lorikeet.config import ClusterSettings, ConfigError, ReplicaStart, ServerSettings, Settings
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 from lorikeet.costs.profile import OperatingLoads, encode_profile
-from lorikeet.engine.connection import EngineProcess, LocalHost
-from lorikeet.engine.streams import RequestHandle
 from tests.support.live import finish, greedy, live_settings, make_adapter, make_model, prompt, until
 from tests.support.live_clusters import local_client, opened, replicas_of, started
 from tests.support.profiles import round_profile
@@ -33,14 +33,14 @@ from tests.support.profiles import round_profile
 FIRST, SECOND, THIRD, FOURTH = (ReplicaId(f"replica-{number}") for number in range(4))
 
 
-class Loaded(InProcess):
+class Loaded(LocalPlacementService):
     """An orchestrator that says what it is told to of the load; infinity: it is gone, not a number: it fails."""
 
     told: float | None = None
 
     async def load(self) -> float | None:
         if self.told == float("inf"):
-            raise OrchestratorGone("it was killed")
+            raise OrchestratorUnavailable("it was killed")
         if self.told is not None and isnan(self.told):
             raise ValueError("a mistake")
         return self.told
@@ -67,10 +67,10 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
     client = local_client(
         settings, tmp_path / "pool", service, FirstFit(), lambda replica: hosts.get(replica) or LocalHost()
     )
-    client.beside(Scaler(client, service, Scaling(1, 3), drain_s=60.0).run)
+    client.beside(Autoscaler(client, service, ScalingPolicy(1, 3), drain_s=60.0).run)
     url = sqlite_url(tmp_path / "later" / "registry.sqlite3")
     written, registry = ClusterRegistry(url, "head"), ClusterRegistry(url, "head")
-    client.beside(Locations(client, written, pause_s=0.01).run)
+    client.beside(RegistryWriter(client, written, pause_s=0.01).run)
     async with started(client):
         await client.period()
         assert client.wanted is None, "nobody knows the load"
@@ -124,7 +124,7 @@ async def test_a_server_goes_by_its_profiles_operating_points(tmp_path: Path) ->
     head = f"{model} at {socket.gethostname()}:{settings.server.port}"
     registry = ClusterRegistry(settings.cluster.registry_url, head)
     async with opened(settings) as client:
-        client.know_adapters([adapter])
+        client.register_adapters([adapter])
         while len(client.views) < 2:
             number = len(handles)
             handles.append(client.submit(greedy(str(number), prompt(8, seed=number), 20, (None, adapter)[number % 2])))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.scaling import Scaling, load_of
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.scaling import ScalingPolicy, load_of
 from tests.support.placement import demand_of
 
 
@@ -13,7 +13,7 @@ def test_the_load_is_counted_in_replicas_at_each_adapters_own_rank() -> None:
 
 
 def test_it_grows_at_once_and_shrinks_after_three_periods_to_what_all_of_them_needed() -> None:
-    scaling = Scaling(1, 8)
+    scaling = ScalingPolicy(1, 8)
     assert scaling.wanted(0.8, 1) == 1
     assert scaling.wanted(2.5, 1) == 4
     assert [scaling.wanted(load, 4) for load in (1.5, 0.7)] == [4, 4]
@@ -22,8 +22,8 @@ def test_it_grows_at_once_and_shrinks_after_three_periods_to_what_all_of_them_ne
 
 
 def test_it_keeps_within_its_limits() -> None:
-    scaling = Scaling(2, 3)
+    scaling = ScalingPolicy(2, 3)
     assert scaling.wanted(100.0, 2) == 3
     assert [scaling.wanted(0.0, 3) for _ in range(3)] == [3, 3, 2]
     with pytest.raises(ValueError, match="From 3 to 2"):
-        Scaling(3, 2)
+        ScalingPolicy(3, 2)

@@ -3,17 +3,19 @@
 import pytest
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.costs.assisted import ColdAdapter, assist_costs, host_layer_s, layer_arrivals_s
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.profile import Figure, HostLora
+from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, host_layer_s, layer_arrivals_s
+from lorikeet.costs.profile import Constant, HostLora
 from lorikeet.costs.transfers import TransferModel
 from lorikeet.presets import Preset
-from lorikeet.scheduling.coldstart.costs import AssistCosts
 from tests.support.profiles import round_profile
 
-HOST = HostLora(Figure(0.001, "s"), Figure(0.01, "s/token"), Figure(0.1, "s/(token·rank)"), cores=4, core_tokens=16)
+HOST = HostLora(
+    Constant(0.001, "s"), Constant(0.01, "s/token"), Constant(0.1, "s/(token·rank)"), cores=4, core_tokens=16
+)
 
 
 def costs_of(preset: Preset | None = None) -> AssistCosts:
@@ -35,7 +37,9 @@ def test_a_long_prompt_is_cut_evenly_over_all_cores() -> None:
 
 
 def test_fewer_cores_take_more_rows_each() -> None:
-    assert host_layer_s([ColdAdapter((), (64,), 1)], costs_of(Preset(host_chunk=4))) == pytest.approx(0.001 + 0.64 + 6.4)
+    assert host_layer_s([ColdAdapter((), (64,), 1)], costs_of(Preset(host_chunk=4))) == pytest.approx(
+        0.001 + 0.64 + 6.4
+    )
 
 
 def test_a_replica_without_host_cores_has_nothing_to_plan_with() -> None:

@@ -6,16 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.bench.profiling.sweeps import Limits, Step, base_steps, lora_steps
+from lorikeet.bench.profiling.steps import Step, SweepLimits, base_steps, lora_steps
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
-from lorikeet.costs.fit import fit_line, nonnegative_least_squares, quality
-from lorikeet.costs.lora_fit import LoraMeasurement, fit_lora
+from lorikeet.costs.fit import (
+    LoraMeasurement,
+    StepMeasurement,
+    fit_line,
+    fit_lora,
+    fit_step,
+    nonnegative_least_squares,
+    quality,
+)
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s, step_work
-from lorikeet.costs.profile import CostProfile, Curve, Figure, LoraCosts, StepCosts
-from lorikeet.costs.step_fit import StepMeasurement, fit_step
+from lorikeet.costs.profile import Constant, CostProfile, Curve, LoraCosts, StepCosts
 
-LIMITS = Limits(sequences=32, step_tokens=256, sequence_tokens=4096, kv_tokens=16_384)
+LIMITS = SweepLimits(sequences=32, step_tokens=256, sequence_tokens=4096, kv_tokens=16_384)
 ADAPTERS = {8: ["a", "b", "c"], 32: ["d", "e"], 128: ["f", "g"]}
 NOISE = 0.02
 constants = st.floats(0.2, 5.0)
@@ -36,7 +42,7 @@ def works() -> list[StepWork]:
     return [step_work(step, KernelForm.UNPADDED) for step in base_steps(LIMITS)]
 
 
-def inside(figure: Figure, truth: float) -> bool:
+def inside(figure: Constant, truth: float) -> bool:
     """Whether the truth lies within twice the stated error: the interval holds it 95 times of 100."""
     assert figure.error is not None
     return abs(figure.value - truth) <= 2 * figure.error
@@ -49,12 +55,12 @@ def test_steps_are_taken_apart_again(scales: tuple[float, ...], seed: int) -> No
     truth = StepCosts(
         tokens=Curve("tokens", ((1, 8e-3), (16, 1e-2), (256, 1e-2 + 240 * token * 5e-4))),
         sampled_rows=Curve("rows", ((1, 2e-3), (4, 2e-3 + 3 * row * 2e-4), (32, 2e-3 + 31 * row * 2e-4))),
-        decode_attention=Figure(context * 1e-6, ""),
-        decode_sequence=Figure(sequence * 1e-4, ""),
-        prefill_attention=Figure(pair * 2e-7, ""),
-        prefill_sequence=Figure(1e-4, ""),
-        loop=Figure(0, ""),
-        loop_sequence=Figure(0, ""),
+        decode_attention=Constant(context * 1e-6, ""),
+        decode_sequence=Constant(sequence * 1e-4, ""),
+        prefill_attention=Constant(pair * 2e-7, ""),
+        prefill_sequence=Constant(1e-4, ""),
+        loop=Constant(0, ""),
+        loop_sequence=Constant(0, ""),
     )
     generator, made_by = np.random.default_rng(seed), model_of(truth)
     found = fit_step(
@@ -72,13 +78,15 @@ def test_steps_are_taken_apart_again(scales: tuple[float, ...], seed: int) -> No
 
 
 def test_others_on_the_machine_make_the_average_longer_and_change_no_part() -> None:
-    nothing = Figure(0.0, "")
+    nothing = Constant(0.0, "")
     curves = Curve("tokens", ((1, 8e-3), (256, 0.2))), Curve("rows", ((1, 2e-3), (32, 8e-3)))
-    truth = StepCosts(*curves, Figure(1e-6, ""), Figure(1e-4, ""), Figure(2e-7, ""), Figure(1e-4, ""), nothing, nothing)
+    truth = StepCosts(
+        *curves, Constant(1e-6, ""), Constant(1e-4, ""), Constant(2e-7, ""), Constant(1e-4, ""), nothing, nothing
+    )
     alone = model_of(truth)
     busy = (1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.4, 1.0)
     points = [StepMeasurement(work, tuple(alone.step_s(work) * times for times in busy)) for work in works()]
-    found = fit_step(points, Figure(1e-3, "s"), Figure(1e-5, "s/sequence"))
+    found = fit_step(points, Constant(1e-3, "s"), Constant(1e-5, "s/sequence"))
     assert found.average is not None
     assert found.average.value == pytest.approx(1.175, rel=0.01)
     assert found.average.error == pytest.approx(1.96 * np.std(busy, ddof=1) / len(busy) ** 0.5, rel=0.01)
@@ -96,13 +104,13 @@ def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: t
     fixed, row, token, adapter = scales
     einsum = form is KernelForm.EINSUM
     truth = LoraCosts(
-        fixed=Figure(fixed * 1e-3, ""),
-        decode_row_rank=Figure(row * 1e-6, ""),
-        prefill_token_rank=Figure(token * 1e-6, ""),
-        adapter_rank=Figure(adapter * 1e-5, ""),
-        row=Figure(1e-4, "") if einsum else None,
-        adapter=Figure(2e-3, "") if einsum else None,
-        prefill=Figure(3e-3, "") if einsum else None,
+        fixed=Constant(fixed * 1e-3, ""),
+        decode_row_rank=Constant(row * 1e-6, ""),
+        prefill_token_rank=Constant(token * 1e-6, ""),
+        adapter_rank=Constant(adapter * 1e-5, ""),
+        row=Constant(1e-4, "") if einsum else None,
+        adapter=Constant(2e-3, "") if einsum else None,
+        prefill=Constant(3e-3, "") if einsum else None,
     )
     generator = np.random.default_rng(seed)
 
@@ -123,8 +131,8 @@ def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: t
 
 
 def test_chunks_cost_something_once_in_a_step_and_decodes_nothing_of_it() -> None:
-    nothing = Figure(0.0, "")
-    costs = LoraCosts(nothing, nothing, nothing, nothing, prefill=Figure(3e-3, ""))
+    nothing = Constant(0.0, "")
+    costs = LoraCosts(nothing, nothing, nothing, nothing, prefill=Constant(3e-3, ""))
     assert lora_s(costs, LoraWork(8.0, 64.0, 8.0, rows=9, adapters=2)) == pytest.approx(3e-3)
     assert lora_s(costs, LoraWork(8.0, 0.0, 8.0, rows=1, adapters=1)) == 0.0
 

@@ -2,14 +2,11 @@ import pytest
 
 from lorikeet.core.geometry import ModuleShape
 from lorikeet.core.plan import KernelForm
-from lorikeet.costs.catalog import load_profile, profile_names
-from lorikeet.costs.collectives import all_reduce
+from lorikeet.costs.catalog import compose_profile, load_profile, profile_names, token_curve
 from lorikeet.costs.devices import DEVICES, MODELS, Device
-from lorikeet.costs.hardware import compose_profile, token_curve
 from lorikeet.costs.model import CostModel, StepWork
+from lorikeet.costs.operators import LIMITS, all_reduce, gemm_s, measured_shares, operator_medians
 from lorikeet.costs.profile import ProfileError
-from lorikeet.costs.rooflines import LIMITS, gemm_s, measured_shares
-from lorikeet.costs.tables import operator_medians
 
 SEVEN_B, SEVENTY_B = MODELS["llama-2-7b"], MODELS["llama-2-70b"]
 

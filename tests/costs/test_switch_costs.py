@@ -5,13 +5,12 @@ import pytest
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.merging import MergeModel
-from lorikeet.costs.profile import Figure, ProfileError, Switching
-from lorikeet.costs.transfers import TransferModel
+from lorikeet.costs.profile import Constant, ProfileError, Switching
+from lorikeet.costs.transfers import MergeModel, TransferModel
 from lorikeet.presets import MergeBy
 from tests.support.profiles import round_profile
 
-SWITCHING = Switching(merge=Figure(0.010, "s"), merge_rank=Figure(0.001, "s/rank"), restore=Figure(0.004, "s"))
+SWITCHING = Switching(merge=Constant(0.010, "s"), merge_rank=Constant(0.001, "s/rank"), restore=Constant(0.004, "s"))
 
 
 def ref(name: str, **ranks: tuple[int, int]) -> AdapterRef:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vidur_tables import OPERATORS, condense
-from lorikeet.costs.tables import OPERATORS_OF_A_LAYER, all_reduce_medians, operator_medians, operator_rows
+from lorikeet.costs.operators import OPERATORS_OF_A_LAYER, all_reduce_medians, operator_medians, operator_rows
 
 # Sums over all rows and operators, in milliseconds, added up from the source's own files by another program.
 SOURCE_SUMS_MS = {

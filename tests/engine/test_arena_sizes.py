@@ -8,17 +8,24 @@ import torch
 from torch import Tensor
 
 from lorikeet.config import AdapterSettings, ConfigError, EngineSettings, Settings
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.engine import arena_sizes, decode_graphs, first_steps
-from lorikeet.engine.arena_sizes import arena_blocks, measured_step_bytes, share_left_bytes
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.first_steps import largest_step, measure_step_bytes, run_decodes, run_step
-from lorikeet.engine.rank_setup import RankModel, load_rank, rank_device
 from lorikeet.kernels.base import Batch
 from lorikeet.kernels.gpu import attend
 from lorikeet.models.decoder import Decoder
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.parallel import SingleRankGroup
+from lorikeet.worker import decode_graphs, memory_profiling
+from lorikeet.worker.memory_profiling import (
+    arena_blocks,
+    largest_step,
+    measure_step_bytes,
+    measured_step_bytes,
+    run_decodes,
+    run_step,
+    share_left_bytes,
+)
+from lorikeet.worker.rank_setup import RankModel, load_rank, rank_device
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import fp32_settings
 
@@ -44,7 +51,7 @@ def test_the_share_is_of_the_whole_device_and_others_count(
 def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, "llama", num_hidden_layers=2)
-    return load_rank(fp32_settings(kernels="reference"), folder, SingleGroup())
+    return load_rank(fp32_settings(kernels="reference"), folder, SingleRankGroup())
 
 
 @pytest.fixture
@@ -116,10 +123,10 @@ def test_steps_of_all_kinds_are_run_once_the_largest_has_been_measured(
 def test_decodes_of_long_contexts_are_run_whatever_the_longest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest_tokens: int
 ) -> None:
-    for module in (attend, decode_graphs, first_steps):
+    for module in (attend, decode_graphs, memory_profiling):
         monkeypatch.setattr(module, "LONG_TOKENS", 16)
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    model = load_rank(fp32_settings(kernels="triton"), tmp_path, SingleGroup())
+    model = load_rank(fp32_settings(kernels="triton"), tmp_path, SingleRankGroup())
     run_decodes(model, EngineSettings(block_size=4, max_num_seqs=1), 0, 1, longest_tokens)
 
 
@@ -129,7 +136,7 @@ def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(
     def measure(*arguments: object) -> int:
         raise CalledProcessError(1, ["gcc"])
 
-    monkeypatch.setattr(arena_sizes, "measure_step_bytes", measure)
+    monkeypatch.setattr(memory_profiling, "measure_step_bytes", measure)
     on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})
     settings = fp32_settings(max_num_batched_tokens=40, max_num_seqs=4, memory_bytes=2**20)
     with pytest.raises(ExecutorError, match=r"40 tokens in 4 sequences .* 'reference': CalledProcessError: .*gcc"):
@@ -143,7 +150,7 @@ def test_only_a_gpu_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatc
         asked.append(rank)
         return 7
 
-    monkeypatch.setattr(arena_sizes, "measure_step_bytes", measure)
+    monkeypatch.setattr(memory_profiling, "measure_step_bytes", measure)
     settings = fp32_settings(memory_bytes=0)
     assert measured_step_bytes(settings, model, 64) == 0
     on_gpu = RankModel(**{**vars(model), "device": type("Gpu", (), {"type": "cuda"})()})

@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.engine import arrival as arrivals
-from lorikeet.engine.arrival import Arrival
-from lorikeet.engine.copies import GROUP_BYTES
-from lorikeet.engine.loader import start_loader_process
-from lorikeet.engine.transfers import Transfers
+from lorikeet.core.prefill_pipeline import cut, load_order
 from lorikeet.kernels.base import LoraWeights
-from lorikeet.memory.layer_groups import block_runs, layer_blocks
-from lorikeet.memory.packing import Packing, pack
-from lorikeet.scheduling.coldstart.pipeline import cut, load_order
+from lorikeet.memory.packing import AdapterPacking, block_runs, layer_blocks, pack
+from lorikeet.worker.transfer import state as arrivals
+from lorikeet.worker.transfer.copies import GROUP_BYTES
+from lorikeet.worker.transfer.loader import start_loader_process
+from lorikeet.worker.transfer.state import PartialAdapter
+from lorikeet.worker.transfer.transfers import TransferManager
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 
@@ -36,12 +35,12 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         path = write_random_adapter(folder, GEOMETRY, 12, modules=("q", "k", "v"))
         self.ref: AdapterRef = reference("a", path, GEOMETRY)
-        self.packing: Packing = pack(self.ref.ranks, GEOMETRY, ELEMENTS)
+        self.packing: AdapterPacking = pack(self.ref.ranks, GEOMETRY, ELEMENTS)
         self.runs = block_runs(self.packing, load_order(cut(LAYERS, 2)))
         self.arena = torch.zeros(200, ELEMENTS)
         self.ended: list[TransferDone] = []
         self._changed = threading.Condition()
-        self.transfers = Transfers(
+        self.transfers = TransferManager(
             self.arena, 100, GEOMETRY, 0, 1, start_loader_process(), EngineSettings(), self._note
         )
         self.host = tuple(BlockId(block) for block in range(99, 99 - self.packing.blocks, -1))
@@ -83,13 +82,13 @@ def bench(made: Bench) -> Bench:
     return made
 
 
-def arrival_of(bench: Bench) -> Arrival:
+def arrival_of(bench: Bench) -> PartialAdapter:
     found = bench.transfers.arrival(bench.ref.digest)
     assert found is not None
     return found
 
 
-def there(arrival: Arrival) -> list[int]:
+def there(arrival: PartialAdapter) -> list[int]:
     return [layer for layer in range(LAYERS) if arrival.has(layer)]
 
 
@@ -120,7 +119,7 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
 
 
 def test_what_an_adapter_does_not_change_is_there_before_anything_is_copied(bench: Bench) -> None:
-    arrival = Arrival(1, bench.ref, bench.host, LoraWeights({}, 4), (0, 2, 0, 1), range(0))
+    arrival = PartialAdapter(1, bench.ref, bench.host, LoraWeights({}, 4), (0, 2, 0, 1), range(0))
     assert [arrival.has(layer) for layer in range(4)] == [True, False, True, False]
     assert arrival.wait_for(0, 0.0)
     arrival.note(1, failed=False)

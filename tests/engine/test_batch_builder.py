@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.batch_builder import BatchRow, adapter_rows, build_batch
-from lorikeet.engine.sequences import GrowingInts, Sequence
 from lorikeet.kernels.base import LoraWeights
+from lorikeet.worker.batch import BatchRow, GrowingInts, SequenceState, adapter_rows, build_batch
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ def test_a_growing_array_holds_what_was_appended(parts: list[list[int]]) -> None
     assert array.values.tolist() == [7] + [value for part in parts for value in part]
 
 
-def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> Sequence:
+def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> SequenceState:
     """A sequence with recognisable token ids and scattered blocks."""
     start = SequenceStart(
         RequestId(f"r{number}"),
@@ -62,7 +61,7 @@ def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> 
         SamplingParams(max_tokens=1),
         adapter,
     )
-    made = Sequence(start)
+    made = SequenceState(start)
     made.add_blocks([BlockId(100 * number + 7 * i) for i in range(-(-length // BLOCK_TOKENS))])
     return made
 

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from lorikeet.client.client import EngineClient
+from lorikeet.client.streams import DEATHS_PER_REQUEST, RequestHandle
+from lorikeet.client.supervisor import EngineError
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, FinishReason
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.engine.client import EngineClient
-from lorikeet.engine.connection import EngineError
-from lorikeet.engine.streams import DEATHS_PER_REQUEST, RequestHandle
 from tests.support.live import (
     TIE,
     engine_process,
@@ -150,7 +150,7 @@ async def test_a_dropped_adapter_tells_its_bytes_once_its_requests_have_ended(
     digest = adapters["b"].digest
     handle = client.submit(greedy("under b", prompt(30), 40, adapters["b"]))
     await begun(handle)
-    blocks = client.hello.block_bytes
+    blocks = client.engine_info.block_bytes
     freed_bytes = await client.drop_adapter(digest)
     assert handle.timings.finished_s is not None, "it was not taken from a running request"
     assert freed_bytes > 0
@@ -196,16 +196,16 @@ async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_eng
 async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
     client: EngineClient, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.engine.keeper.KNOWN_AT_ONCE", 2)
+    monkeypatch.setattr("lorikeet.client.supervisor.MAX_ADAPTERS_PER_MESSAGE", 2)
     refs = [msgspec.structs.replace(adapters["a"], digest=AdapterDigest(digit * 64)) for digit in "123"]
     before = await idle_nodes(client)
-    client.know_adapters(refs)
+    client.register_adapters(refs)
     await until(lambda: nodes(client) == before + 3)
     assert await client.drop_adapter(refs[0].digest) == 0, "nothing of it was in memory"
     await until(lambda: nodes(client) == before + 2)
     kill(client)
     await until(lambda: client.process_id is None)
-    client.know_adapters(refs[:1])
+    client.register_adapters(refs[:1])
     await until(lambda: nodes(client) == 3)
     for ref in refs:
         await client.drop_adapter(ref.digest)
@@ -217,12 +217,12 @@ async def test_an_adapter_made_known_again_while_it_is_dropped_stays_known(
 ) -> None:
     ref = make_adapter(tmp_path / "d", model, seed=3)
     before = await idle_nodes(client)
-    client.know_adapters([ref])
+    client.register_adapters([ref])
     handle = client.submit(greedy("under d", prompt(8), 100, ref))
     await begun(handle)
     dropping = asyncio.create_task(client.drop_adapter(ref.digest))
     await asyncio.sleep(0)
-    client.know_adapters([ref])
+    client.register_adapters([ref])
     assert await dropping > 0
     await until(lambda: is_idle(client.stats) and nodes(client) == before + 1)
     assert await client.drop_adapter(ref.digest) == 0
@@ -292,7 +292,7 @@ async def test_closing_while_a_new_engine_starts_ends_that_one_too(model: Path) 
 PARENT = """
 import asyncio, sys, msgspec
 from lorikeet.config import Settings
-from lorikeet.engine.client import EngineClient
+from lorikeet.client.client import EngineClient
 
 async def main():
     client = EngineClient(msgspec.json.decode(sys.argv[1], type=Settings))

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from lorikeet.client.client import EngineClient
+from lorikeet.core.clock import RemoteClock, boot_id
 from lorikeet.core.events import AdapterEvicted, Finished, FinishReason, Queued
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import EngineStats, StepOutputs
-from lorikeet.engine.client import EngineClient
-from lorikeet.engine.clocks import RemoteClock, boot_id
 from tests.support.live import finish, greedy, live_settings, make_model, prompt
 from tests.support.scripted import Bench
 
@@ -59,9 +59,9 @@ def test_clocks_that_come_apart_are_followed() -> None:
 async def test_answers_of_an_engine_on_another_machine_have_our_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.engine.connection.boot_id", lambda: "another " + boot_id())
+    monkeypatch.setattr("lorikeet.client.supervisor.boot_id", lambda: "another " + boot_id())
     ours = SimpleNamespace(monotonic=lambda: time.monotonic() + AHEAD_S)
-    monkeypatch.setattr("lorikeet.engine.connection.time", ours)
+    monkeypatch.setattr("lorikeet.client.supervisor.time", ours)
     client = EngineClient(live_settings(make_model(tmp_path / "model")))
     try:
         await client.start(lambda progress: None)

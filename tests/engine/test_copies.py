@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.engine.copies import Copier, Group
-from lorikeet.engine.device import BlockCopy, Device
-from lorikeet.engine.devices import Cpu
-from lorikeet.engine.priority import NICE
-from lorikeet.engine.transfer_counts import TransferCounts, Work, Worker
+from lorikeet.core.process_tuning import NICE
+from lorikeet.worker.transfer.copies import Copier, CopyGroup
+from lorikeet.worker.transfer.device import BlockCopy, Cpu, DeviceBackend
+from lorikeet.worker.transfer.finished import TransferCounts, TransferThread, TransferWork
 from tests.support.late_device import LateDevice
 
 BLOCK = torch.arange(128, dtype=torch.float32)
@@ -26,27 +25,27 @@ BLOCK = torch.arange(128, dtype=torch.float32)
 class Queue:
     """Groups to be copied, and what became of them."""
 
-    def __init__(self, *groups: Group[str]) -> None:
+    def __init__(self, *groups: CopyGroup[str]) -> None:
         self.groups = deque(groups)
         self.turns: list[str] = []
         self.done: list[tuple[str, str | None]] = []
         self.is_asked = False
         self.changed = threading.Condition()
 
-    def take(self) -> Group[str] | None:
+    def take(self) -> CopyGroup[str] | None:
         with self.changed:
             self.is_asked = True
             self.changed.notify_all()
             return self.groups.popleft() if self.groups else None
 
-    def turn(self, group: Group[str]) -> None:
+    def turn(self, group: CopyGroup[str]) -> None:
         self.turns.append(group.job)
 
     def wait_until_left(self, count: int) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.is_asked and len(self.groups) == count, 60.0)
 
-    def note(self, group: Group[str], error: str | None) -> None:
+    def note(self, group: CopyGroup[str], error: str | None) -> None:
         with self.changed:
             self.done.append((group.job, error))
             self.changed.notify_all()
@@ -56,18 +55,18 @@ class Queue:
             assert self.changed.wait_for(lambda: len(self.done) == count, 60.0)
 
 
-def group(name: str, targets: Tensor, device: Device | None = None) -> Group[str]:
+def group(name: str, targets: Tensor, device: DeviceBackend | None = None) -> CopyGroup[str]:
     """Copies of ``BLOCK``, each with another number added."""
     sources = torch.stack([BLOCK + i for i in range(len(targets))])
     made = device or Cpu()
     made.register(sources)
     blocks = range(len(sources))
-    return Group(name, made.steps.mark(), BlockCopy(sources, blocks, targets, blocks))
+    return CopyGroup(name, made.steps.mark(), BlockCopy(sources, blocks, targets, blocks))
 
 
 @contextmanager
 def copying(
-    queue: Queue, link_bytes_per_s: float = 0.0, device: Device | None = None
+    queue: Queue, link_bytes_per_s: float = 0.0, device: DeviceBackend | None = None
 ) -> Iterator[tuple[Copier[str], TransferCounts]]:
     """A copier at work."""
     counts, made = TransferCounts(), device or Cpu()
@@ -85,7 +84,7 @@ def test_steps_come_before_copies() -> None:
     here, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
 
     class Watched(Queue):
-        def turn(self, group: Group[str]) -> None:
+        def turn(self, group: CopyGroup[str]) -> None:
             seen.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     queue = Watched(group("0", torch.zeros(1, 128)))
@@ -106,13 +105,15 @@ def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_bl
         ((worker, times),) = counts.by_thread().items()
     assert queue.done == [("0", None), ("1", None), ("2", None)]
     assert torch.equal(targets, torch.stack([BLOCK, BLOCK + 1]).expand(3, 2, 128))
-    assert (worker.work, times) == (Work.COPY, 6)
-    assert worker != Worker(Work.COPY, threading.get_native_id())
+    assert (worker.work, times) == (TransferWork.COPY, 6)
+    assert worker != TransferThread(TransferWork.COPY, threading.get_native_id())
 
 
 def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
     target = torch.zeros(1, 128)
-    queue = Queue(Group("wrong", Cpu().mark(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target))
+    queue = Queue(
+        CopyGroup("wrong", Cpu().mark(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target)
+    )
     with copying(queue):
         queue.wait_for(2)
     (wrong, error), right = queue.done
@@ -158,7 +159,7 @@ def test_the_turn_of_a_group_begins_before_it_is_copied() -> None:
     seen: list[float] = []
 
     class Looking(Queue):
-        def turn(self, group: Group[str]) -> None:
+        def turn(self, group: CopyGroup[str]) -> None:
             seen.append(float(target.sum()))
 
     queue = Looking(group("", target))
@@ -172,7 +173,7 @@ def test_closing_does_not_wait_for_a_slow_link() -> None:
     begun = threading.Event()
 
     class Noticed(Queue):
-        def take(self) -> Group[str] | None:
+        def take(self) -> CopyGroup[str] | None:
             begun.set()
             return super().take()
 
@@ -205,7 +206,7 @@ def test_whoever_asks_gives_an_idle_streams_first_groups_and_the_copier_goes_on(
     takers: list[int] = []
 
     class Asked(Queue):
-        def take(self) -> Group[str] | None:
+        def take(self) -> CopyGroup[str] | None:
             takers.append(threading.get_ident())
             return super().take()
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
-from lorikeet.engine import decode_graphs, torch_executor, transfers
-from lorikeet.engine.decode_graphs import DecodeGraphs, padded_rows
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.stepping import Called, Replayed
-from lorikeet.kernels.base import LoraBatch
+from lorikeet.kernels.base import LoraBatch, cut_segments
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.kernels.segments import cut_segments
+from lorikeet.worker import decode_graphs, torch_executor
+from lorikeet.worker.decode_graphs import DecodeGraphs, padded_rows
+from lorikeet.worker.torch_executor import EagerRunner, GraphRunner
+from lorikeet.worker.transfer import transfers
 from tests.support.driver import Driver, Models, driving, make_models, random_tokens
 from tests.support.late_device import LateDevice, LateMark, steps_seen_by
 
@@ -320,7 +320,7 @@ def test_a_row_that_is_not_finite_fails_alone(models: Models) -> None:
 
 def test_only_decodes_whose_kernels_fit_are_replayed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[type] = []
-    for kind in (Called, Replayed):
+    for kind in (EagerRunner, GraphRunner):
         launch = kind.launch
 
         def noted(self: Any, kind: Any = kind, launch: Any = launch) -> None:
@@ -335,7 +335,7 @@ def test_only_decodes_whose_kernels_fit_are_replayed(models: Models, monkeypatch
         driver.add("b", random_tokens(4, seed=2))
         driver.step({"a": 1, "b": 4})
         driver.step({"a": 1, "b": 1})
-    assert kinds == [Called, Replayed, Called, Replayed]
+    assert kinds == [EagerRunner, GraphRunner, EagerRunner, GraphRunner]
     assert not StepPlan(0, kernel_form=KernelForm.EINSUM).fits_graphs
     assert StepPlan(0, kernel_form=KernelForm.EINSUM, merged=AdapterDigest("a")).fits_graphs, "as the base model"
     with late(models, kernels="native") as (driver, device):

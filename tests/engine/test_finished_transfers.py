@@ -3,7 +3,7 @@
 import threading
 
 from lorikeet.core.plan import TransferDone
-from lorikeet.engine.finished_transfers import FinishedTransfers
+from lorikeet.worker.transfer.finished import FinishedTransfers
 
 
 def test_a_transfer_counts_when_the_last_rank_has_reported_it_and_lasts_as_long_as_the_slowest() -> None:

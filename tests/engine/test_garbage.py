@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lorikeet.core.garbage import long_lived, rarely_searched
+from lorikeet.core.process_tuning import frozen_gc, rare_gc
 
 
 class Node:
@@ -22,7 +22,7 @@ def made() -> weakref.ref[Node]:
 def test_what_is_alive_is_not_searched_until_the_end() -> None:
     before, old = made(), Node()
     seen = weakref.ref(old)
-    with long_lived():
+    with frozen_gc():
         assert before() is None, "what is dead already does not stay"
         del old
         gc.collect()
@@ -37,8 +37,8 @@ def test_what_is_alive_is_not_searched_until_the_end() -> None:
 def test_within_another_it_ends_with_the_other() -> None:
     old = Node()
     seen = weakref.ref(old)
-    with long_lived():
-        with long_lived():
+    with frozen_gc():
+        with frozen_gc():
             pass
         del old
         gc.collect()
@@ -50,7 +50,7 @@ def test_within_another_it_ends_with_the_other() -> None:
 def test_searches_are_rare_until_the_end_even_if_it_is_an_error() -> None:
     before = gc.get_threshold()
 
-    @rarely_searched()
+    @rare_gc()
     def fail() -> None:
         assert gc.get_threshold()[0] > 10 * before[0]
         raise KeyError

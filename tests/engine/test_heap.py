@@ -8,7 +8,7 @@ import pytest
 
 STEPS = """
 import resource, torch
-from lorikeet.engine.heap import keep_freed_memory
+from lorikeet.core.process_tuning import keep_freed_memory
 
 if {kept}:
     keep_freed_memory()

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.engine import helper_process
-from lorikeet.engine.helper_process import Helper, HelperProcess, start_helper_process
+from lorikeet.worker import helper_process
+from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
 
 
 class Much(msgspec.Struct):
@@ -19,7 +19,7 @@ class Much(msgspec.Struct):
 
 def test_a_process_that_takes_nothing_in_is_ended_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper_process, "SEND_S", 0.05)
-    helper = start_helper_process("lorikeet.engine.loader_process", "the loader process")
+    helper = start_helper_process("lorikeet.worker.transfer.loader_process", "the loader process")
     try:
         helper.process.send_signal(signal.SIGSTOP)
         sender = threading.Thread(target=helper.send, args=(Much(),), daemon=True)
@@ -80,7 +80,7 @@ def test_a_process_that_owes_something_is_ended_whatever_else_it_says(
 
 
 def test_what_is_sent_to_a_process_that_has_ended_is_lost_without_a_word() -> None:
-    helper = start_helper_process("lorikeet.engine.loader_process", "the loader process")
+    helper = start_helper_process("lorikeet.worker.transfer.loader_process", "the loader process")
     helper.end()
     helper.send(Much())
     assert helper.receive() is None

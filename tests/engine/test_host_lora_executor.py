@@ -14,29 +14,28 @@ import torch
 from torch import Tensor
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import ClusterSettings, EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
-from lorikeet.engine import transfers
-from lorikeet.engine.arrival import Arrival
+from lorikeet.core.prefill_pipeline import cut, load_order
 from lorikeet.engine.build import assemble
-from lorikeet.engine.cores import usable_cores
-from lorikeet.engine.devices import Cpu
-from lorikeet.engine.executor import EngineSizes, ExecutorError
-from lorikeet.engine.host_lora.assist import HostLora
-from lorikeet.engine.host_lora.device_pool import DevicePool
-from lorikeet.engine.host_lora.start import wanted_workers
-from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
-from lorikeet.memory.layer_groups import block_runs
-from lorikeet.memory.packing import pack
+from lorikeet.memory.packing import block_runs, pack
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import HostLayers, resolve_preset
-from lorikeet.scheduling.coldstart.pipeline import cut, load_order
+from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
+from lorikeet.worker.host_lora.pool import DevicePool
+from lorikeet.worker.host_lora.start import wanted_workers
+from lorikeet.worker.threads import usable_cores
+from lorikeet.worker.torch_executor import TorchExecutor, build_torch_executor
+from lorikeet.worker.transfer import transfers
+from lorikeet.worker.transfer.device import Cpu
+from lorikeet.worker.transfer.state import PartialAdapter
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
 from tests.support.exchanges import Exchanging, PromptExchange
@@ -71,7 +70,7 @@ class ColdDriver(Driver):
     def __init__(self, executor: TorchExecutor, sizes: EngineSizes, adapters: dict[str, AdapterRef]) -> None:
         super().__init__(executor, sizes)
         assert executor.host_lora is not None
-        self.host_lora: HostLora = executor.host_lora
+        self.host_lora: HostLoraLeader = executor.host_lora
         self.gate = Gate(executor.transfers)
         self.refs = adapters
         self.assisted: set[AdapterDigest] = set()
@@ -224,7 +223,7 @@ def test_layers_that_arrive_while_the_prefill_runs_are_the_devices_from_then_on(
 ) -> None:
     decide = driver.host_lora.is_for_host
 
-    def decided(arrival: Arrival, layer: int, tokens: int) -> bool:
+    def decided(arrival: PartialAdapter, layer: int, tokens: int) -> bool:
         if layer == at:
             driver.gate.open(2)  # the second group and the third; the first comes last
             assert arrival.wait_for(LAYERS - 1)
@@ -266,7 +265,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_prefill_loses_nothing(
     decide, pool = driver.host_lora.is_for_host, driver.host_lora.pool
     (first,) = pool.process_ids
 
-    def decided(arrival: Arrival, layer: int, tokens: int) -> bool:
+    def decided(arrival: PartialAdapter, layer: int, tokens: int) -> bool:
         if layer == 3:
             os.kill(first, signal.SIGKILL)
         return decide(arrival, layer, tokens)
@@ -320,9 +319,9 @@ def test_the_patient_wait_for_a_layer_that_arrives_sooner_than_the_host_would_be
     changed = msgspec.structs.replace(costs, host_fixed_s=host_s, host_token_s=0.0, host_token_rank_s=0.0)
     monkeypatch.setattr(driver.host_lora, "_costs", changed)
     monkeypatch.setattr(driver.host_lora, "_layers", HostLayers.PATIENT)
-    waiting = Arrival.wait_for
+    waiting = PartialAdapter.wait_for
 
-    def waited(arrival: Arrival, layer: int, timeout_s: float | None = None) -> bool:
+    def waited(arrival: PartialAdapter, layer: int, timeout_s: float | None = None) -> bool:
         driver.gate.open(GROUPS)
         return waiting(arrival, layer, timeout_s)
 
@@ -330,7 +329,7 @@ def test_the_patient_wait_for_a_layer_that_arrives_sooner_than_the_host_would_be
     driver.gate.open(1)
     driver.gate.wait_until_shut()
     with monkeypatch.context() as patch:
-        patch.setattr(Arrival, "wait_for", waited)
+        patch.setattr(PartialAdapter, "wait_for", waited)
         found, counts = counted(driver, lambda: driver.prefill("qkv"))
     assert_same(found, resident)
     assert counts[:2] == ((0, LAYERS) if host_s else (LAYERS - 2, 2))

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice, SlotError
+from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice, SlotError
 
 SHAPE = RingShape(
     slots=2, descriptors=6, rows=5, inputs=8, outputs=12, ranks=2, workers=3, cuts=3, slices=4, dtype="bfloat16"
 )
-SLICES = [Slice(0, 1, 0, 3), Slice(2, 0, 3, 2), Slice(-1, 1, 5, 1)]
+SLICES = [RingSlice(0, 1, 0, 3), RingSlice(2, 0, 3, 2), RingSlice(-1, 1, 5, 1)]
 
 
 def both() -> tuple[Ring, Ring]:

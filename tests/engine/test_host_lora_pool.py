@@ -13,19 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.host_lora.calibrate import measure_host
-from lorikeet.engine.host_lora.device_pool import DevicePool
-from lorikeet.engine.host_lora.layout import Ring, RingShape, Slice
-from lorikeet.engine.host_lora.pool import HostPool, HostRows, PoolSizes, start_worker_process
-from lorikeet.engine.host_lora.start import worker_cores
-from lorikeet.engine.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.kernels.base import LoraPieces
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
+from lorikeet.worker.host_lora.calibrate import measure_host
+from lorikeet.worker.host_lora.pool import DevicePool, HostPool, HostRows, PoolSizes, start_worker_process
+from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
+from lorikeet.worker.host_lora.start import worker_cores
+from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
 from tests.adapters.builders import HIDDEN, geometry
 from tests.support.exchanges import Exchanging, ThreadExchange
 
@@ -151,7 +150,7 @@ def test_what_is_computed_for_one_rank_is_computed_for_all_with_their_own_column
     worker.begin(list(store.adapters.values()))
     x = rows(5, seed=1)
     torch.from_numpy(ring.x)[1, :5] = x
-    worker.compute(1, 2, Slice(0, number, 0, 5))
+    worker.compute(1, 2, RingSlice(0, number, 0, 5))
     mine, theirs = torch.from_numpy(ring.y)[1, :, :5].double()
     expected = store.expected("large", 2, x)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
@@ -220,7 +219,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     worker.begin(list(store.adapters.values()))
     x = rows(9, 1, dtype)
     torch.from_numpy(ring.x).view(dtype)[1, :9] = x
-    ring.write_cut(1, [Slice(0, 1, 0, 4), Slice(0, 1, 4, 5)])
+    ring.write_cut(1, [RingSlice(0, 1, 0, 4), RingSlice(0, 1, 4, 5)])
     ring.describe(1, 1, 2, 1)
     ring.signal_x(1)
     worker.run(1)

@@ -3,13 +3,13 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import Abort, BringKv, Departed, LetGo
+from lorikeet.core.messages import Abort, Exported, ExportRequest, ImportKv
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
-from lorikeet.engine.records import Received, Record
+from lorikeet.engine.recording import Received, Record
 from lorikeet.memory import tiers
 from lorikeet.presets import PRESETS
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 R = RequestId("r")
@@ -18,7 +18,7 @@ PROMPT = list(range(100, 118))
 
 
 def bench(**options: object) -> Bench:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
     return Bench(**{"blocks": 40, "host_blocks": 40, "limits": limits, **options})  # type: ignore[arg-type]
 
 
@@ -29,20 +29,20 @@ def begun(source: Bench, ref: object = None, tokens: int = 3, **sampling: object
         source.step()
 
 
-def let_go(source: Bench) -> tuple[Request, Departed]:
+def export_with_kv(source: Bench) -> tuple[Request, Exported]:
     """Let the request go, and wait until its KV has been gathered."""
-    exported = source.engine.let_go(R)
+    exported = source.engine.export_with_kv(R)
     assert exported is not None
-    while R not in source.departed:
+    while R not in source.exported_kv:
         source.step()
-    return exported, source.departed[R]
+    return exported, source.exported_kv[R]
 
 
-def taken_up(source: Bench, exported: Request, departed: Departed, **options: object) -> Bench:
+def taken_up(source: Bench, exported: Request, exported_kv: Exported, **options: object) -> Bench:
     """Return the engine that the request has ended at, with its KV."""
     target = bench(**options)
     target.tokens[R] = list(source.tokens[R])
-    target.engine.bring_kv(BringKv(exported.adapter, departed.keys, departed.blocks))
+    target.engine.import_kv(ImportKv(exported.adapter, exported_kv.keys, exported_kv.blocks))
     target.memory.check_integrity()
     target.engine.submit(exported)
     target.run()
@@ -67,10 +67,10 @@ def test_a_request_goes_on_elsewhere_with_its_kv(preset: str) -> None:
     ref = adapter("a", 2)
     source = bench(preset=PRESETS[preset])
     begun(source, ref)
-    exported, departed = let_go(source)
+    exported, exported_kv = export_with_kv(source)
     computed = len(PROMPT) + len(source.tokens[R]) - 1
-    assert len(departed.keys) == len(departed.blocks) == computed // BLOCK_TOKENS == 5
-    target = taken_up(source, exported, departed, preset=PRESETS[preset])
+    assert len(exported_kv.keys) == len(exported_kv.blocks) == computed // BLOCK_TOKENS == 5
+    target = taken_up(source, exported, exported_kv, preset=PRESETS[preset])
     assert first_start(target) == 5 * BLOCK_TOKENS
     assert target.tokens[R] == alone(ref)
     source.run()
@@ -80,9 +80,9 @@ def test_a_request_goes_on_elsewhere_with_its_kv(preset: str) -> None:
 def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes_anew() -> None:
     source = bench(host_blocks=0)
     begun(source)
-    exported, departed = let_go(source)
-    assert (departed.keys, departed.blocks) == ((), ())
-    target = taken_up(source, exported, departed)
+    exported, exported_kv = export_with_kv(source)
+    assert (exported_kv.keys, exported_kv.blocks) == ((), ())
+    target = taken_up(source, exported, exported_kv)
     assert first_start(target) == 0
     assert target.tokens[R] == alone()
 
@@ -90,12 +90,12 @@ def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes
 def test_what_finds_no_room_is_computed_anew() -> None:
     small = bench(host_blocks=3)
     begun(small)
-    exported, departed = let_go(small)
-    assert len(departed.keys) == 3
+    exported, exported_kv = export_with_kv(small)
+    assert len(exported_kv.keys) == 3
     source = bench()
     begun(source)
-    _, whole = let_go(source)
-    for target, brought in ((bench(host_blocks=40), departed), (bench(host_blocks=2), whole)):
+    _, whole = export_with_kv(source)
+    for target, brought in ((bench(host_blocks=40), exported_kv), (bench(host_blocks=2), whole)):
         found = taken_up(source, exported, brought, host_blocks=target.host_blocks)
         assert first_start(found) == min(len(brought.keys), found.host_blocks) * BLOCK_TOKENS
         assert found.tokens[R] == alone()
@@ -116,18 +116,18 @@ def test_what_could_not_be_copied_ends_what_travels(
 
     source = bench(fails=one_fails)
     begun(source)
-    exported, departed = let_go(source)
-    assert len(departed.keys) == travels
-    assert taken_up(source, exported, departed).tokens[R] == alone()
+    exported, exported_kv = export_with_kv(source)
+    assert len(exported_kv.keys) == travels
+    assert taken_up(source, exported, exported_kv).tokens[R] == alone()
 
 
 def test_what_is_on_the_host_already_departs_at_once() -> None:
     source = bench()
     begun(source)
-    exported, first = let_go(source)
+    exported, first = export_with_kv(source)
     source.engine.submit(exported)
     source.step()
-    again, second = let_go(source)
+    again, second = export_with_kv(source)
     assert second == first
     assert again.exports == exported.exports + 1
 
@@ -137,21 +137,21 @@ def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None
     begun(source)
     source.engine.submit(request("other", [7] * 6, 0.0, max_tokens=12))
     source.step()
-    source.engine.let_go(R)
+    source.engine.export_with_kv(R)
     before = len(source.tokens[RequestId("other")])
     source.step()
-    assert R not in source.departed
+    assert R not in source.exported_kv
     assert len(source.tokens[RequestId("other")]) > before
 
 
 def test_a_request_that_waits_departs_with_nothing_and_one_that_is_not_there_not_at_all() -> None:
     source = bench()
     source.engine.submit(request(R, PROMPT))
-    exported = source.engine.let_go(R)
+    exported = source.engine.export_with_kv(R)
     assert exported is not None
     source.step()
-    assert source.departed[R].blocks == ()
-    assert source.engine.let_go(R) is None
+    assert source.exported_kv[R].blocks == ()
+    assert source.engine.export_with_kv(R) is None
     source.step()
     assert not source.engine.has_requests
 
@@ -160,11 +160,11 @@ def test_an_adapter_is_dropped_when_what_departs_under_it_has() -> None:
     ref = adapter("a", 2)
     source = bench()
     begun(source, ref)
-    source.engine.let_go(R)
+    source.engine.export_with_kv(R)
     source.engine.drop_adapter(AdapterDigest("digest-a"))
-    while R not in source.departed:
+    while R not in source.exported_kv:
         source.step()
-    assert len(source.departed[R].keys) == 5
+    assert len(source.exported_kv[R].keys) == 5
     source.run()
     assert source.memory.counts().free == source.blocks
     assert source.memory.host_counts().free == source.host_blocks
@@ -173,10 +173,10 @@ def test_an_adapter_is_dropped_when_what_departs_under_it_has() -> None:
 def test_kv_that_is_known_is_not_written_again() -> None:
     source = bench()
     begun(source)
-    exported, departed = let_go(source)
-    target = taken_up(source, exported, departed)
+    exported, exported_kv = export_with_kv(source)
+    target = taken_up(source, exported, exported_kv)
     before = target.memory.host_counts()
-    target.engine.bring_kv(BringKv(None, departed.keys, departed.blocks))
+    target.engine.import_kv(ImportKv(None, exported_kv.keys, exported_kv.blocks))
     target.memory.check_integrity()
     assert target.memory.host_counts() == before
 
@@ -184,33 +184,33 @@ def test_kv_that_is_known_is_not_written_again() -> None:
 def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
     source = bench()
     begun(source)
-    exported, departed = let_go(source)
+    exported, exported_kv = export_with_kv(source)
     target = bench()
-    brought = BringKv(exported.adapter, departed.keys, departed.blocks)
-    target.engine.bring_kv(brought)
-    lost = target.memory.tree.find(departed.keys[1])
+    brought = ImportKv(exported.adapter, exported_kv.keys, exported_kv.blocks)
+    target.engine.import_kv(brought)
+    lost = target.memory.tree.find(exported_kv.keys[1])
     assert lost is not None
     target.memory.tiers.drop_kv_from_host([lost])
-    target.engine.bring_kv(brought)
+    target.engine.import_kv(brought)
     target.memory.check_integrity()
-    assert target.memory.host_counts().kv == len(departed.keys)
+    assert target.memory.host_counts().kv == len(exported_kv.keys)
 
 
 def test_a_block_that_was_lost_comes_back_in_the_room_of_what_lies_behind_it() -> None:
     source = bench()
     begun(source)
-    exported, departed = let_go(source)
+    exported, exported_kv = export_with_kv(source)
     target = bench(host_blocks=2)
     tree, tiers = target.memory.tree, target.memory.tiers
-    target.engine.bring_kv(BringKv(exported.adapter, departed.keys[:2], departed.blocks[:2]))
-    lost = tree.find(departed.keys[0])
+    target.engine.import_kv(ImportKv(exported.adapter, exported_kv.keys[:2], exported_kv.blocks[:2]))
+    lost = tree.find(exported_kv.keys[0])
     assert lost is not None
     tiers.drop_kv_from_host([lost])
     taken = tiers.host.lease(1)  # by something that does not give way
-    target.engine.bring_kv(BringKv(exported.adapter, departed.keys[:1], departed.blocks[:1]))
-    assert tree.find(departed.keys[0]) == lost
+    target.engine.import_kv(ImportKv(exported.adapter, exported_kv.keys[:1], exported_kv.blocks[:1]))
+    assert tree.find(exported_kv.keys[0]) == lost
     assert tree.on_host[lost]
-    assert tree.find(departed.keys[1]) is None
+    assert tree.find(exported_kv.keys[1]) is None
     tiers.host.release(taken)
     target.memory.check_integrity()
 
@@ -230,7 +230,7 @@ def test_a_recording_has_the_keys_and_not_the_bytes() -> None:
     source = bench()
     begun(source)
     source.engine._recorder = kept = Kept()
-    exported, departed = let_go(source)
-    source.engine.bring_kv(BringKv(None, departed.keys, departed.blocks))
+    exported, exported_kv = export_with_kv(source)
+    source.engine.import_kv(ImportKv(None, exported_kv.keys, exported_kv.blocks))
     source.engine.abort(exported.request_id)
-    assert kept.messages == [LetGo(R), BringKv(None, departed.keys, ()), Abort(R)]
+    assert kept.messages == [ExportRequest(R), ImportKv(None, exported_kv.keys, ()), Abort(R)]

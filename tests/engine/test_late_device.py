@@ -9,8 +9,8 @@ import torch
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine import transfers
 from lorikeet.engine.build import build_replica
+from lorikeet.worker.transfer import transfers
 from tests.support.driver import SCARCE, Models, make_models, peer_tokens, random_tokens, tight_settings
 from tests.support.late_device import LateDevice, LateMark, LateStream, Span, steps_seen_by
 

@@ -8,30 +8,30 @@ from hypothesis import strategies as st
 
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.costs.transfers import Course, Leg, Way
-from lorikeet.engine.links import ModelledLink
+from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferPath
+from lorikeet.worker.links import ModelledTransferLink
 
-IN, OUT, READ = Way.IN, Way.OUT, Way.READ
+IN, OUT, READ = LinkDirection.IN, LinkDirection.OUT, LinkDirection.READ
 
 
 class Line:
     """A link whose transfers are given by the way they go."""
 
     def __init__(self) -> None:
-        self._courses: dict[int, Course] = {}
-        self.link = ModelledLink(lambda transfer: self._courses[transfer.transfer_id])
+        self._courses: dict[int, TransferPath] = {}
+        self.link = ModelledTransferLink(lambda transfer: self._courses[transfer.transfer_id])
 
     def begin(
-        self, number: int, *legs: tuple[Way, float], at: float = 0.0, parts: int = 1, demand: bool = True
+        self, number: int, *legs: tuple[LinkDirection, float], at: float = 0.0, parts: int = 1, demand: bool = True
     ) -> None:
-        self._courses[number] = Course(tuple(Leg(*leg) for leg in legs), parts)
+        self._courses[number] = TransferPath(tuple(TransferLeg(*leg) for leg in legs), parts)
         self.link.begin(Transfer(number, Tier.HOST, Tier.DEVICE, demand=demand), at)
 
     def begin_groups(self, number: int, *seconds: float, at: float = 0.0, demand: bool = True) -> None:
-        self._courses[number] = Course((Leg(IN, sum(seconds)),), groups_s=seconds)
+        self._courses[number] = TransferPath((TransferLeg(IN, sum(seconds)),), groups_s=seconds)
         self.link.begin(Transfer(number, Tier.HOST, Tier.DEVICE, demand=demand), at)
 
-    def prefetch(self, number: int, *legs: tuple[Way, float], at: float = 0.0) -> None:
+    def prefetch(self, number: int, *legs: tuple[LinkDirection, float], at: float = 0.0) -> None:
         self.begin(number, *legs, at=at, demand=False)
 
     def ends(self) -> dict[int, float]:
@@ -60,7 +60,7 @@ def test_an_idle_direction_begins_when_it_is_told() -> None:
 
 def test_directions_do_not_wait_for_each_other() -> None:
     line = Line()
-    for number, way in enumerate(Way):
+    for number, way in enumerate(LinkDirection):
         line.begin(number, (way, 3.0))
     assert line.ends() == {0: 3.0, 1: 3.0, 2: 3.0}
 
@@ -207,7 +207,7 @@ def test_without_transfers_nothing_ends() -> None:
 class Asked(NamedTuple):
     """A transfer of the property test; times are whole."""
 
-    legs: tuple[tuple[Way, int], ...]
+    legs: tuple[tuple[LinkDirection, int], ...]
     parts: int
     at: int
     demand: bool
@@ -216,7 +216,7 @@ class Asked(NamedTuple):
 
 def second_by_second(asked: list[Asked]) -> dict[int, int]:
     """Return when each transfer ends on a link that looks at everything every second."""
-    left: dict[tuple[int, int], list[tuple[Way, int]]] = {}
+    left: dict[tuple[int, int], list[tuple[LinkDirection, int]]] = {}
     ends: dict[int, int] = {}
     now = 0
     while len(ends) < len(asked):
@@ -224,7 +224,7 @@ def second_by_second(asked: list[Asked]) -> dict[int, int]:
             if each.at == now:
                 left |= {(number, part): list(each.legs) for part in range(each.parts)}
         prefetches = {number for number, each in enumerate(asked) if not (each.demand or is_promoted(each, now))}
-        for way in Way:
+        for way in LinkDirection:
             there = [part for part in left if left[part] and left[part][0][0] is way]
             if there:
                 first = min(there, key=lambda part: (part[0] in prefetches, part))
@@ -243,7 +243,7 @@ def is_promoted(asked: Asked, now: int) -> bool:
 
 SECONDS = st.integers(1, 5)
 ROUTES = st.one_of(
-    *(st.tuples(st.tuples(st.just(way), SECONDS)) for way in Way),
+    *(st.tuples(st.tuples(st.just(way), SECONDS)) for way in LinkDirection),
     st.tuples(st.tuples(st.just(READ), SECONDS), st.tuples(st.just(IN), SECONDS)),
 )
 ASKED = st.builds(
@@ -278,7 +278,7 @@ def test_transfers_end_as_they_do_second_by_second_however_often_one_looks(asked
 
 def test_who_is_called_too_early_is_called_again() -> None:
     called, clock = threading.Semaphore(0), MonotonicClock()
-    link = ModelledLink(lambda transfer: Course((Leg(IN, 0.001),)), called.release)
+    link = ModelledTransferLink(lambda transfer: TransferPath((TransferLeg(IN, 0.001),)), called.release)
     link.begin(Transfer(1, Tier.HOST, Tier.DEVICE), clock.now() + 0.02)  # so its end lies behind the first call
     while not link.take_done(clock.now()):
         assert called.acquire(timeout=10.0)
@@ -287,7 +287,9 @@ def test_who_is_called_too_early_is_called_again() -> None:
 def test_somebody_is_called_whenever_a_transfer_has_ended() -> None:
     called, clock = threading.Semaphore(0), MonotonicClock()
     now, ended = clock.now(), []
-    link = ModelledLink(lambda transfer: Course((Leg(IN, 0.002 * transfer.transfer_id),)), called.release)
+    link = ModelledTransferLink(
+        lambda transfer: TransferPath((TransferLeg(IN, 0.002 * transfer.transfer_id),)), called.release
+    )
     for number, demand in ((3, False), (1, True), (2, True)):
         link.begin(Transfer(number, Tier.HOST, Tier.DEVICE, demand=demand), now)
     while len(ended) < 3:

@@ -13,10 +13,10 @@ from lorikeet.core.events import (
     Preempted,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.engine.scripted import TokenScript
 from lorikeet.presets import ColdStart, KvAfterFinish, Preset
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
+from tests.support.scripted_executor import TokenScript
 
 
 def expected_tokens(prompt: int, count: int, seed: int = 0) -> list[int]:
@@ -37,7 +37,7 @@ def test_requests_of_several_adapters_and_of_none_share_one_step() -> None:
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
-    bench = Bench(limits=Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64))
+    bench = Bench(limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64))
     bench.engine.submit(request("short", [1, 2], max_tokens=12))
     bench.step()
     bench.engine.submit(request("long", list(range(20)), max_tokens=2))
@@ -124,7 +124,7 @@ def test_when_blocks_run_out_the_newest_request_gives_way_and_loses_nothing() ->
 
 
 def test_a_sequence_alone_with_copies_of_cached_blocks_gives_way_to_itself_once() -> None:
-    bench = Bench(blocks=10, limits=Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64))
+    bench = Bench(blocks=10, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64))
     bench.engine.submit(request("short", list(range(17)), max_tokens=2))
     bench.engine.submit(request("long", list(range(17)), max_tokens=20))
     bench.run()
@@ -138,7 +138,7 @@ def test_requests_that_never_need_an_eviction_leave_no_trace_in_memory() -> None
         bench.engine.submit(request(f"r{count}", [1, 2], adapter=adapter("a"), max_tokens=1))
         bench.run()
     assert len(bench.memory.tree) == 1, "the adapter"
-    assert sum(len(victims._heap) for victims in bench.memory.room._leaving._queues.values()) <= 2
+    assert sum(len(victims._heap) for victims in bench.memory.evictor._device_queues._queues.values()) <= 2
 
 
 def test_a_stop_token_ends_a_request_but_not_before_min_tokens() -> None:
@@ -156,7 +156,7 @@ def stop_at(last: int) -> TokenScript:
 
 
 def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
     bench = Bench(script=stop_at(10), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=20))
@@ -168,7 +168,7 @@ def test_identical_decode_steps_are_one_plan_that_ends_at_a_stop_token() -> None
 
 
 def test_decodes_repeat_while_others_wait_for_the_end_of_one_of_them() -> None:
-    limits = Limits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=16)
     bench = Bench(script=stop_at(6), limits=limits)
     bench.engine.submit(request("x", [1, 2], stop_token_ids=(9,), max_tokens=40))
     bench.engine.submit(request("y", [1, 2], max_tokens=3))

@@ -4,13 +4,12 @@ import pytest
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import VirtualClock
+from lorikeet.core.executor import EngineSizes
 from lorikeet.core.plan import AS_THEY_LIE
-from lorikeet.engine.build import assemble
-from lorikeet.engine.executor import EngineSizes
-from lorikeet.engine.memory_build import build_memory
-from lorikeet.engine.scripted import ScriptedExecutor
+from lorikeet.engine.build import assemble, build_memory
 from lorikeet.presets import resolve_preset
 from tests.scheduling.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
+from tests.support.scripted_executor import ScriptedExecutor
 
 LONG, RANK = 8192, 64
 SIZES = EngineSizes(LLAMA_2_7B, LLAMA_2_7B, 1000, 1000, 16, LONG, 500, "none", COSTS)
@@ -38,7 +37,9 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
 def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -> None:
     clock = VirtualClock()
     with pytest.raises(ConfigError, match=complaint):
-        assemble(Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock)
+        assemble(
+            Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock
+        )
 
 
 @pytest.mark.parametrize("axes", ["dependency_tree=false", "kv_after_finish=dropped"])

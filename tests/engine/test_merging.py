@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import StepPlan
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.merging import Merger
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraWeights, Weight
-from lorikeet.kernels.panels import PanelWeight
+from lorikeet.kernels.native import PanelWeight
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.presets import MERGING_MODES, PRESETS, MergeBy
+from lorikeet.worker.merging import Merger
 from tests.models.arenas import Arena
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import Driver, Models, driving, make_models, peer_tokens, random_tokens
@@ -201,7 +201,7 @@ def test_a_merged_weight_is_the_exact_sum_rounded_once(folder: Path, dtype: torc
 @backends
 def test_a_merged_forward_gives_the_logits_of_an_unmerged_one(folder: Path, backend: str) -> None:
     rig = make_rig(folder, backend, torch.float32)
-    decoder = Decoder(rig.config, rig.packed, rig.kernels, SingleGroup())
+    decoder = Decoder(rig.config, rig.packed, rig.kernels, SingleRankGroup())
     prompt = random_tokens(12, seed=5)
     for name, adapter in rig.adapters.items():
         arena = Arena.make(rig.config)

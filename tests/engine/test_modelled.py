@@ -10,6 +10,7 @@ from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import Finished, FirstToken, RequestEvent
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId, RequestId
 from lorikeet.core.messages import StepOutputs, TokenOutput
 from lorikeet.core.plan import (
@@ -24,11 +25,10 @@ from lorikeet.core.plan import (
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import InOrder, drive
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.modelled_build import build_modelled_executor, sizes_of
+from lorikeet.engine.driver import ScheduledRequests, drive
 from lorikeet.presets import Preset
 from lorikeet.scheduling.scheduler import UNDISTURBED_STEPS
+from lorikeet.worker.modelled import build_modelled_executor, sizes_of
 from tests.support.profiles import round_profile
 
 
@@ -74,7 +74,7 @@ def run(
     profile = profile or round_profile()
     executor, sizes = build_modelled_executor(settings, profile, Preset(), clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, lambda plan, result: said.plans.append(plan))
-    for outputs in drive(replica.engine, clock, InOrder(requests), coalesced=coalesced):
+    for outputs in drive(replica.engine, clock, ScheduledRequests(requests), coalesced=coalesced):
         said.take(outputs)
     return said
 
@@ -134,8 +134,8 @@ def test_steps_that_are_no_graphs_do_not_overlap() -> None:
     plans = run([request("a", 1, 9)], profile, coalesced=False, preset="lorikeet:plain-einsum", **limits).plans
     assert [(plan.repeat, plan.overlapped) for plan in plans if plan.sequences] == [(1, False), (6, False), (2, False)]
     for engine in (EngineSettings(enforce_eager=True), EngineSettings(tensor_parallel=2)):
-        assert not sizes_of(Settings(engine=engine), profile, "modelled").overlaps
-    assert sizes_of(Settings(), profile, "modelled").overlaps
+        assert not sizes_of(Settings(engine=engine), profile, "modelled").async_scheduling
+    assert sizes_of(Settings(), profile, "modelled").async_scheduling
 
 
 def test_coalesced_steps_bring_what_single_steps_bring() -> None:

@@ -12,9 +12,9 @@ from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId, RequestId
 from lorikeet.core.plan import Groups, KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult, Tier, Transfer
 from lorikeet.core.request import SamplingParams
 from lorikeet.costs.profile import (
+    Constant,
     CostProfile,
     Curve,
-    Figure,
     HostLora,
     Link,
     LoraCosts,
@@ -23,8 +23,8 @@ from lorikeet.costs.profile import (
     Switching,
     Transfers,
 )
-from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.presets import HostLayers, LayerGroups, MergeBy, Preset
+from lorikeet.worker.modelled import build_modelled_executor
 from tests.support.profiles import round_profile
 
 BLOCKS = tuple(BlockId(block) for block in range(8))
@@ -40,7 +40,9 @@ class Hand:
     def __init__(self, profile: CostProfile, preset: Preset | None = None) -> None:
         self.clock = VirtualClock()
         settings = Settings(ModelSettings(max_model_len=200), EngineSettings(host_memory_bytes=2**20))
-        self.executor, self.sizes = build_modelled_executor(settings, profile, preset or Preset(), self.clock, coalesced=True)
+        self.executor, self.sizes = build_modelled_executor(
+            settings, profile, preset or Preset(), self.clock, coalesced=True
+        )
 
     def fetch(
         self, number: int, ref: AdapterRef | None, blocks: int, groups: Groups = (), left: tuple[int, int] = (0, 0)
@@ -79,7 +81,7 @@ class Hand:
 # --- merging ------------------------------------------------------------------------------------------
 
 X, Y = adapter("x", 4, 4), adapter("y", 2, 2)
-SWITCHING = Switching(merge=Figure(0.030, "s"), merge_rank=Figure(0.001, "s/rank"), restore=Figure(0.020, "s"))
+SWITCHING = Switching(merge=Constant(0.030, "s"), merge_rank=Constant(0.001, "s/rank"), restore=Constant(0.020, "s"))
 
 
 def merging(preset: Preset | None = None, **changes: object) -> Hand:
@@ -148,20 +150,20 @@ def eight_layers() -> CostProfile:
 
     A layer takes 1 ms on the device, 3 ms with the host and 2 ms to load, and each group of layers 1 ms more.
     """
-    nothing = Figure(0.0, "s")
+    nothing = Constant(0.0, "s")
     return round_profile(
         geometry=ModelGeometry(
             layers=8, kv_heads=1, head_dim=4, modules=dict.fromkeys(LORA_MODULES, ModuleShape(8, 8)), dtype_bytes=2
         ),
         step=_constant_step(0.008),
         lora={KernelForm.UNPADDED: LoraCosts(nothing, nothing, nothing, nothing)},
-        transfers=Transfers(host_to_device=Link(Figure(0.001, "s"), Figure(2048 / 0.002, "bytes/s"))),
-        host_lora=HostLora(Figure(0.002, "s"), nothing, nothing, cores=4, core_tokens=16),
+        transfers=Transfers(host_to_device=Link(Constant(0.001, "s"), Constant(2048 / 0.002, "bytes/s"))),
+        host_lora=HostLora(Constant(0.002, "s"), nothing, nothing, cores=4, core_tokens=16),
     )
 
 
 def _constant_step(seconds: float) -> StepCosts:
-    nothing = Figure(0.0, "s")
+    nothing = Constant(0.0, "s")
     return StepCosts(
         tokens=Curve("tokens", ((1, seconds),)),
         sampled_rows=Curve("rows", ((1, 0.0),)),
@@ -210,12 +212,14 @@ def test_a_second_prefill_finds_what_has_arrived_meanwhile() -> None:
 
 
 def test_the_device_adds_what_has_arrived_and_the_host_the_rest() -> None:
-    rank_s = Figure(0.001, "s/rank")
-    nothing = Figure(0.0, "s")
+    rank_s = Constant(0.001, "s/rank")
+    nothing = Constant(0.0, "s")
     costs = {KernelForm.UNPADDED: LoraCosts(nothing, rank_s, rank_s, nothing)}
     profile = round_profile(
         lora=costs,
-        host_lora=HostLora(Figure(0.1, "s"), Figure(0.01, "s/token"), Figure(0.001, "s"), cores=4, core_tokens=16),
+        host_lora=HostLora(
+            Constant(0.1, "s"), Constant(0.01, "s/token"), Constant(0.001, "s"), cores=4, core_tokens=16
+        ),
     )
     hand, ref = Hand(profile), adapter("x", 8, 8)
     # A block per layer of 8 rank rows would be 256 bytes; both layers share one of 512, which takes 1 ms.

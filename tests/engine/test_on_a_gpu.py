@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.torch_executor import TorchExecutor
+from lorikeet.worker.torch_executor import TorchExecutor
 from tests.support.driver import (
     AMPLE,
     SCARCE,

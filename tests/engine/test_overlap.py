@@ -7,16 +7,18 @@ import msgspec
 import pytest
 
 from lorikeet.core.events import FinishReason
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.memory_build import memory_rules
+from lorikeet.engine.build import memory_rules
 from lorikeet.presets import resolve_preset
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, TokenScript, adapter, request, token_by_seed
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
-LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=6, overlaps=True)
+LIMITS = SchedulerLimits(
+    max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=6, async_scheduling=True
+)
 
 
 def bench(blocks: int = 64, script: TokenScript = token_by_seed, **limits: Any) -> Bench:
@@ -30,14 +32,14 @@ def rows(plan: StepPlan) -> list[RequestId]:
 def test_every_step_tells_its_token_and_plans_are_made_less_often_than_without() -> None:
     told: dict[bool, list[tuple[int, ...]]] = {}
     anew: dict[bool, int] = {}
-    for overlaps in (False, True):
-        made = bench(overlaps=overlaps)
+    for async_scheduling in (False, True):
+        made = bench(async_scheduling=async_scheduling)
         made.engine.submit(request("a", [1, 2, 3], max_tokens=14))
-        told[overlaps] = []
+        told[async_scheduling] = []
         while made.engine.has_requests:
             outputs = made.engine.step()
-            told[overlaps] += [tuple(token.token_id for token in output.tokens) for output in outputs.tokens]
-        anew[overlaps] = sum(bool(plan.sequences) and not plan.goes_on for plan in made.plans)
+            told[async_scheduling] += [tuple(token.token_id for token in output.tokens) for output in outputs.tokens]
+        anew[async_scheduling] = sum(bool(plan.sequences) and not plan.goes_on for plan in made.plans)
     assert [len(tokens) for tokens in told[False]] == [1, 6, 6, 1]
     assert [len(tokens) for tokens in told[True]] == [1] * 14
     assert [*chain(*told[True])] == [*chain(*told[False])]
@@ -154,7 +156,7 @@ def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_u
     there.tokens[A] = list(exported.output_token_ids)
     there.engine.submit(exported)
     there.run()
-    alone = bench(overlaps=False)
+    alone = bench(async_scheduling=False)
     alone.engine.submit(request("a", [1, 2], max_tokens=20))
     alone.run()
     assert there.tokens == alone.tokens

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.executor import ExecutorError
 from lorikeet.memory import memory
 from lorikeet.memory.tree import block_keys
 from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt, run

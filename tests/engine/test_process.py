@@ -15,15 +15,15 @@ from lorikeet.core.messages import (
     DropAdapter,
     EngineStats,
     FromEngine,
-    KnowAdapters,
     Progress,
+    RegisterAdapters,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
 )
 from lorikeet.engine.process import Channel, serve
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
 
 BLOCKS = 10_000
@@ -94,7 +94,7 @@ def host_blocks() -> int:
 @pytest.fixture
 def bench(peer: Peer, channel: Channel, host_blocks: int) -> Iterator[Bench]:
     """An engine that is served on a thread until the test's end."""
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
     made = Bench(blocks=BLOCKS, host_blocks=host_blocks, limits=limits)
     serving = threading.Thread(target=serve, args=(channel, made.engine))
     serving.start()
@@ -180,7 +180,7 @@ def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes_on
 
 @pytest.mark.parametrize("host_blocks", [16])
 def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, channel: Channel, bench: Bench) -> None:
-    peer.send(KnowAdapters((adapter("a", 3), adapter("b", 2))))
+    peer.send(RegisterAdapters((adapter("a", 3), adapter("b", 2))))
     while True:  # the engine waits for the reads, on a clock that stands still
         stats = peer.outputs().stats
         if stats is not None and stats.memory.host.inflight == (3 + 2) * 1024:

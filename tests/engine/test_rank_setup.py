@@ -9,7 +9,7 @@ import torch
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.engine.rank_setup import allocate_arena
+from lorikeet.worker.rank_setup import allocate_arena
 
 BLOCKS, BLOCK_BYTES = 256, 2**18
 

@@ -10,8 +10,19 @@ from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReaso
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import Abort, DropAdapter, Submit
 from lorikeet.core.plan import TransferDone
-from lorikeet.engine.recording import FORMAT, FileRecorder, Recording, RecordingError
-from lorikeet.engine.records import Exported, Planned, Ran, Received, Record, Told, Transferred
+from lorikeet.engine.recording import (
+    FORMAT,
+    EventsSent,
+    FileRecorder,
+    Planned,
+    PlanRan,
+    Received,
+    Record,
+    Recording,
+    RecordingError,
+    RequestExported,
+    Transferred,
+)
 from lorikeet.engine.replay import replay
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -54,10 +65,10 @@ def test_messages_plans_results_transfers_and_events_are_all_there(tmp_path: Pat
     ended = [done for record in found if isinstance(record, Transferred) for done in record.transfers]
     plans = [record.plan for record in found if isinstance(record, Planned)]
     assert ended == [TransferDone(plans[0].transfers[0].transfer_id, None, 0.0571)]
-    results = [record.result for record in found if isinstance(record, Ran)]
+    results = [record.result for record in found if isinstance(record, PlanRan)]
     assert [plan.step for plan in plans if not plan.is_empty] == [result.step for result in results]
     assert results[0].duration_s == pytest.approx(0.0123)
-    events = [event for record in found if isinstance(record, Told) for event in record.events]
+    events = [event for record in found if isinstance(record, EventsSent) for event in record.events]
     of_a = [type(event) for event in events if event.request_id == "a"]
     assert of_a[0] is Queued
     assert of_a[-4:] == [Admitted, AdapterArrived, FirstToken, Finished]
@@ -130,7 +141,7 @@ def test_every_record_is_in_the_file_before_the_next_step(tmp_path: Path) -> Non
     made.engine.submit(request("a", [1, 2]))
     assert [type(record) for record in records(tmp_path / "run")] == [Received]
     made.step()
-    assert [type(record) for record in records(tmp_path / "run")] == [Received, Planned, Ran, Told]
+    assert [type(record) for record in records(tmp_path / "run")] == [Received, Planned, PlanRan, EventsSent]
     made.engine.close()
 
 
@@ -138,7 +149,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(caplog: pytest.LogCap
     with Path("/dev/full").open("wb", buffering=0) as full:
         recorder = FileRecorder(full, Path("/dev/full"))
         for _ in range(2):
-            recorder.note(Received(0.0, Exported(RequestId("a"))))
+            recorder.note(Received(0.0, RequestExported(RequestId("a"))))
     assert caplog.text.count("the recording /dev/full ends here") == 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
+from lorikeet.cli.main import app
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
@@ -21,14 +21,11 @@ from lorikeet.core.messages import Abort, Submit
 from lorikeet.core.plan import StepPlan, Token
 from lorikeet.costs.profile import encode_profile
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import InOrder, drive
-from lorikeet.engine.modelled_build import build_modelled_executor, transfer_model
-from lorikeet.engine.plan_fields import plan_fields
-from lorikeet.engine.recorded_times import Kind, compare_times
-from lorikeet.engine.recording import FileRecorder, Recording
-from lorikeet.engine.records import Planned, Ran, Received, Record, Transferred
-from lorikeet.engine.replay import Replay, replay, turns
+from lorikeet.engine.driver import ScheduledRequests, drive
+from lorikeet.engine.recording import FileRecorder, Planned, PlanRan, Received, Record, Recording, Transferred
+from lorikeet.engine.replay import Replay, TimedWork, compare_times, plan_fields, replay, turns
 from lorikeet.presets import PRESETS, Preset
+from lorikeet.worker.modelled import build_modelled_executor, transfer_model
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
@@ -52,7 +49,7 @@ class RecordedTraffic(RuleBasedStateMachine):
         broken=st.frozensets(st.integers(0, 60), max_size=6),
         repeat=st.integers(1, 6),
         budget=st.integers(3, 20),
-        overlaps=st.booleans(),
+        async_scheduling=st.booleans(),
     )
     def start(
         self,
@@ -62,7 +59,7 @@ class RecordedTraffic(RuleBasedStateMachine):
         broken: frozenset[int],
         repeat: int,
         budget: int,
-        overlaps: bool,
+        async_scheduling: bool,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="lorikeet-test-")
         self.path = Path(self.folder.name) / "run"
@@ -73,7 +70,7 @@ class RecordedTraffic(RuleBasedStateMachine):
             failing=frozenset({AdapterDigest("digest-bad")}),
             broken_transfers=broken,
             sick=frozenset({RequestId("r3")}),
-            overlaps=overlaps,
+            async_scheduling=async_scheduling,
             preset=preset,
             num_scheduler_steps=repeat,
             max_num_batched_tokens=budget,
@@ -113,8 +110,8 @@ class RecordedTraffic(RuleBasedStateMachine):
             self.made.engine.abort(data.draw(st.sampled_from(sorted(self.asked))))
 
     @rule(names=st.sets(st.sampled_from(NAMES)))
-    def know_adapters(self, names: set[str]) -> None:
-        self.made.engine.know_adapters(tuple(reference(name) for name in sorted(names)))
+    def register_adapters(self, names: set[str]) -> None:
+        self.made.engine.register_adapters(tuple(reference(name) for name in sorted(names)))
 
     @rule(name=st.sampled_from(NAMES))
     def drop_adapter(self, name: str) -> None:
@@ -224,10 +221,10 @@ def test_a_transfer_that_never_ends_makes_another_plan(recording: Path) -> None:
 
 def test_another_output_that_is_not_finite_makes_another_plan(recording: Path) -> None:
     def change(record: Record) -> Record:
-        if isinstance(record, Ran) and record.result.step == 6:
+        if isinstance(record, PlanRan) and record.result.step == 6:
             tokens = tuple((Token(5),) if tokens else () for tokens in record.result.tokens)
             failed = (RequestId("r0"),)
-            return Ran(record.at_s, msgspec.structs.replace(record.result, tokens=tokens, failed=failed))
+            return PlanRan(record.at_s, msgspec.structs.replace(record.result, tokens=tokens, failed=failed))
         return record
 
     replay_changed(recording, change)
@@ -258,12 +255,12 @@ def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Pat
         request(f"r{i}", [i] * (1 + 7 * i % 40), 0.037 * i, adapter(f"x{i % 5}"), max_tokens=1 + 11 * i % 60)
         for i in range(40)
     ]
-    deque(drive(engine, clock, InOrder(requests), coalesced=coalesced), maxlen=0)
+    deque(drive(engine, clock, ScheduledRequests(requests), coalesced=coalesced), maxlen=0)
     engine.close()
     recording = Recording(tmp_path / "run")
     assert replay(recording).difference is None
     pairs = compare_times(turns(recording), Preset(), transfer_model(given, profile))
-    assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(Kind, True)
+    assert {kind: bool(times) for kind, times in pairs.items()} == dict.fromkeys(TimedWork, True)
     assert all(modelled == pytest.approx(recorded) for times in pairs.values() for recorded, modelled in times)
 
 

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.sampler import Sampler, bias_of, edit_logits
-from lorikeet.engine.sequences import Sequence
-from lorikeet.kernels.choose import choose, gumbel_noise
+from lorikeet.kernels.sampling import choose, gumbel_noise
+from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.sampler import Sampler, bias_of, edit_logits
 from tests.kernels.choices import VOCAB, filters, kept_slowly
 
 
-def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> Sequence:
+def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> SequenceState:
     """A sequence to sample for; greedy unless told otherwise."""
     prompt, outputs = [1, 2] if prompt is None else prompt, outputs or []
     sampling = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **params})
-    return Sequence(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
+    return SequenceState(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
 
 
-def sample(logits: torch.Tensor, rows: list[Sequence]) -> list[Token | None]:
+def sample(logits: torch.Tensor, rows: list[SequenceState]) -> list[Token | None]:
     return Sampler(choose).sample(logits, rows)
 
 

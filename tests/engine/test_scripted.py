@@ -4,11 +4,11 @@ import pytest
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, SequenceStep, StepPlan, StepResult, Tier, Transfer, TransferDone
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.scripted import ScriptedExecutor, token_by_seed
+from tests.support.scripted_executor import ScriptedExecutor, token_by_seed
 
 BLOCK_TOKENS = 4
 X, Y = (AdapterRef(AdapterName(name), AdapterDigest(f"digest-{name}"), "", {"q": (2,)}, 0) for name in "xy")

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
+from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.core.events import Finished, FinishReason, Queued, RequestEvent
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs, TokenOutput
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine.streams import RequestHandle, Streams
 
 R = RequestId("r")
 HERE, THERE = ReplicaId("here"), ReplicaId("there")

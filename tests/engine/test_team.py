@@ -8,10 +8,9 @@ import pytest
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan
-from lorikeet.engine import cores
-from lorikeet.engine.cores import CoreShare
-from lorikeet.engine.team import PAUSE_S, Team
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.worker import threads
+from lorikeet.worker.threads import PAUSE_S, CpuBudget, ThreadPinning
 
 
 class Threads(ReferenceKernels):
@@ -35,7 +34,7 @@ class Rig:
     def __init__(self, folder: Path, asked: int) -> None:
         self.now_s = 100.0
         self.kernels = Threads()
-        self.team = Team(self.kernels, CoreShare(asked, folder), lambda: self.now_s)
+        self.team = ThreadPinning(self.kernels, CpuBudget(asked, folder), lambda: self.now_s)
 
     def kept_apart(self, plan: StepPlan, after_s: float) -> bool:
         """Run a plan that takes a second, so long after the last."""
@@ -54,7 +53,7 @@ LATER_S, SOON_S = 2 * PAUSE_S, PAUSE_S / 2
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: {2, 3, 5, 7})
+    monkeypatch.setattr(threads, "usable_cores", lambda: {2, 3, 5, 7})
 
 
 def test_a_plan_after_a_pause_has_a_core_for_each_thread(tmp_path: Path) -> None:

@@ -17,17 +17,15 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier
-from lorikeet.engine import tensor_parallel
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.rank_process import Failed
-from lorikeet.engine.tensor_parallel import RankProcesses
-from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.engine.transfer_counts import Work
-from lorikeet.models.checkpoint import ModelConfigError
-from lorikeet.models.config import read_model_config
-from lorikeet.models.parallel import DistributedGroup
+from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.parallel import DistributedRankGroup
+from lorikeet.worker import tensor_parallel
+from lorikeet.worker.tensor_parallel import RankFailed, RankProcesses
+from lorikeet.worker.torch_executor import build_torch_executor
+from lorikeet.worker.transfer.finished import TransferWork
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import (
     ALL,
@@ -106,7 +104,7 @@ def test_kv_and_adapters_come_back_from_the_host_of_every_rank(tmp_path: Path, r
         assert driver.token_ids("a") == peer_tokens(folder, wide, prompt, 12)
         kinds = {worker.work for worker in driver.executor.transfers.counts.by_thread()}
         threads = {worker.thread for worker in driver.executor.transfers.counts.by_thread()}
-        assert kinds == set(Work)
+        assert kinds == set(TransferWork)
         assert threading.get_native_id() not in threads
 
 
@@ -207,10 +205,10 @@ def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monke
     folder = make_model_without_a_layer(tmp_path)
 
     def meet(*arguments: Any) -> None:
-        DistributedGroup(*arguments).close()
+        DistributedRankGroup(*arguments).close()
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(tensor_parallel, "DistributedGroup", meet)
+    monkeypatch.setattr(tensor_parallel, "DistributedRankGroup", meet)
     with pytest.raises(ExecutorError, match=r"rank 1 did not start: .*layers\.3\..* missing"):
         build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
     assert multiprocessing.active_children() == []
@@ -220,7 +218,7 @@ def test_a_rank_that_has_gone_before_arenas_are_allocated_says_why() -> None:
     ranks = RankProcesses.__new__(RankProcesses)
     ours, theirs = multiprocessing.Pipe()
     ranks._connections = [ours]
-    theirs.send_bytes(msgspec.msgpack.encode(Failed("no memory is left")))
+    theirs.send_bytes(msgspec.msgpack.encode(RankFailed("no memory is left")))
     theirs.close()
     with pytest.raises(ExecutorError, match="rank 1 did not start: no memory is left"):
         ranks.allocate(100, 0)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from lorikeet.config import ConfigError
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.torch_executor import build_torch_executor
+from lorikeet.worker.torch_executor import build_torch_executor
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import (
     Driver,

@@ -21,25 +21,24 @@ from torch import Tensor
 
 from lorikeet.adapters.store import reference
 from lorikeet.adapters.weights import load_weights
-from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.engine import helper_process, transfers, underway
-from lorikeet.engine.device import Device
-from lorikeet.engine.devices import Cpu
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.loader import _Reading, start_loader_process
-from lorikeet.engine.loader_process import Filled, ReadEnded
-from lorikeet.engine.priority import NICE
-from lorikeet.engine.transfer_counts import Work
-from lorikeet.engine.transfers import Transfers
-from lorikeet.engine.underway import STAGED_BLOCKS, Underway
+from lorikeet.core.process_tuning import NICE
 from lorikeet.memory.adapter_blocks import AdapterLayout
-from lorikeet.memory.adapter_writing import write_pieces
-from lorikeet.memory.packing import pack
+from lorikeet.memory.packing import pack, write_pieces
+from lorikeet.worker import helper_process
+from lorikeet.worker.transfer import state, transfers
+from lorikeet.worker.transfer.device import Cpu, DeviceBackend
+from lorikeet.worker.transfer.finished import TransferWork
+from lorikeet.worker.transfer.loader import _Reading, start_loader_process
+from lorikeet.worker.transfer.loader_process import BlocksFilled, ReadEnded
+from lorikeet.worker.transfer.state import STAGED_BLOCKS, TransferState
+from lorikeet.worker.transfer.transfers import TransferManager
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 from tests.support.late_device import LateDevice
@@ -73,14 +72,14 @@ class Bench:
     """A rank's arenas, scattered blocks of them, and all transfers that have ended."""
 
     def __init__(
-        self, host_blocks: int, rank: int, size: int, settings: EngineSettings, device: Device | None = None
+        self, host_blocks: int, rank: int, size: int, settings: EngineSettings, device: DeviceBackend | None = None
     ) -> None:
         self.geometry = geometry(size)
         self.arena = torch.zeros(DEVICE_BLOCKS, ELEMENTS)
         self._changed = threading.Condition()
         self._ids = itertools.count()
         process = start_loader_process()
-        self.transfers = Transfers(
+        self.transfers = TransferManager(
             self.arena, host_blocks, self.geometry, rank, size, process, settings, self._note, device
         )
         self.host = self.transfers.host
@@ -161,7 +160,7 @@ class Bench:
 
 @contextmanager
 def moving(
-    host_blocks: int = HOST_BLOCKS, rank: int = 0, size: int = 1, device: Device | None = None, **settings: float
+    host_blocks: int = HOST_BLOCKS, rank: int = 0, size: int = 1, device: DeviceBackend | None = None, **settings: float
 ) -> Iterator[Bench]:
     bench = Bench(host_blocks, rank, size, msgspec.convert(settings, EngineSettings), device)
     try:
@@ -173,7 +172,7 @@ def moving(
 @pytest.fixture(scope="module", params=[Cpu, LateDevice])
 def unpaced(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """Without a declared link; also on a device whose copies are done late, for the same to come true."""
-    device: Device = request.param()
+    device: DeviceBackend = request.param()
     with moving(device=device) as made:
         yield made
     if isinstance(device, LateDevice):
@@ -277,20 +276,20 @@ def test_what_was_read_and_waits_to_be_copied_takes_no_time(
 ) -> None:
     """Its reader has ended where the adapter stays on the host, or waits for room where it passes through."""
     clock, is_read = SimpleNamespace(now=0.0), threading.Event()
-    filled, read_ended = Transfers._filled, Transfers._read_ended
+    filled, read_ended = TransferManager._filled, TransferManager._read_ended
 
-    def told_filled(self: Transfers, message: Filled) -> None:
+    def told_filled(self: TransferManager, message: BlocksFilled) -> None:
         filled(self, message)
         if message.blocks == STAGED_BLOCKS and not through_host:
             is_read.set()
 
-    def told_ended(self: Transfers, message: ReadEnded) -> None:
+    def told_ended(self: TransferManager, message: ReadEnded) -> None:
         read_ended(self, message)
         is_read.set()
 
-    monkeypatch.setattr(Transfers, "_filled", told_filled)
-    monkeypatch.setattr(Transfers, "_read_ended", told_ended)
-    monkeypatch.setattr(underway, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(TransferManager, "_filled", told_filled)
+    monkeypatch.setattr(TransferManager, "_read_ended", told_ended)
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ref = adapters["large"]
     with moving() as bench:
         gate, count = Gate(bench.transfers), bench.blocks_of(ref)
@@ -357,13 +356,13 @@ def test_equally_urgent_copies_end_in_the_order_in_which_they_began() -> None:
 
 def test_whoever_starts_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be many, and readers have nothing to do with it."""
-    urgency, asked = Underway.urgency.fget, []
+    urgency, asked = TransferState.urgency.fget, []
     assert urgency is not None
     monkeypatch.setattr(
-        Underway, "urgency", property(lambda self: (asked.append(threading.current_thread()), urgency(self))[1])
+        TransferState, "urgency", property(lambda self: (asked.append(threading.current_thread()), urgency(self))[1])
     )
 
-    class Watched(dict[int, Underway]):
+    class Watched(dict[int, TransferState]):
         def values(self) -> Any:
             asked.append(threading.current_thread())
             return super().values()
@@ -585,9 +584,9 @@ def test_no_work_is_done_on_the_thread_that_starts_transfers(bench: Bench, adapt
         assert bench.wait(started).error is None
     work = bench.transfers.counts.by_thread()
     own_threads = {thread.id for thread in psutil.Process().threads()}
-    totals = {kind: sum(times for worker, times in work.items() if worker.work is kind) for kind in Work}
+    totals = {kind: sum(times for worker, times in work.items() if worker.work is kind) for kind in TransferWork}
     modules = len(LORA_MODULES) * geometry().layers
-    assert totals == {Work.READ: 2 * modules, Work.PACK: 2 * count, Work.COPY: count + 5}
+    assert totals == {TransferWork.READ: 2 * modules, TransferWork.PACK: 2 * count, TransferWork.COPY: count + 5}
     assert threading.get_native_id() not in {worker.thread for worker in work}
     for worker in work:
-        assert (worker.thread in own_threads) == (worker.work is Work.COPY)
+        assert (worker.thread in own_threads) == (worker.work is TransferWork.COPY)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 import uvicorn
 
-from lorikeet.gateway.adapters import KnownAdapter, know_adapter
-from lorikeet.gateway.app import create_app
-from lorikeet.gateway.proxy import Parts
-from lorikeet.gateway.run import RouteOptions, gateway
+from lorikeet.router.adapters import RoutedAdapter, describe_adapter
+from lorikeet.router.app import create_app
+from lorikeet.router.proxy import RouterParts
+from lorikeet.router.run import RouterOptions, gateway
 from tests.gateway.scripted import ScriptedBackend
 from tests.support.quick_server import serving
 
@@ -25,7 +25,7 @@ class Routing:
     """A gateway that answers at ``http``."""
 
     http: httpx.AsyncClient
-    parts: Parts
+    parts: RouterParts
     backends: list[ScriptedBackend]
 
     @property
@@ -48,7 +48,7 @@ class Routing:
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
-        while self.parts.head._rides:
+        while self.parts.head._requests:
             await asyncio.sleep(0.001)
 
     async def up(self, count: int) -> None:
@@ -66,7 +66,7 @@ async def routing(
 ) -> AsyncIterator[Routing]:
     """Run a gateway over backends that have been started, or will be."""
     chosen = {"preset": "lorikeet:round-robin", "health_s": 0.02, **options}
-    asked = RouteOptions(backends=tuple(urls), **chosen)
+    asked = RouterOptions(backends=tuple(urls), **chosen)
     async with gateway(asked) as parts:
         app = create_app(parts, asked.preset, asked.api_keys, asked.admin_keys, asked.allowed_origins)
         config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
@@ -99,9 +99,9 @@ async def start() -> AsyncIterator[Start]:
     await asyncio.gather(*(backend.kill() for backend in started))
 
 
-def adapters(*names: str) -> tuple[KnownAdapter, ...]:
+def adapters(*names: str) -> tuple[RoutedAdapter, ...]:
     """Return adapters whose files cannot be read here."""
-    return tuple(know_adapter(name, f"/elsewhere/{name}", rank=8) for name in names)
+    return tuple(describe_adapter(name, f"/elsewhere/{name}", rank=8) for name in names)
 
 
 def write_files(folder: Path, rank: int = 8, content: bytes = b"weights") -> Path:

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
+from lorikeet.cli.main import app
 from lorikeet.core.ids import RequestId
-from lorikeet.gateway.questions import CHAT, COMPLETIONS, Question
-from lorikeet.gateway.rides import Ride
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
 from tests.gateway.conftest import Start, adapters, events, requests_at, text_of, write_files
 from tests.gateway.scripted import chat_text, words
 
@@ -144,9 +143,11 @@ async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(star
         adapter = routing.parts.catalog.adapters["late"]
         await routing.http.post("/v1/unload_lora_adapter", json=asked)
         assert adapter.digest not in head.versions
-        ride = Ride(RequestId("ride"), Question(COMPLETIONS, b'{"model": "late"}'), adapter, prompt_tokens=1)
-        assert (await head.place(ride)).holds(adapter)
-        head.release(ride)
+        request = ProxiedRequest(
+            RequestId("request"), RequestBody(COMPLETIONS, b'{"model": "late"}'), adapter, prompt_tokens=1
+        )
+        assert (await head.place(request)).holds(adapter)
+        head.release(request)
         while routing.all_calls != ["+late", "-late"]:
             await asyncio.sleep(0.001)
 

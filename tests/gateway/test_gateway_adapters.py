@@ -7,35 +7,35 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.cluster.averages import Averages
-from lorikeet.commands.route import read_adapter
+from lorikeet.cli.router import read_adapter
+from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.core.ids import RequestId
-from lorikeet.gateway.adapters import know_adapter
-from lorikeet.gateway.questions import CHAT, COMPLETIONS, PromptLengths, Question, asked
+from lorikeet.router.adapters import describe_adapter
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS, PromptLengths, RequestBody, routing_request
 from tests.gateway.conftest import write_files
 
 
-def question(path: str = COMPLETIONS, **fields: Any) -> Question:
-    return Question(path, json.dumps({"model": "m", **fields}).encode())
+def question(path: str = COMPLETIONS, **fields: Any) -> RequestBody:
+    return RequestBody(path, json.dumps({"model": "m", **fields}).encode())
 
 
 def test_rank_and_size_come_from_the_files_where_they_can_be_read(tmp_path: Path) -> None:
-    adapter = know_adapter("a", str(write_files(tmp_path / "a")))
+    adapter = describe_adapter("a", str(write_files(tmp_path / "a")))
     assert (adapter.rank, adapter.size_bytes) == (12, 7)
-    assert know_adapter("a", str(tmp_path / "a"), rank=3).rank == 3
+    assert describe_adapter("a", str(tmp_path / "a"), rank=3).rank == 3
 
 
 def test_other_content_or_another_name_is_another_version(tmp_path: Path) -> None:
     same, other = write_files(tmp_path / "same"), write_files(tmp_path / "other", content=b"others!")
-    first = know_adapter("a", str(write_files(tmp_path / "a")))
-    assert know_adapter("a", str(same)).digest == first.digest
-    assert know_adapter("a", str(other)).digest != first.digest
-    assert know_adapter("b", str(same)).digest != first.digest
+    first = describe_adapter("a", str(write_files(tmp_path / "a")))
+    assert describe_adapter("a", str(same)).digest == first.digest
+    assert describe_adapter("a", str(other)).digest != first.digest
+    assert describe_adapter("b", str(same)).digest != first.digest
 
 
 def test_an_adapter_that_cannot_be_read_needs_a_rank() -> None:
     with pytest.raises(AdapterError, match="give its rank"):
-        know_adapter("a", "hf://org/a")
+        describe_adapter("a", "hf://org/a")
     adapter = read_adapter("a=hf://org/a,rank=16")
     assert (adapter.source, adapter.rank, adapter.size_bytes) == ("hf://org/a", 16, 0)
     assert adapter.digest != read_adapter("a=hf://org/b,rank=16").digest
@@ -51,7 +51,7 @@ def test_a_folder_here_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     (write_files(tmp_path / "a") / "adapter_config.json").write_text('{"r": "many"}')
     with pytest.raises(AdapterError, match="adapter 'a'"):
-        know_adapter("a", str(tmp_path / "a"))
+        describe_adapter("a", str(tmp_path / "a"))
 
 
 def test_prompts_of_tokens_are_counted_and_those_of_text_guessed_by_what_backends_count() -> None:
@@ -69,11 +69,13 @@ def test_prompts_of_tokens_are_counted_and_those_of_text_guessed_by_what_backend
 
 
 def test_an_answer_is_expected_to_be_as_long_as_others_unless_its_length_is_set() -> None:
-    averages = Averages(output_tokens=50.0)
+    averages = RequestAverages(output_tokens=50.0)
 
     def expected(output_tokens: int = 0, **fields: Any) -> int:
         about = question(prompt="x", **fields)
-        return asked(RequestId("r"), about, None, 10, output_tokens, averages, wants_keys=False).expected_tokens
+        return routing_request(
+            RequestId("r"), about, None, 10, output_tokens, averages, wants_keys=False
+        ).expected_tokens
 
     assert expected(max_tokens=200) == 50
     assert expected(max_tokens=20) == 20
@@ -83,10 +85,12 @@ def test_an_answer_is_expected_to_be_as_long_as_others_unless_its_length_is_set(
 
 
 def test_prompts_that_begin_alike_share_keys_under_the_same_adapter_alone() -> None:
-    french, pirate = know_adapter("french", "/f", 8), know_adapter("pirate", "/p", 8)
+    french, pirate = describe_adapter("french", "/f", 8), describe_adapter("pirate", "/p", 8)
 
     def keys(adapter: Any, path: str = COMPLETIONS, **fields: Any) -> tuple[bytes, ...]:
-        return asked(RequestId("r"), question(path, **fields), adapter, 1, 0, Averages(), wants_keys=True).keys
+        return routing_request(
+            RequestId("r"), question(path, **fields), adapter, 1, 0, RequestAverages(), wants_keys=True
+        ).keys
 
     start = "once upon a time " * 20
     first, second = keys(french, prompt=start + "there " * 20), keys(french, prompt=start + "they " * 20)

@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 
-from lorikeet.gateway.answers import DONE, Answer, PassedOn
-from lorikeet.gateway.obstacles import obstacle
-from lorikeet.gateway.questions import CHAT, COMPLETIONS, Question
-from lorikeet.server.errors import ApiError
+from lorikeet.api.errors import ApiError
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS, RequestBody
+from lorikeet.router.resumable_answer import DONE, PassthroughAnswer, ResumableAnswer, why_not_resumable
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def completion(**fields: Any) -> Question:
-    return Question(COMPLETIONS, json.dumps({"model": "m", "prompt": "once", "stream": True, **fields}).encode())
+def completion(**fields: Any) -> RequestBody:
+    return RequestBody(COMPLETIONS, json.dumps({"model": "m", "prompt": "once", "stream": True, **fields}).encode())
 
 
-def chat(**fields: Any) -> Question:
-    return Question(CHAT, json.dumps({"model": "m", "messages": MESSAGES, "stream": True, **fields}).encode())
+def chat(**fields: Any) -> RequestBody:
+    return RequestBody(CHAT, json.dumps({"model": "m", "messages": MESSAGES, "stream": True, **fields}).encode())
 
 
 def event(**fields: Any) -> bytes:
@@ -43,19 +42,19 @@ def read(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in data.split(b"\n\n") if line and line != b"data: [DONE]"]
 
 
-def body(answer: Answer, text_tokens: list[int] | None = None) -> dict[str, Any]:
+def body(answer: ResumableAnswer, text_tokens: list[int] | None = None) -> dict[str, Any]:
     return dict(json.loads(answer.next_body(text_tokens)))
 
 
 def test_the_first_backend_gets_the_question_and_is_asked_to_count() -> None:
     question = chat(frobnicate={"x": [1]}, stream_options={"include_usage": False, "other": 1}, max_tokens=9)
-    sent = body(Answer(question))
+    sent = body(ResumableAnswer(question))
     options = {"include_usage": True, "continuous_usage_stats": True, "other": 1}
     assert sent == {**question.fields, "stream_options": options}
 
 
 def test_the_next_backend_gets_the_text_behind_the_prompt_and_fewer_tokens() -> None:
-    answer = Answer(completion(max_tokens=9, min_tokens=4, temperature=0, seed=3))
+    answer = ResumableAnswer(completion(max_tokens=9, min_tokens=4, temperature=0, seed=3))
     answer.next_body()
     answer.feed(text_event(" upon", 1) + text_event(" a", 3) + text_event("", 4))
     sent = body(answer)
@@ -66,17 +65,17 @@ def test_the_next_backend_gets_the_text_behind_the_prompt_and_fewer_tokens() -> 
 
 
 def test_a_completion_without_a_limit_has_the_default_one() -> None:
-    answer = Answer(completion())
+    answer = ResumableAnswer(completion())
     answer.feed(text_event(" upon", 5))
     assert body(answer)["max_tokens"] == 11
-    unlimited = Answer(chat())
+    unlimited = ResumableAnswer(chat())
     unlimited.feed(delta_event(5, content="hi"))
     assert "max_tokens" not in body(unlimited)
 
 
 @pytest.mark.parametrize("limits", [{"max_tokens": 9}, {"max_completion_tokens": 9}])
 def test_a_conversation_goes_on_in_its_last_message(limits: dict[str, int]) -> None:
-    answer = Answer(chat(**limits))
+    answer = ResumableAnswer(chat(**limits))
     answer.feed(delta_event(0, role="assistant", content="") + delta_event(2, content="hi "))
     sent = body(answer)
     assert sent["messages"] == [*MESSAGES, {"role": "assistant", "content": "hi "}]
@@ -86,13 +85,13 @@ def test_a_conversation_goes_on_in_its_last_message(limits: dict[str, int]) -> N
 
 def test_a_message_that_the_client_began_is_lengthened() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
-    answer = Answer(chat(messages=messages, continue_final_message=True, add_generation_prompt=False))
+    answer = ResumableAnswer(chat(messages=messages, continue_final_message=True, add_generation_prompt=False))
     answer.feed(delta_event(1, content="hi"))
     assert body(answer)["messages"] == [*MESSAGES, {"role": "assistant", "content": "Well, hi"}]
 
 
 def test_a_prompt_of_tokens_goes_on_with_the_tokens_of_the_text() -> None:
-    answer = Answer(completion(prompt=[1, 2], max_tokens=9))
+    answer = ResumableAnswer(completion(prompt=[1, 2], max_tokens=9))
     assert not answer.needs_tokens
     answer.feed(text_event(" upon", 1))
     assert answer.needs_tokens
@@ -100,7 +99,7 @@ def test_a_prompt_of_tokens_goes_on_with_the_tokens_of_the_text() -> None:
 
 
 def test_a_backend_that_does_not_count_is_counted_by_its_chunks() -> None:
-    answer = Answer(completion(max_tokens=9))
+    answer = ResumableAnswer(completion(max_tokens=9))
     answer.feed(text_event("a") + text_event("b") + text_event(""))
     assert body(answer)["max_tokens"] == 7
     assert answer.counts is None
@@ -111,7 +110,7 @@ def test_a_backend_that_does_not_count_is_counted_by_its_chunks() -> None:
 def test_who_wants_counts_along_gets_them_at_the_end_too_unless_they_are_refused(
     asked: dict[str, bool | None], counts: bool
 ) -> None:
-    answer = Answer(completion(stream_options={**asked, "continuous_usage_stats": counts}))
+    answer = ResumableAnswer(completion(stream_options={**asked, "continuous_usage_stats": counts}))
     answer.next_body()
     chunks = read(answer.feed(text_event("a", 1, "length") + event(choices=[], usage=usage(1)) + DONE))
     wanted = counts and asked.get("include_usage") is None
@@ -119,7 +118,7 @@ def test_who_wants_counts_along_gets_them_at_the_end_too_unless_they_are_refused
 
 
 def test_the_client_sees_one_answer_of_one_id_without_counts_that_it_did_not_ask_for() -> None:
-    answer = Answer(chat(max_tokens=9))
+    answer = ResumableAnswer(chat(max_tokens=9))
     answer.next_body()
     seen = answer.feed(delta_event(0, role="assistant", content="") + delta_event(1, content="a") + delta_event(2))
     answer.next_body()
@@ -133,7 +132,9 @@ def test_the_client_sees_one_answer_of_one_id_without_counts_that_it_did_not_ask
 
 
 def test_counts_are_of_the_whole_answer() -> None:
-    answer = Answer(completion(max_tokens=9, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    answer = ResumableAnswer(
+        completion(max_tokens=9, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    )
     answer.next_body()
     answer.feed(text_event("a", 2))
     answer.next_body()
@@ -145,7 +146,7 @@ def test_counts_are_of_the_whole_answer() -> None:
 
 
 def test_what_is_left_of_a_whole_answer_is_its_end() -> None:
-    answer = Answer(completion(max_tokens=2, stream_options={"include_usage": True}))
+    answer = ResumableAnswer(completion(max_tokens=2, stream_options={"include_usage": True}))
     answer.next_body()
     answer.feed(text_event("a", 1))
     assert not answer.is_whole
@@ -159,7 +160,7 @@ def test_what_is_left_of_a_whole_answer_is_its_end() -> None:
 
 
 def test_an_end_that_was_seen_is_not_sent_again() -> None:
-    answer = Answer(chat(stream_options={"include_usage": True}))
+    answer = ResumableAnswer(chat(stream_options={"include_usage": True}))
     answer.feed(delta_event(1, "stop", content="a"))
     assert answer.is_whole
     assert len(read(answer.closing())) == 1
@@ -168,7 +169,7 @@ def test_an_end_that_was_seen_is_not_sent_again() -> None:
 
 
 def test_pieces_may_end_anywhere() -> None:
-    answer = Answer(completion())
+    answer = ResumableAnswer(completion())
     data = text_event("ä", 1) + text_event("ö", 2, "stop") + DONE
     seen = b"".join(answer.feed(data[at : at + 1]) for at in range(len(data)))
     assert [chunk["choices"][0]["text"] for chunk in read(seen)] == ["ä", "ö"]
@@ -176,7 +177,7 @@ def test_pieces_may_end_anywhere() -> None:
 
 
 def test_a_half_event_of_a_lost_backend_is_forgotten() -> None:
-    answer = Answer(completion())
+    answer = ResumableAnswer(completion())
     answer.feed(text_event("a", 1) + text_event("b", 2)[:20])
     answer.next_body()
     assert [chunk["choices"][0]["text"] for chunk in read(answer.feed(text_event("b", 1)))] == ["b"]
@@ -186,7 +187,7 @@ def test_a_half_event_of_a_lost_backend_is_forgotten() -> None:
     "bad", [b'data: {"error": {"code": 500}}\n\n', b"data: {half\n\n", b"data: 3\n\n", b'data: {"choices": [1]}\n\n']
 )
 def test_an_error_in_the_stream_is_a_failure_of_the_backend(bad: bytes) -> None:
-    answer = Answer(completion())
+    answer = ResumableAnswer(completion())
     seen = answer.feed(text_event("a", 1) + bad + text_event("b", 2))
     assert answer.failure is not None
     assert answer.text == "a"
@@ -197,7 +198,7 @@ def test_an_error_in_the_stream_is_a_failure_of_the_backend(bad: bytes) -> None:
 
 @pytest.mark.parametrize("delta", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
 def test_what_is_no_text_cannot_go_on(delta: dict[str, Any]) -> None:
-    answer = Answer(chat(tools=[{}]))
+    answer = ResumableAnswer(chat(tools=[{}]))
     answer.feed(delta_event(1, content="a"))
     assert answer.stuck is None
     assert len(read(answer.feed(delta_event(2, **delta)))) == 1
@@ -220,8 +221,8 @@ def test_what_is_no_text_cannot_go_on(delta: dict[str, Any]) -> None:
         chat(continue_final_message=True, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}]),
     ],
 )
-def test_some_questions_have_answers_that_cannot_go_on(question: Question) -> None:
-    assert obstacle(question) is not None
+def test_some_questions_have_answers_that_cannot_go_on(question: RequestBody) -> None:
+    assert why_not_resumable(question) is not None
 
 
 @pytest.mark.parametrize(
@@ -232,13 +233,13 @@ def test_some_questions_have_answers_that_cannot_go_on(question: Question) -> No
         chat(logprobs=False, tools=[{}], temperature=1),
     ],
 )
-def test_most_can(question: Question) -> None:
-    assert obstacle(question) is None
+def test_most_can(question: RequestBody) -> None:
+    assert why_not_resumable(question) is None
 
 
 @pytest.mark.parametrize("space", [b" ", b""])
 def test_an_answer_that_is_passed_on_comes_in_whole_lines_as_it_is(space: bytes) -> None:
-    answer = PassedOn(completion(n=2), "n")
+    answer = PassthroughAnswer(completion(n=2), "n")
     assert answer.next_body() == completion(n=2).content
     assert (answer.feed(b"data: {"), answer.stuck) == (b"", None)
     assert answer.feed(b"}\r\n\r\ndata:" + space + b"[DO") == b"data: {}\r\n\r\n"
@@ -250,5 +251,5 @@ def test_an_answer_that_is_passed_on_comes_in_whole_lines_as_it_is(space: bytes)
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"model": 3}'])
 def test_a_body_that_names_no_model_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError) as refusal:
-        Question(COMPLETIONS, content)
+        RequestBody(COMPLETIONS, content)
     assert refusal.value.status == 400

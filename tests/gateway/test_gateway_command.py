@@ -10,18 +10,18 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
-from lorikeet.gateway.questions import COMPLETIONS
-from lorikeet.gateway.run import RouteOptions, allow_sockets
+from lorikeet.cli.main import app
+from lorikeet.router.proxied_request import COMPLETIONS
+from lorikeet.router.run import RouterOptions, raise_file_limit
 from tests.gateway.scripted import ScriptedBackend, words
 
-COMMAND = "from lorikeet.cli import main; main()"
+COMMAND = "from lorikeet.cli.main import main; main()"
 runner = CliRunner(env={"COLUMNS": "200"})
 
 
-def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RouteOptions:
-    seen: list[RouteOptions] = []
-    monkeypatch.setattr("lorikeet.gateway.run.route", seen.append)
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RouterOptions:
+    seen: list[RouterOptions] = []
+    monkeypatch.setattr("lorikeet.router.run.route", seen.append)
     result = runner.invoke(app, ["route", *arguments])
     assert result.exit_code == 0, result.output
     return seen[0]
@@ -45,7 +45,7 @@ def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
-        allow_sockets()
+        raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
@@ -66,13 +66,13 @@ def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
     ],
 )
 def test_wrong_flags_end_the_command_before_anything_starts(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
-    monkeypatch.setattr("lorikeet.gateway.run.route", lambda options: pytest.fail("it started"))
+    monkeypatch.setattr("lorikeet.router.run.route", lambda options: pytest.fail("it started"))
     assert runner.invoke(app, ["route", *arguments.split()]).exit_code == 2
 
 
 def test_what_a_row_lacks_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     # Logs would go on to be written to what the runner takes for stderr.
-    monkeypatch.setattr("lorikeet.gateway.run.configure_logs", lambda level, as_json: None)
+    monkeypatch.setattr("lorikeet.router.run.configure_logs", lambda level, as_json: None)
     result = runner.invoke(app, ["route", "--backend", "http://127.0.0.1:9", "--preset", "toppings"])
     assert result.exit_code == 1
     assert "--profile" in result.output

@@ -8,7 +8,7 @@ from errno import ECONNREFUSED, EHOSTUNREACH, EMFILE, ETIMEDOUT
 
 import pytest
 
-from lorikeet.gateway.connections import Broken, Connections, NoSocket, NotConnected, ServerLost, Unreachable
+from lorikeet.router.connections import Broken, Connections, NoSocket, NotConnected, ServerLost, Unreachable
 
 Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool]]
 """What a server does with one request; False if it hangs up afterwards."""
@@ -206,7 +206,7 @@ async def test_a_request_is_sent_again_once_and_only_where_a_kept_connection_end
             await (await connections.send("POST", "/", [], b"one")).read()
 
         for limit_s, more in ((60.0, 2), (0.0, 1)):
-            monkeypatch.setattr("lorikeet.gateway.connections._AT_ONCE_S", limit_s)
+            monkeypatch.setattr("lorikeet.router.connections._AT_ONCE_S", limit_s)
             is_well[0] = True
             await asyncio.gather(*(ask() for _ in range(3)))
             asked, is_well[0] = len(server.requests), False

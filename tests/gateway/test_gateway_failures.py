@@ -9,10 +9,9 @@ import aiohttp
 import pytest
 import structlog
 
-from lorikeet.gateway.adapters import KnownAdapter, know_adapter
-from lorikeet.gateway.backends import Backend, Health
-from lorikeet.gateway.questions import COMPLETIONS
-from lorikeet.gateway.rides import MOST_LOSSES
+from lorikeet.router.adapters import RoutedAdapter, describe_adapter
+from lorikeet.router.backends import Backend, BackendHealth
+from lorikeet.router.proxied_request import COMPLETIONS, MOST_LOSSES
 from tests.gateway.conftest import Start, adapters, events, text_of
 from tests.gateway.scripted import words
 
@@ -91,7 +90,7 @@ async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_u
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
         assert router.all_calls == ["+french"] * MOST_LOSSES
-        assert not router.parts.head._rides
+        assert not router.parts.head._requests
 
 
 async def cannot_connect(*args: Any, **kwargs: Any) -> None:
@@ -127,7 +126,7 @@ async def test_a_backend_is_looked_after_whatever_it_says_of_itself(
 ) -> None:
     check, failures = Backend.check, [RuntimeError("nobody foresaw this")]
 
-    async def check_or_fail(backend: Backend) -> Health:
+    async def check_or_fail(backend: Backend) -> BackendHealth:
         if failures:
             raise failures.pop()
         return await check(backend)
@@ -137,7 +136,7 @@ async def test_a_backend_is_looked_after_whatever_it_says_of_itself(
         (known,) = router.parts.head.backends.values()
         for told in ("NaN", "+Inf", "many"):
             backend.waiting = told
-            assert await known.check() == Health(True, None)
+            assert await known.check() == BackendHealth(True, None)
         with structlog.testing.capture_logs() as logged:
             monkeypatch.setattr(Backend, "check", check_or_fail)
             while failures:
@@ -150,7 +149,7 @@ async def test_a_backend_is_looked_after_whatever_it_says_of_itself(
 async def test_a_request_that_has_waited_too_long_is_told_for_what(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.gateway.head.WAIT_S", 0.05)
+    monkeypatch.setattr("lorikeet.router.backend_router.WAIT_S", 0.05)
     async with start(count=1) as router:
         (backend,) = router.backends
         backend.open.clear()
@@ -168,11 +167,11 @@ async def test_of_two_that_load_a_new_adapter_at_once_one_is_refused(
 ) -> None:
     together = threading.Barrier(2, timeout=30)
 
-    def know_together(name: str, source: str, rank: int | None) -> KnownAdapter:
+    def know_together(name: str, source: str, rank: int | None) -> RoutedAdapter:
         together.wait()
-        return know_adapter(name, source, rank)
+        return describe_adapter(name, source, rank)
 
-    monkeypatch.setattr("lorikeet.gateway.app.know_adapter", know_together)
+    monkeypatch.setattr("lorikeet.router.app.describe_adapter", know_together)
     async with start() as router:
         asked = [{"lora_name": "json", "lora_path": f"/elsewhere/{name}", "rank": 4} for name in ("a", "b")]
         replies = await asyncio.gather(*(router.http.post("/v1/load_lora_adapter", json=each) for each in asked))

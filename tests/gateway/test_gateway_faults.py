@@ -7,9 +7,9 @@ import pytest
 import structlog
 
 from lorikeet.config import ConfigError
-from lorikeet.gateway.proxy import MOST_FAILURES
-from lorikeet.gateway.questions import CHAT, COMPLETIONS
-from lorikeet.gateway.run import RouteOptions, gateway
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS
+from lorikeet.router.proxy import MOST_FAILURES
+from lorikeet.router.run import RouterOptions, gateway
 from tests.gateway.conftest import Start, adapters, events, routing, text_of
 from tests.gateway.scripted import ScriptedBackend, chat_text, words
 
@@ -199,7 +199,7 @@ async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> No
         backend.adapters.clear()
         backend.open.clear()
         asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(8)]
-        while len(backend.calls) < 2 or len(router.parts.head._rides) < 8:
+        while len(backend.calls) < 2 or len(router.parts.head._requests) < 8:
             await asyncio.sleep(0.001)
         backend.open.set()
         assert {reply.status_code for reply in await asyncio.gather(*asking)} == {200}
@@ -320,7 +320,7 @@ async def test_adapters_have_their_homes_again_when_their_backend_is_back(start:
 async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.gateway.catalog.AWAY_S", 0.0)
+    monkeypatch.setattr("lorikeet.router.catalog.AWAY_S", 0.0)
     async with start(preset="loraserve:random", adapters=adapters("a", "b", "c", "d")) as router:
         killed, other = router.backends
         await killed.kill()
@@ -377,7 +377,7 @@ async def test_a_gateway_starts_before_its_backends() -> None:
 async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, key: str, reason: str
 ) -> None:
-    monkeypatch.setattr("lorikeet.gateway.head.WAIT_S", 0.05)
+    monkeypatch.setattr("lorikeet.router.backend_router.WAIT_S", 0.05)
     backend = ScriptedBackend()
     await backend.start()
     await backend.kill()
@@ -401,7 +401,7 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
 
 
 async def test_a_backend_that_takes_no_requests_yet_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.gateway.head.WAIT_S", 0.05)
+    monkeypatch.setattr("lorikeet.router.backend_router.WAIT_S", 0.05)
     backend = ScriptedBackend()
     backend.health = 503
     await backend.start()
@@ -418,7 +418,7 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
         await asyncio.gather(*(events(router.http, COMPLETIONS, body("french")) for _ in range(6)))
         await router.idle()
         head = router.parts.head
-        assert not head._rides
+        assert not head._requests
         assert not head.dispatcher._requests
         assert head.dispatcher.fleet.loads.requests.sum() == sum(head.dispatcher.fleet.loads.others)
 
@@ -435,5 +435,5 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
 )
 async def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, Any], reason: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=reason):
-        async with gateway(RouteOptions(**{"backends": ("http://127.0.0.1:9",), **options})):
+        async with gateway(RouterOptions(**{"backends": ("http://127.0.0.1:9",), **options})):
             pass

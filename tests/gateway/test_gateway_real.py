@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from lorikeet.gateway.adapters import know_adapter
-from lorikeet.gateway.questions import CHAT, COMPLETIONS
+from lorikeet.router.adapters import describe_adapter
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS
 from tests.gateway.conftest import requests_at, routing, text_of
 from tests.server.conftest import TOKENIZER
 from tests.server.fakes import write_adapter
@@ -35,7 +35,7 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
     model = make_model(tmp_path / "tiny", positions=4096)
     write_adapter(tmp_path / "sources" / "one", layers=3, hidden=48)
     flags = ("--adapter-dir", str(tmp_path / "sources"))
-    adapter = know_adapter("one", str(tmp_path / "sources" / "one"))
+    adapter = describe_adapter("one", str(tmp_path / "sources" / "one"))
     common = {"model": "one", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "logit_bias": plain_text()}
     asked = {
         CHAT: {**common, "messages": MESSAGES},

@@ -5,7 +5,7 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from lorikeet.kernels.choose import ChoiceParameters, choose
+from lorikeet.kernels.sampling import SamplingTensors, choose
 
 VOCAB = 24
 ROUNDING = 2e-6
@@ -37,7 +37,7 @@ def kept_slowly(logits: list[float], top_k: int, top_p: float, min_p: float) -> 
     return kept
 
 
-def check_chosen(chosen: torch.Tensor, logits: torch.Tensor, asked: ChoiceParameters) -> None:
+def check_chosen(chosen: torch.Tensor, logits: torch.Tensor, asked: SamplingTensors) -> None:
     """Do nothing if tokens are those of the reference, but for roundings at the edge of top-p."""
     right = choose(logits, asked)
     if not torch.equal(chosen, right):

@@ -5,10 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lorikeet.kernels import einsum
+from lorikeet.kernels import reference
 from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
-from lorikeet.kernels.einsum import add_lora_einsum
-from lorikeet.kernels.reference import add_lora
+from lorikeet.kernels.reference import add_lora, add_lora_einsum
 
 TARGETS = (LoraTarget("q", 1, 10), LoraTarget("k", 12, 5))
 
@@ -79,7 +78,7 @@ def test_the_worked_example_of_two_adapters_on_two_rows(layer: int) -> None:
 
 @pytest.mark.parametrize("widens", [False, True])
 def test_half_precision_is_rounded_once_or_twice(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(einsum, "SLOW_HALVES", widens)
+    monkeypatch.setattr(reference, "SLOW_HALVES", widens)
     adapter = weights({"q": [4], "k": [3, 2]}, 0)
     half = LoraWeights(
         {key: tuple((a.bfloat16(), bt.bfloat16()) for a, bt in each) for key, each in adapter.pieces.items()}, layers=2

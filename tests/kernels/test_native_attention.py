@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from lorikeet.kernels.library import load_library, supported_instruction_sets
+from lorikeet.kernels.native import load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library on this machine")

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.kernels.choose import ChoiceParameters, choose, gumbel_noise
-from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native_choose import native_choose
+from lorikeet.kernels.native import load_library, native_choose, supported_instruction_sets
+from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels.choices import check_chosen
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
@@ -29,14 +28,14 @@ def parameters(
     top_p: float | Sequence[float] = 1.0,
     min_p: float | Sequence[float] = 0.0,
     seed: int = 0,
-) -> ChoiceParameters:
+) -> SamplingTensors:
     """One value for all rows, or one each; every row has another seed and position."""
 
     def tensor(values: float | Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).expand(rows).contiguous()
 
     random = np.random.default_rng(seed)
-    return ChoiceParameters(
+    return SamplingTensors(
         tensor(temperature, torch.float32),
         tensor(top_k, torch.int64),
         tensor(top_p, torch.float32),
@@ -46,7 +45,7 @@ def parameters(
     )
 
 
-def assert_as_reference(library: ctypes.CDLL, logits: torch.Tensor, asked: ChoiceParameters) -> None:
+def assert_as_reference(library: ctypes.CDLL, logits: torch.Tensor, asked: SamplingTensors) -> None:
     check_chosen(native_choose(library, logits, asked, threads=2), logits, asked)
 
 
@@ -165,7 +164,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch(library: ctypes.CDLL, s
     asked = parameters(5, top_p=[1.0, 0.9, 0.5, 1.0, 0.99], top_k=[0, 0, 40, 9, 0], seed=seed)
     together = native_choose(library, logits, asked, threads=2)
     alone = [
-        native_choose(library, logits[i : i + 1], ChoiceParameters(*(values[i : i + 1] for values in asked)), 1)
+        native_choose(library, logits[i : i + 1], SamplingTensors(*(values[i : i + 1] for values in asked)), 1)
         for i in range(5)
     ]
     assert together.tolist() == torch.cat(alone).tolist()

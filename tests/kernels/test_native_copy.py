@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native_copy import native_copy
+from lorikeet.kernels.native import load_library, native_copy, supported_instruction_sets
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
 

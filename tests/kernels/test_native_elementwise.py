@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from lorikeet.kernels.base import Batch, HeadNorms, kv_view
-from lorikeet.kernels.library import supported_instruction_sets
+from lorikeet.kernels.native import supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_linear import DTYPES, kernels

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native import NativeKernels
-from lorikeet.kernels.panels import PanelWeight
+from lorikeet.kernels.native import NativeKernels, PanelWeight, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
-from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native import NativeKernels
+from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
 
 LAYERS, LAYER = 2, 1

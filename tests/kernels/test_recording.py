@@ -14,8 +14,8 @@ from lorikeet.kernels.base import (
     LoraWeights,
     kv_view,
 )
-from lorikeet.kernels.recording import RecordingKernels
 from lorikeet.kernels.reference import ReferenceKernels
+from tests.support.recording_kernels import RecordingKernels
 
 
 def one_adapter(pieces: LoraPieces) -> LoraBatch:

@@ -25,7 +25,6 @@ from lorikeet.kernels.base import (
     LoraTargets,
     LoraWeights,
 )
-from lorikeet.kernels.choose import ChoiceParameters, choose, gumbel_noise
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu import attention as gpu_attention
 from lorikeet.kernels.gpu import draw as gpu_draw
@@ -34,6 +33,7 @@ from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
 from lorikeet.kernels.gpu.launch import INTERPRETED
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
 from tests.kernels.choices import check_chosen
@@ -415,7 +415,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return int(request.param)
 
 
-def assert_as_reference(logits: Tensor, asked: ChoiceParameters) -> None:
+def assert_as_reference(logits: Tensor, asked: SamplingTensors) -> None:
     assert TRITON.choose(logits, asked).tolist() == choose(logits, asked).tolist()
 
 
@@ -516,7 +516,7 @@ def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
     asked = parameters(
         5, temperature=[1.0, 0.7, 1.0, 0.0, 2.0], top_p=[1.0, 0.9, 0.5, 1.0, 0.99], top_k=[0, 0, 40, 9, 0]
     )
-    alone = [TRITON.choose(logits[i : i + 1], ChoiceParameters(*(each[i : i + 1] for each in asked))) for i in range(5)]
+    alone = [TRITON.choose(logits[i : i + 1], SamplingTensors(*(each[i : i + 1] for each in asked))) for i in range(5)]
     assert TRITON.choose(logits, asked).tolist() == torch.cat(alone).tolist()
     wide = torch.cat((logits, torch.full((5, 9), torch.nan, dtype=logits.dtype)), dim=1)[:, :VOCAB]
     assert TRITON.choose(wide, asked).tolist() == torch.cat(alone).tolist()
@@ -565,7 +565,7 @@ def test_chosen_tokens_are_the_references(
     hidden[:, 0] = False
     logits = logits.masked_fill(hidden, -torch.inf).to(dtype)
     temperature, top_k, top_p, min_p = zip(*asked, strict=True)
-    made: ChoiceParameters = parameters(len(asked), temperature, top_k, top_p, min_p, seed)
+    made: SamplingTensors = parameters(len(asked), temperature, top_k, top_p, min_p, seed)
     check_chosen(TRITON.choose(logits, made), logits, made)
 
 

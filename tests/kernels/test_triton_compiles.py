@@ -38,19 +38,19 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.engine.batch_builder import BatchRow, build_batch, lora_batch
-from lorikeet.engine.decode_graphs import DecodeGraphs
-from lorikeet.engine.first_steps import Once, compile_kernels
-from lorikeet.engine.rank_setup import RankModel
-from lorikeet.engine.sequences import Sequence as RunningSequence
 from lorikeet.kernels.base import LoraWeights, kv_view
-from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
-from lorikeet.models.layout import Layout
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.loading import WeightLayout
+from lorikeet.models.parallel import SingleRankGroup
+from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
+from lorikeet.worker.batch import SequenceState as RunningSequence
+from lorikeet.worker.decode_graphs import DecodeGraphs
+from lorikeet.worker.memory_profiling import EagerDevice, compile_kernels
+from lorikeet.worker.rank_setup import RankModel
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src/lorikeet/kernels/gpu").glob("*.py"))
@@ -283,7 +283,7 @@ class _Model:
             Path(folder, "config.json").write_text(json.dumps(SHAPES[name] | {"num_hidden_layers": 2}))
             config = read_model_config(Path(folder))
         kernels, geometry = TritonKernels(), config.geometry(dtype.itemsize)
-        decoder = Decoder(config, Layout(config, dtype, META, 0, 1).weights, kernels, SingleGroup())
+        decoder = Decoder(config, WeightLayout(config, dtype, META, 0, 1).weights, kernels, SingleRankGroup())
         arena = torch.empty(64, geometry.block_elements(BLOCK_TOKENS), dtype=dtype, device=META)
         self._kv = kv_view(arena, geometry.layers, BLOCK_TOKENS, geometry.kv_heads, geometry.head_dim)
         self._model = RankModel(config, decoder, kernels, dtype, META, geometry)
@@ -302,7 +302,7 @@ class _Model:
         self._compiler.step = f"{self._name} decode of {count} {' '.join(adapters)}".rstrip()
         names = [name.replace("*", str(i)) for i, name in enumerate(islice(cycle(adapters or ("",)), count))]
         rows = self._rows([(1, context, name) for name in sorted(names)])
-        device: Any = Once()
+        device: Any = EagerDevice()
         blocks = self._model.config.context_tokens // BLOCK_TOKENS
         graphs = DecodeGraphs(device, self._model, self._kv, MOST_ROWS, blocks)
         graphs.start(rows, lora_batch(rows, self._adapters, form), _choices(count))
@@ -333,9 +333,9 @@ class _Model:
         return made
 
 
-def _choices(rows: int) -> ChoiceParameters:
+def _choices(rows: int) -> SamplingTensors:
     floats, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
-    return ChoiceParameters(floats, ints, floats, floats, ints, ints)
+    return SamplingTensors(floats, ints, floats, floats, ints, ints)
 
 
 def serve_after_start(compiler: Compiler) -> list[Kernel]:

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.memory.adapter_blocks import AdapterLayout, Layouts
-from lorikeet.memory.adapter_writing import write_pieces
-from lorikeet.memory.packing import pack
+from lorikeet.memory.adapter_blocks import AdapterLayout, AdapterLayouts
+from lorikeet.memory.packing import pack, write_pieces
 
 Ranks = dict[str, tuple[int, ...]]
 Floats = NDArray[np.float32]
@@ -145,7 +144,7 @@ def test_an_adapter_passes_through_few_blocks_if_each_is_taken_in_time(
 
 def test_adapters_of_the_same_ranks_share_a_layout_and_not_their_places() -> None:
     geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
-    layouts = Layouts(geometry, 10)
+    layouts = AdapterLayouts(geometry, 10)
     first, second, other = (
         AdapterRef(AdapterName(name), AdapterDigest(name), "", {"q": (rank,), "v": (1,)}, 0)
         for name, rank in (("a", 3), ("b", 3), ("c", 2))

@@ -1,7 +1,7 @@
 """What is known of a route between the tiers."""
 
 from lorikeet.core.plan import TransferDone
-from lorikeet.memory.flights import RouteTotals
+from lorikeet.memory.transfers import RouteTotals
 
 
 def test_transfers_that_failed_say_nothing_of_the_time_that_blocks_take() -> None:

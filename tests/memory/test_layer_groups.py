@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.memory.layer_groups import block_runs, blocks_needed, layer_blocks, runs_needed
-from lorikeet.memory.packing import Packing, pack
+from lorikeet.memory.packing import AdapterPacking, block_runs, blocks_needed, layer_blocks, pack, runs_needed
 
 _ROW_ELEMENTS = 8
 
 
-def _packing(ranks: list[int], block_rows: int, modules: tuple[str, ...] = ("q",)) -> Packing:
+def _packing(ranks: list[int], block_rows: int, modules: tuple[str, ...] = ("q",)) -> AdapterPacking:
     """Pack an adapter with these ranks by layer; a block holds ``block_rows`` rank rows."""
     shape = ModuleShape(_ROW_ELEMENTS // 2, _ROW_ELEMENTS // 2)
     geometry = ModelGeometry(len(ranks), 1, 4, dict.fromkeys(LORA_MODULES, shape), 2)
@@ -21,7 +20,7 @@ def _packing(ranks: list[int], block_rows: int, modules: tuple[str, ...] = ("q",
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[Packing, int, tuple[tuple[int, int], ...]]:
+def _cases(draw: st.DrawFn) -> tuple[AdapterPacking, int, tuple[tuple[int, int], ...]]:
     ranks = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     modules = draw(st.sampled_from((("q",), ("q", "v"), ("q", "k", "v"))))
     cuts = draw(st.sets(st.integers(1, len(ranks)), max_size=5)) | {0, len(ranks)}
@@ -60,7 +59,7 @@ def test_groups_must_name_each_layer_once(groups: tuple[tuple[int, int], ...]) -
 
 
 @given(_cases())
-def test_runs_cover_every_block_once(case: tuple[Packing, int, tuple[tuple[int, int], ...]]) -> None:
+def test_runs_cover_every_block_once(case: tuple[AdapterPacking, int, tuple[tuple[int, int], ...]]) -> None:
     packing, _, groups = case
     order = [block for run in block_runs(packing, groups) for block in range(*run)]
     assert sorted(order) == list(range(packing.blocks))
@@ -68,7 +67,7 @@ def test_runs_cover_every_block_once(case: tuple[Packing, int, tuple[tuple[int, 
 
 @given(_cases())
 def test_a_layer_is_complete_with_its_group_and_not_before_its_blocks(
-    case: tuple[Packing, int, tuple[tuple[int, int], ...]],
+    case: tuple[AdapterPacking, int, tuple[tuple[int, int], ...]],
 ) -> None:
     packing, layers, groups = case
     runs = block_runs(packing, groups)

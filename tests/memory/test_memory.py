@@ -9,15 +9,15 @@ import pytest
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.leases import SequenceLease, Wait
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.policies import PREFETCH
-from lorikeet.memory.policies.base import Prefetch
+from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules
-from lorikeet.memory.tree import BASE, Kind, Moving
+from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.presets import PRESETS, Preset
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 ELORA, PLAIN = PRESETS["elora"], Preset()
@@ -72,7 +72,7 @@ def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_co
 def test_kv_that_makes_room_at_once_leaves_by_few_transfers(name: str, texts: int) -> None:
     """Of whatever branches and chosen however: as many as blocks would have to be started, chosen from and reported."""
     preset = msgspec.structs.replace(PRESETS[name], swap_interval_s=0.0)
-    bench = Bench(blocks=80, host_blocks=100, preset=preset, limits=Limits(8, 400, 400))
+    bench = Bench(blocks=80, host_blocks=100, preset=preset, limits=SchedulerLimits(8, 400, 400))
     for text in range(texts):
         ask(bench, f"r{text}", words(1000 * text, 70 // texts))
     ask(bench, "last", words(10_000, 70))
@@ -114,7 +114,7 @@ def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
 
 def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks() -> None:
     bench = Bench(blocks=10, host_blocks=20, preset=PRESETS["elora:s-lora"])
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 18, "six of three blocks each; a seventh does not fit"
     ask(bench, "x", [1, 2], "a0", blocks=3)
@@ -127,7 +127,7 @@ def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_
     bench = Bench(blocks=60, host_blocks=14, preset=PRESETS["elora"])
     ask(bench, "x", words(0, 12))
     memory, now = bench.memory, bench.clock.now()
-    memory.room.evict_kv(list(memory.tree.below(BASE))[: -kv - 1 : -1], now)
+    memory.evictor.evict_kv(list(memory.tree.below(BASE))[: -kv - 1 : -1], now)
     bench.run()
     assert memory.host_counts() == (14 - kv, kv, 0, 0)
     nodes = [memory.adapters.add(adapter(name, 3)) for name in "abc"]
@@ -140,17 +140,17 @@ def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_
 
 def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
     bench = Bench(blocks=30, host_blocks=20, preset=PRESETS["elora:s-lora"])
-    bench.engine.know_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
+    bench.engine.register_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 6
 
 
 def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier() -> None:
     bench = Bench(blocks=30, host_blocks=2, preset=PRESETS["elora:s-lora"])
-    bench.engine.know_adapters((adapter("b", 2),))
+    bench.engine.register_adapters((adapter("b", 2),))
     fill_host(bench)
     bench.engine.submit(request("long", [1, 2], 0.0, adapter("b", 2), max_tokens=40))
-    bench.engine.know_adapters((adapter("c", 2), adapter("a", 2)))
+    bench.engine.register_adapters((adapter("c", 2), adapter("a", 2)))
     bench.engine.submit(request("first", [1, 2], 0.0, adapter("a", 2), max_tokens=1))
     while RequestId("first") not in bench.finished():
         bench.step()
@@ -159,11 +159,11 @@ def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier
     for name in ("b", "c"):
         bench.engine.drop_adapter(AdapterDigest(f"digest-{name}"))
     node = bench.memory.tree.adapter(AdapterDigest("digest-a"))
-    while bench.memory.tree.moving[node] != Moving.READ:
+    while bench.memory.tree.moving[node] != NodeTransfer.READ:
         bench.engine.step()
     bench.engine.submit(request("second", [1, 2], bench.clock.now(), adapter("a", 2), max_tokens=2))
     bench.engine.step()
-    assert bench.memory.tree.moving[node] == Moving.READ
+    assert bench.memory.tree.moving[node] == NodeTransfer.READ
     assert [step.request_id for step in bench.plans[-1].sequences] == ["second"]
 
 
@@ -206,7 +206,7 @@ def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same(
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
     kept = bench.memory.host_counts().kv
     assert kept > 0
-    assert not bench.memory.room.make_host_room(11, 0.0)
+    assert not bench.memory.evictor.make_host_room(11, 0.0)
     assert bench.memory.host_counts().kv == kept
 
 
@@ -230,9 +230,9 @@ def test_kv_leaves_before_the_adapter_it_depends_on_and_later_kv_before_earlier(
     left = []
     while bench.memory.counts().cached:
         depths = tree.depth.copy()
-        before = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
-        assert bench.memory.room.make(bench.memory.counts().free + 1, 0, 10.0)
-        after = {n for n in range(tree.end) if tree.kind[n] >= Kind.ADAPTER and tree.on_device[n]}
+        before = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
+        assert bench.memory.evictor.make(bench.memory.counts().free + 1, 0, 10.0)
+        after = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
         left += [int(depths[n]) for n in before - after]
     assert left == [4, 3, 2, 1, 0]
 
@@ -262,7 +262,7 @@ def test_visits_and_last_uses_are_noted_on_arrival_along_the_matched_path() -> N
 
 
 def test_a_request_that_comes_from_another_engine_is_a_visit_and_one_that_gave_way_is_none_again() -> None:
-    source, bench = Bench(), Bench(blocks=14, limits=Limits(8, 64, 64))
+    source, bench = Bench(), Bench(blocks=14, limits=SchedulerLimits(8, 64, 64))
     source.engine.submit(request("moves", words(0, 2), 0.0, adapter("a", 2), max_tokens=24))
     while len(source.tokens.get(RequestId("moves"), [])) < 3:
         source.step()
@@ -296,10 +296,10 @@ def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_ha
     memory, tree, now = bench.memory, bench.memory.tree, bench.clock.now()
     first, second = tree.below(BASE)
     memory.tiers.adopt_on_host(first, memory.tiers.host.lease(1)[0])
-    memory.room.evict_kv([second], now)
+    memory.evictor.evict_kv([second], now)
     ((third,),) = tree.add_kv([second], [[b"key"]], now)
     memory.tiers.adopt([third], memory.tiers.lease_private(1))
-    memory.room.evict_kv([first], now)
+    memory.evictor.evict_kv([first], now)
     bench.run()
     assert not tree.on_device[[first, second, third]].any()
     assert memory.host_counts().kv == 3
@@ -311,7 +311,7 @@ def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_ha
 def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
     preset = PRESETS["vllm-static"]
     bench = Bench(blocks=40, host_blocks=0, preset=preset)
-    bench.engine.know_adapters((adapter("big", 4),))
+    bench.engine.register_adapters((adapter("big", 4),))
     for index in range(4):
         ask(bench, f"r{index}", [1, 2, 3], f"small{index}", blocks=1)
     assert len(bench.memory.resident()) == 2, "8 of 40 blocks are for adapters: two slots of four"
@@ -331,7 +331,7 @@ def test_an_adapter_too_large_for_its_share_is_refused_and_makes_no_slot_larger(
 
 
 def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> None:
-    bench = Bench(blocks=40, preset=PRESETS["vllm-static"], limits=Limits(8, 32, 64))
+    bench = Bench(blocks=40, preset=PRESETS["vllm-static"], limits=SchedulerLimits(8, 32, 64))
     for index in range(3):
         bench.engine.submit(request(f"r{index}", [1, 2], 0.0, adapter(f"a{index}", 4), max_tokens=20))
     bench.engine.submit(request("last", [3, 4], 0.0, adapter("a0", 4), max_tokens=3))
@@ -351,7 +351,7 @@ def test_s_lora_of_chameleon_frees_an_adapter_with_its_last_request_and_elora_s_
 
 def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> None:
     bench = Bench(blocks=40, host_blocks=80, preset=ELORA)
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(6)))
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(6)))
     fill_host(bench)
     for _ in range(8):
         bench.clock.advance(0.1)
@@ -368,7 +368,7 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
 def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(name: str) -> None:
     preset = msgspec.structs.replace(PRESETS[name], prefetch="all" if name != "elora" else PRESETS[name].prefetch)
     bench = Bench(blocks=100, preset=preset)
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))
     most = 0
     for _ in range(100):
         bench.clock.advance(0.1)
@@ -395,7 +395,7 @@ def test_who_wants_what_is_counted_only_where_a_policy_follows_the_queue(
 
 
 def test_a_full_device_is_cleared_to_95_percent_by_the_tick() -> None:
-    bench = Bench(blocks=40, host_blocks=80, preset=ELORA, limits=Limits(8, 64, 64))
+    bench = Bench(blocks=40, host_blocks=80, preset=ELORA, limits=SchedulerLimits(8, 64, 64))
     index = 0
     while bench.memory.counts().free:
         ask(bench, f"r{index}", words(100 * index, 3 if bench.memory.counts().free > 3 else 0))
@@ -427,7 +427,7 @@ def test_a_suspended_request_goes_on_with_the_blocks_it_left(name: str) -> None:
 
 
 def test_preemption_under_pressure_goes_over_the_host_and_loses_no_token() -> None:
-    bench = Bench(blocks=14, host_blocks=40, limits=Limits(8, 64, 64))
+    bench = Bench(blocks=14, host_blocks=40, limits=SchedulerLimits(8, 64, 64))
     for index in range(4):
         bench.engine.submit(request(f"r{index}", [index] * 6, float(index), max_tokens=24, seed=index))
     bench.run()
@@ -440,7 +440,7 @@ def test_preemption_under_pressure_goes_over_the_host_and_loses_no_token() -> No
 
 
 def test_when_everything_is_needed_requests_wait_and_all_are_answered() -> None:
-    bench = Bench(blocks=9, host_blocks=3, limits=Limits(8, 16, 24))
+    bench = Bench(blocks=9, host_blocks=3, limits=SchedulerLimits(8, 16, 24))
     for index in range(10):
         bench.engine.submit(request(f"r{index}", [index] * 9, 0.0, adapter(f"a{index % 4}", 3), max_tokens=8))
     bench.run(5_000)
@@ -468,7 +468,7 @@ def test_kv_that_arrived_leaves_the_device_with_its_sequence_if_earlier_kv_did_n
     bench = Bench(blocks=20, host_blocks=20)
     ask(bench, "x", words(0, 4))
     memory, now = bench.memory, bench.clock.now()
-    memory.room.evict_kv(list(memory.tree.below(BASE))[::-1], now)
+    memory.evictor.evict_kv(list(memory.tree.below(BASE))[::-1], now)
     bench.run()
     keys = memory.keys_of(None, words(0, 4))
     leases = [memory.try_admit(None, keys[:blocks], blocks * BLOCK_TOKENS + 1, now) for blocks in (1, 4)]
@@ -494,7 +494,7 @@ def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
 
 def test_an_adapter_dropped_while_its_load_is_under_way_is_freed_when_it_has_ended() -> None:
     bench = Bench(host_blocks=10, preset=PRESETS["elora:s-lora"])
-    bench.engine.know_adapters((adapter("a", 2),))
+    bench.engine.register_adapters((adapter("a", 2),))
     bench.engine.step()
     assert bench.engine.has_transfers
     bench.engine.drop_adapter(AdapterDigest("digest-a"))
@@ -525,7 +525,7 @@ def test_unload_frees_every_tier_and_reports_the_bytes() -> None:
 
 def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
     bench = Bench(blocks=40, host_blocks=0, preset=ELORA, failing=frozenset({AdapterDigest("digest-a")}))
-    bench.engine.know_adapters((adapter("a", 2),))
+    bench.engine.register_adapters((adapter("a", 2),))
     for _ in range(20):
         bench.clock.advance(0.1)
         bench.step()
@@ -536,9 +536,12 @@ def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
 def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read() -> None:
     is_out = [True]
     bench = Bench(
-        blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], fails=lambda each: is_out[0] and each.source is Tier.SOURCE
+        blocks=10,
+        host_blocks=40,
+        preset=PRESETS["elora:s-lora"],
+        fails=lambda each: is_out[0] and each.source is Tier.SOURCE,
     )
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
     for tries in (2, 4, 6):
         assert bench.engine.memory_stats().transfers["source-host"].failed == tries
@@ -552,8 +555,10 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
 
 
 def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_being_read() -> None:
-    bench = Bench(blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")}))
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
+    bench = Bench(
+        blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")})
+    )
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     began_s = bench.clock.now()
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 24
@@ -569,10 +574,10 @@ def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_
 
 def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind() -> None:
     bench = Bench(blocks=10, host_blocks=8, preset=PRESETS["elora:s-lora"])
-    bench.engine.know_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
+    bench.engine.register_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
     fill_host(bench)
     for index in range(20):
-        bench.engine.know_adapters((adapter(f"v{index}", 3),))
+        bench.engine.register_adapters((adapter(f"v{index}", 3),))
         bench.engine.drop_adapter(AdapterDigest(f"digest-v{index}"))
         bench.run()
     assert len(bench.memory.swapper._unread) == 1
@@ -580,7 +585,7 @@ def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind()
 
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
     bench = Bench(blocks=40, host_blocks=64, preset=ELORA)
-    bench.engine.know_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))
+    bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))
     bench.step()
     ask(bench, "x", [1, 2], "a7777", blocks=3)
     assert bench.finished()[RequestId("x")].reason is FinishReason.LENGTH
@@ -600,7 +605,7 @@ def test_an_idle_engine_comes_to_rest() -> None:
 def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_named_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class KvThenAdapters(Prefetch):
+    class KvThenAdapters(PrefetchPolicy):
         def targets(self, now: float) -> Iterator[int]:
             tree = self.view.tree
             yield from [node for node in tree.below(BASE) if tree.on_host[node]]
@@ -609,10 +614,10 @@ def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_na
     monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
     bench = Bench(blocks=30, host_blocks=4, preset=Preset(prefetch="kv-then-adapters", swap_interval_s=0.1))
     ask(bench, "x", words(0, 4))
-    bench.memory.room.make(30, 0, bench.clock.now())
+    bench.memory.evictor.make(30, 0, bench.clock.now())
     bench.run()
     assert bench.memory.host_counts().kv == 4, "the host is full of KV"
-    bench.engine.know_adapters((adapter("b", 2),))
+    bench.engine.register_adapters((adapter("b", 2),))
     bench.clock.advance(1.0)
     bench.run()
     ask(bench, "again", words(0, 4))
@@ -624,7 +629,7 @@ def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes(
     bench = Bench(blocks=20, host_blocks=40, preset=ELORA)
     bench.engine.submit(request("x", list(range(50)), max_tokens=4))
     bench.step()
-    bench.engine.know_adapters((adapter("a", 3),))
+    bench.engine.register_adapters((adapter("a", 3),))
     bench.step()
     assert not bench.memory.resident(), "the request has most of the device"
     bench.engine.abort(RequestId("x"))
@@ -650,7 +655,9 @@ def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
 
 def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
     bench = Bench(
-        blocks=20, preset=PRESETS["chameleon:s-lora"], limits=Limits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64)
+        blocks=20,
+        preset=PRESETS["chameleon:s-lora"],
+        limits=SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64),
     )
     bench.engine.submit(request("runs", [1, 2], 0.0, adapter("a", 2), max_tokens=3))
     bench.engine.submit(request("after", [1, 2], 0.0, adapter("b", 2), max_tokens=20))
@@ -671,7 +678,7 @@ def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() ->
     bench = Bench(
         blocks=20,
         preset=PRESETS["chameleon:no-scheduler"],
-        limits=Limits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
+        limits=SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64),
     )
     bench.engine.submit(request("gives way", words(0, 8), max_tokens=20))
     while not bench.tokens.get(RequestId("gives way")):
@@ -694,11 +701,11 @@ def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() 
         ask(bench, f"r{index}", words(1000 * index, blocks))
     bench.clock.advance(1.0)
     bench.step()
-    assert bench.memory.room.unused() == 3, "full is another thing"
+    assert bench.memory.evictor.unused() == 3, "full is another thing"
     ask(bench, "last", words(9000, 7))
     bench.clock.advance(1.0)
     bench.step()
-    assert bench.memory.room.unused() == 5
+    assert bench.memory.evictor.unused() == 5
 
 
 def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() -> None:
@@ -709,7 +716,7 @@ def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() ->
         bench.clock.advance(10.0)
     assert AdapterDigest("digest-a") not in bench.memory.resident()
     assert bench.engine.due_s < math.inf
-    bench.memory.room.clear(8, bench.clock.now(), 8)
+    bench.memory.evictor.clear(8, bench.clock.now(), 8)
     bench.clock.wait_until(bench.engine.due_s)
     bench.run()
     assert AdapterDigest("digest-a") in bench.memory.resident()
@@ -719,7 +726,7 @@ def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later(
     bench = Bench(
         blocks=20, host_blocks=20, preset=ELORA, fails=lambda each: each.target is Tier.DEVICE and not each.demand
     )
-    bench.engine.know_adapters((adapter("a", 2),))
+    bench.engine.register_adapters((adapter("a", 2),))
     fill_host(bench)
     for _ in range(3):
         bench.clock.advance(0.1)
@@ -733,16 +740,16 @@ def test_a_request_that_finds_no_room_offers_of_what_it_found_only_what_may_leav
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried at every step, and may have found thousands of blocks."""
-    bench = Bench(blocks=80, limits=Limits(8, 400, 400))
+    bench = Bench(blocks=80, limits=SchedulerLimits(8, 400, 400))
     ask(bench, "first", words(0, 40))
     memory, now = bench.memory, bench.clock.now()
     taken = memory.try_admit(None, [], 30 * BLOCK_TOKENS, now)
     assert isinstance(taken, SequenceLease)
     offered: list[int] = []
-    offer = memory.room.offer
-    monkeypatch.setattr(memory.room, "offer", lambda node: (offered.append(node), offer(node)))
+    offer = memory.evictor.offer
+    monkeypatch.setattr(memory.evictor, "offer", lambda node: (offered.append(node), offer(node)))
     keys = memory.keys_of(None, words(0, 40))
-    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is Wait.ROOM
+    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.ROOM
     assert [memory.tree.depth[node] for node in offered] == [40], "what all others are above"
     memory.release(taken, now)
 

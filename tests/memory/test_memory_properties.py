@@ -10,14 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import BringKv
+from lorikeet.core.messages import ImportKv
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Request
-from lorikeet.engine.scripted import token_by_seed
 from lorikeet.memory import swapper, tiers
 from lorikeet.presets import PRESETS
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
+from tests.support.scripted_executor import token_by_seed
 from tests.support.step_counts import count, counted, machine_settings
 
 NAMES = ("a", "b", "cccccc", "bad")
@@ -48,7 +48,9 @@ class Traffic(RuleBasedStateMachine):
             blocks=blocks,
             host_blocks=host_blocks,
             preset=PRESETS[preset],
-            limits=Limits(max_num_seqs=5, max_num_batched_tokens=budget, max_model_len=LONGEST, num_scheduler_steps=repeat),
+            limits=SchedulerLimits(
+                max_num_seqs=5, max_num_batched_tokens=budget, max_model_len=LONGEST, num_scheduler_steps=repeat
+            ),
             failing=frozenset({AdapterDigest("digest-bad")}),
             fails=self._fails,
         )
@@ -97,7 +99,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(names=st.sets(st.sampled_from(NAMES)))
     @counted
     def know(self, names: set[str]) -> None:
-        self.bench.engine.know_adapters(tuple(self._ref(name) for name in sorted(names)))
+        self.bench.engine.register_adapters(tuple(self._ref(name) for name in sorted(names)))
 
     @rule(steps=st.integers(1, 8))
     @counted
@@ -151,12 +153,12 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     @counted
-    def let_go(self, data: st.DataObject) -> None:
+    def export_with_kv(self, data: st.DataObject) -> None:
         """A request leaves, and its KV follows when it has been gathered."""
         self.bench.step()
         if live := self._live():
             request_id = data.draw(st.sampled_from(live))
-            exported = self.bench.engine.let_go(request_id)
+            exported = self.bench.engine.export_with_kv(request_id)
             assert exported is not None
             self.away[request_id] = exported
 
@@ -165,11 +167,11 @@ class Traffic(RuleBasedStateMachine):
     def come_back(self, brings: bool) -> None:
         """Perhaps with KV that is no longer here, or is still."""
         self.bench.step()
-        for request_id in [request_id for request_id in self.away if request_id in self.bench.departed]:
-            exported, departed = self.away.pop(request_id), self.bench.departed.pop(request_id)
+        for request_id in [request_id for request_id in self.away if request_id in self.bench.exported_kv]:
+            exported, exported_kv = self.away.pop(request_id), self.bench.exported_kv.pop(request_id)
             if brings:
-                count("blocks that departed", len(departed.keys))
-                self.bench.engine.bring_kv(BringKv(exported.adapter, departed.keys, departed.blocks))
+                count("blocks that exported_kv", len(exported_kv.keys))
+                self.bench.engine.import_kv(ImportKv(exported.adapter, exported_kv.keys, exported_kv.blocks))
             self.bench.engine.submit(exported)
 
     @invariant()
@@ -192,7 +194,7 @@ class Traffic(RuleBasedStateMachine):
     def _end(self) -> None:
         self.bench.run(3_000)
         self.come_back(brings=True)
-        assert not self.away, "a request that was let go never departed"
+        assert not self.away, "a request that was let go never exported_kv"
         self.bench.run(3_000)
         for (source, target), totals in self.bench.memory.tiers.totals.items():
             count(f"{source} to {target}", totals.transfers)

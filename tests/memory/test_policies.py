@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lorikeet.memory.policies import EVICTION, PREFETCH
-from lorikeet.memory.policies.base import Prefetch
+from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.policies.lru import Lru
-from lorikeet.memory.tree import BASE, Tree
+from lorikeet.memory.tree import BASE, DependencyTree
 from tests.memory.trees import bring_all, nodes_of, random_tree, roots_come_first, view_of
 
 
@@ -65,8 +65,8 @@ def test_the_least_recently_used_scores_lowest() -> None:
 
 
 def test_without_prefetch_nothing_is_named() -> None:
-    view = view_of(Tree())
+    view = view_of(DependencyTree())
     prefetch = PREFETCH["none"](view, Lru(view))
-    assert type(prefetch) is Prefetch
+    assert type(prefetch) is PrefetchPolicy
     assert list(prefetch.targets(0.0)) == []
     assert prefetch.evicts_below(1) == -np.inf

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorikeet.memory.policies.base import LOWEST
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.elora import Elora
-from lorikeet.memory.tree import BASE, Tree
+from lorikeet.memory.tree import BASE, DependencyTree
 from tests.memory.trees import add_adapter, add_kv, nodes_of, random_tree, view_of
 
 
@@ -27,7 +27,7 @@ def test_a_node_scores_the_sum_of_eval_over_its_branch(seed: int, data: st.DataO
 
 
 def test_sums_of_nodes_so_old_that_their_eval_underflows_still_differ() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     one, two = add_adapter(tree), add_adapter(tree)
     add_kv(tree, two)
     scores = Bfs(view_of(tree)).scores(np.array([one, two]), 1e6)
@@ -35,7 +35,7 @@ def test_sums_of_nodes_so_old_that_their_eval_underflows_still_differ() -> None:
 
 
 def test_all_kv_of_the_base_is_a_branch_too() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     kv = [add_kv(tree, BASE) for _ in range(3)]
     policy = Bfs(view_of(tree))
     scores = policy.scores(np.array([BASE, *kv]), 0.0)

@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies import EVICTION
-from lorikeet.memory.policies.base import View
+from lorikeet.memory.policies.base import MemoryView
 from lorikeet.memory.policies.chameleon import Chameleon
 from lorikeet.memory.policies.lru import Lru
-from lorikeet.memory.tree import BASE, Tree
+from lorikeet.memory.tree import BASE, DependencyTree
 from tests.memory.trees import add_adapter, add_kv, view_of
 
 
 def three(name: str) -> tuple[Chameleon, list[int]]:
     """a: used often, long ago, small; b: just now, small; c: large."""
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree, rank=rank, last_use_s=last) for rank, last in ((8, 100.0), (8, 110.0), (128, 102.0))]
     policy = EVICTION[name](view_of(tree))
     assert isinstance(policy, Chameleon)
@@ -53,7 +53,7 @@ adapters = st.lists(
 
 def used(given_adapters: list[tuple[int, int, int]], **weights: float) -> tuple[Chameleon, np.ndarray]:
     """Adapters of (rank, uses, last use)."""
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree, rank=rank, last_use_s=last) for rank, _, last in given_adapters]
     policy = Chameleon(view_of(tree), **weights)
     for node, (_, uses, _) in zip(nodes, given_adapters, strict=True):
@@ -116,7 +116,7 @@ def test_uses_are_forgotten_though_nobody_asks_for_scores() -> None:
 
 
 def test_recency_and_frequency_are_relative_to_who_is_resident_now() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     here = [add_adapter(tree, last_use_s=last) for last in (10.0, 20.0)]
     away = add_adapter(tree, there=False, rank=128, last_use_s=100.0)
     policy = Chameleon(view_of(tree))
@@ -128,7 +128,7 @@ def test_recency_and_frequency_are_relative_to_who_is_resident_now() -> None:
 
 
 def test_an_adapter_that_takes_the_place_of_a_forgotten_one_has_its_own_rank_and_uses() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     gone, other = add_adapter(tree, rank=128), add_adapter(tree, rank=16)
     policy = Chameleon(view_of(tree), recency=0.0)
     policy.admitted(gone, [], 0.0)
@@ -143,10 +143,10 @@ def test_an_adapter_that_takes_the_place_of_a_forgotten_one_has_its_own_rank_and
 
 
 def test_kv_leaves_before_any_adapter() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree)
     kv = add_kv(tree, BASE)
-    policy = Chameleon(View(tree, 10))
+    policy = Chameleon(MemoryView(tree, 10))
     policy.view.waiting = {BASE: 1}
     scores = policy.scores(np.array([adapter, kv]), 0.0)
     assert scores[1] < 0 <= scores[0]

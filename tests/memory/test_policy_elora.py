@@ -16,7 +16,7 @@ from lorikeet.memory.policies.elora import (
     quantity_coefficient,
     required_adapters,
 )
-from lorikeet.memory.tree import BASE, Tree
+from lorikeet.memory.tree import BASE, DependencyTree
 from tests.memory.trees import add_adapter, add_kv, nodes_of, random_tree, view_of
 
 
@@ -50,21 +50,21 @@ def test_the_coefficient_rises_to_1_and_is_1_if_nothing_is_required() -> None:
 
 @pytest.mark.parametrize(("age", "expected"), [(0, 0.5), (1, 0.269), (5, 6.7e-3), (10, 4.5e-5), (100, 3.7e-44)])
 def test_recency_is_one_minus_sigmoid(age: float, expected: float) -> None:
-    tree = Tree()
+    tree = DependencyTree()
     node = add_kv(tree, BASE)
     score = Elora(view_of(tree), tau_s=1.0).scores(np.array([node]), age)[0]
     assert math.exp(score) == pytest.approx(expected, rel=0.02)
 
 
 def test_ages_at_which_the_printed_form_is_0_or_overflows_keep_their_order() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_kv(tree, BASE, last_use_s=last) for last in (0.0, 900.0, 960.0, 963.0)]
     assert 1 - 1 / (1 + math.exp(-37.0)) == 0.0
     scores = Elora(view_of(tree), tau_s=1.0).scores(np.array(nodes), 1000.0)
     assert scores == pytest.approx([-1000.0, -100.0, -40.0, -37.0])
 
 
-def plain_score(tree: Tree, node: int, now: float, tau_s: float, without: Factor | None) -> float:
+def plain_score(tree: DependencyTree, node: int, now: float, tau_s: float, without: Factor | None) -> float:
     """Equation 5, factor by factor."""
     cost = 1.0 if without is Factor.COST else float(tree.size[node])
     visit = 1.0 if without is Factor.VISIT else float(tree.visits[node])
@@ -82,7 +82,7 @@ def test_scores_are_those_of_the_plain_formula(seed: int, now: float, tau_s: flo
 
 
 def test_an_adapter_that_nobody_asked_for_yet_has_the_lowest_score_and_still_a_number() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     never, old = add_adapter(tree, visits=0), add_adapter(tree, visits=1)
     scores = Elora(view_of(tree)).scores(np.array([never, old]), 1e9)
     assert scores[0] == LOWEST
@@ -91,7 +91,7 @@ def test_an_adapter_that_nobody_asked_for_yet_has_the_lowest_score_and_still_a_n
 
 
 def test_a_larger_adapter_is_worth_more_unless_cost_is_left_out() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = np.array([add_adapter(tree, size=5), add_adapter(tree, size=10)])
     view = view_of(tree)
     assert np.diff(Elora(view).scores(nodes, 1.0)) == pytest.approx(math.log(2))
@@ -103,7 +103,7 @@ def test_a_larger_adapter_is_worth_more_unless_cost_is_left_out() -> None:
 
 def with_adapters(there: int, away: int, **options: object) -> Elora:
     """Adapters used alike, and a batch of 32 for the last 5 seconds."""
-    tree = Tree()
+    tree = DependencyTree()
     for n in range(there + away):
         add_adapter(tree, there=n < there)
     policy = Elora(view_of(tree), **options)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def test_where_nothing_runs_no_adapter_is_required() -> None:
 
 
 def test_a_batch_counts_as_1_at_least_while_a_request_waits() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     for _ in range(2):
         add_adapter(tree, there=False)
     policy = Elora(view_of(tree))
@@ -170,7 +170,7 @@ def test_a_batch_counts_as_1_at_least_while_a_request_waits() -> None:
 
 
 def test_requests_of_the_base_need_no_adapter() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     add_adapter(tree, visits=1)
     tree.visits[BASE] = 3
     policy = Elora(view_of(tree))

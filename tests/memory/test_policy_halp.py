@@ -6,13 +6,13 @@ import numpy as np
 
 from lorikeet.memory.policies import halp
 from lorikeet.memory.policies.halp import Halp
-from lorikeet.memory.tree import Kind, Tree
+from lorikeet.memory.tree import DependencyTree, NodeKind
 from tests.memory.trees import add_adapter, arrive, leave, view_of
 
 
 def replay(seed: int, proposals: int) -> tuple[list[int], int]:
     """Serve a few adapters again and again beside others that come once; return who left, and misses of the few."""
-    chance, tree = random.Random(seed), Tree()
+    chance, tree = random.Random(seed), DependencyTree()
     few = [add_adapter(tree, there=False, visits=0) for _ in range(4)]
     once = iter([add_adapter(tree, there=False, visits=0) for _ in range(1500)])
     policy, victims, missed = Halp(view_of(tree)), [], 0
@@ -24,7 +24,7 @@ def replay(seed: int, proposals: int) -> tuple[list[int], int]:
         if tree.on_device[node]:
             continue
         missed += node in few and now > 500
-        there = np.flatnonzero(tree.on_device & (tree.kind == Kind.ADAPTER))
+        there = np.flatnonzero(tree.on_device & (tree.kind == NodeKind.ADAPTER))
         if len(there) == 8:
             oldest = there[np.argsort(policy.scores(there, now), kind="stable")][:proposals].tolist()
             victims.append(policy.choose(oldest, now))
@@ -34,7 +34,7 @@ def replay(seed: int, proposals: int) -> tuple[list[int], int]:
 
 
 def test_at_first_the_least_recently_used_leaves() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree, last_use_s=last, size=size) for last, size in ((1.0, 9), (2.0, 1), (3.0, 5))]
     policy = Halp(view_of(tree))
     assert policy.scores(np.array(nodes), 4.0).tolist() == [1.0, 2.0, 3.0]
@@ -51,7 +51,7 @@ def test_the_same_requests_have_the_same_victims() -> None:
 
 
 def test_a_decision_is_judged_by_whichever_of_the_two_is_used_first() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree, last_use_s=last, size=size) for last, size in ((1.0, 9), (2.0, 1))]
     right, wrong, unknown = (Halp(view_of(tree)) for _ in range(3))
     for policy in (right, wrong, unknown):
@@ -65,7 +65,7 @@ def test_a_decision_is_judged_by_whichever_of_the_two_is_used_first() -> None:
 
 
 def test_only_so_many_decisions_wait_for_their_outcome() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree) for _ in range(4)]
     policy = Halp(view_of(tree))
     for _ in range(3000):

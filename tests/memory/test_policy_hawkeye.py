@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies.hawkeye import Hawkeye, OptGen
-from lorikeet.memory.tree import Tree
+from lorikeet.memory.tree import DependencyTree
 from tests.memory.trees import add_adapter, add_kv, view_of
 
 
@@ -86,7 +86,7 @@ def test_optgen_counts_sizes() -> None:
 def test_computed_kv_counts_as_accessed() -> None:
     friendly = []
     for computed in (6, 7):
-        tree = Tree()
+        tree = DependencyTree()
         adapter, other = add_adapter(tree), add_adapter(tree)
         policy = Hawkeye(view_of(tree, device_blocks=1))
         policy.arrived(adapter, [], 0.0)
@@ -99,7 +99,7 @@ def test_computed_kv_counts_as_accessed() -> None:
 
 
 def test_nodes_of_an_adapter_whose_kv_does_not_come_again_in_time_leave_first() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     used, scanned = add_adapter(tree, size=2), add_adapter(tree, size=2)
     mine = add_kv(tree, used)
     others = [[add_kv(tree, scanned) for _ in range(3)] for _ in range(20)]
@@ -115,7 +115,7 @@ def test_nodes_of_an_adapter_whose_kv_does_not_come_again_in_time_leave_first() 
 
 
 def test_of_friendly_nodes_the_least_recently_accessed_leaves_first_and_makes_its_adapter_less_friendly() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapters = [add_adapter(tree) for _ in range(2)]
     policy = Hawkeye(view_of(tree))
     for adapter in adapters:
@@ -132,7 +132,7 @@ def test_of_friendly_nodes_the_least_recently_accessed_leaves_first_and_makes_it
 
 
 def test_a_node_that_takes_the_place_of_a_forgotten_one_was_never_accessed() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree)
     gone = add_kv(tree, adapter)
     policy = Hawkeye(view_of(tree))

@@ -8,28 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies import prefetch as prefetching
-from lorikeet.memory.policies.base import Eviction, is_prefetchable, stays
+from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches, NewestFirst
 from lorikeet.memory.policies.rrip import Srrip
-from lorikeet.memory.tree import BASE, Kind, Moving, Tree
+from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer
 from tests.memory.trees import add_adapter, add_kv, bring_all, nodes_of, random_tree, roots_come_first, score, view_of
 
 NOW = 100.0
 
 
-def plain_order(tree: Tree, eviction: Eviction) -> Iterator[int]:
+def plain_order(tree: DependencyTree, eviction: EvictionPolicy) -> Iterator[int]:
     """Algorithm D as it is written: of all candidates take the best, then look again."""
     named: set[int] = set()
     while True:
         candidates = []
         for node in set(nodes_of(tree)) - named:
             parent = int(tree.parent[node])
-            is_open = tree.kind[node] == Kind.ADAPTER or parent in named or stays(tree, np.array([parent]))[0]
+            is_open = tree.kind[node] == NodeKind.ADAPTER or parent in named or stays(tree, np.array([parent]))[0]
             if is_open and is_prefetchable(tree, node):
-                offset = eviction.adapter_offset_in(NOW) if tree.kind[node] == Kind.KV else 0.0
+                offset = eviction.adapter_offset_in(NOW) if tree.kind[node] == NodeKind.KV else 0.0
                 candidates.append((-(tree.score[node] - offset), -tree.last_use_s[node], tree.depth[node], node))
         if not candidates:
             return
@@ -38,13 +38,13 @@ def plain_order(tree: Tree, eviction: Eviction) -> Iterator[int]:
         yield node
 
 
-def moved(order: Iterator[int], tree: Tree) -> list[int]:
+def moved(order: Iterator[int], tree: DependencyTree) -> list[int]:
     """Bring the adapters of an order as they are named."""
     named = []
     for node in order:
         named.append(node)
-        if tree.kind[node] == Kind.ADAPTER:
-            tree.moving[node] = Moving.IN
+        if tree.kind[node] == NodeKind.ADAPTER:
+            tree.moving[node] = NodeTransfer.IN
     return named
 
 
@@ -75,7 +75,7 @@ def test_everything_is_brought_in_the_end_even_adapters_that_nobody_asked_for() 
 
 
 def test_without_any_adapter_the_first_to_come_is_one_however_good_kv_is() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     add_kv(tree, BASE, there=False, visits=1000, last_use_s=NOW)
     adapter = add_adapter(tree, there=False, visits=1)
     eviction = Elora(view_of(tree))
@@ -85,7 +85,7 @@ def test_without_any_adapter_the_first_to_come_is_one_however_good_kv_is() -> No
 
 
 def test_each_adapter_that_comes_makes_the_next_less_urgent() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     add_adapter(tree, visits=100)
     adapters = [add_adapter(tree, there=False, visits=100) for _ in range(5)]
     kv = add_kv(tree, BASE, there=False, visits=140)
@@ -98,17 +98,17 @@ def test_each_adapter_that_comes_makes_the_next_less_urgent() -> None:
 
 
 def test_kv_below_an_adapter_that_is_passed_over_is_not_named() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree, there=False)
     add_kv(tree, adapter, there=False)
     assert list(BestFirst(view_of(tree), Lru(view_of(tree))).targets(NOW)) == [adapter]
 
 
 def test_what_moves_or_is_to_be_freed_is_not_named_nor_what_hangs_below_a_leaving_node() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     coming, retired, leaving = (add_adapter(tree, there=there) for there in (False, False, True))
-    tree.moving[coming], tree.adapters[retired].retired = Moving.READ, True
-    tree.moving[leaving] = Moving.OUT
+    tree.moving[coming], tree.adapters[retired].retired = NodeTransfer.READ, True
+    tree.moving[leaving] = NodeTransfer.OUT
     add_kv(tree, leaving, there=False)
     view = view_of(tree)
     for prefetch in (BestFirst(view, Lru(view)), Branches(view, Bfs(view))):
@@ -116,7 +116,7 @@ def test_what_moves_or_is_to_be_freed_is_not_named_nor_what_hangs_below_a_leavin
 
 
 def test_with_last_uses_as_scores_the_newest_come_first() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree, last_use_s=9.0)
     old, new = (add_kv(tree, adapter, there=False, last_use_s=last) for last in (1.0, 5.0))
     child = add_kv(tree, old, there=False, last_use_s=8.0)
@@ -134,7 +134,7 @@ def test_newest_first_does_not_look_at_scores() -> None:
 
 
 def test_without_the_tree_any_kv_on_the_host_is_named_by_itself() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree, there=False, visits=1)
     first = add_kv(tree, adapter, there=False, visits=2)
     second = add_kv(tree, first, there=False, visits=3)
@@ -143,7 +143,7 @@ def test_without_the_tree_any_kv_on_the_host_is_named_by_itself() -> None:
 
 
 def test_branches_come_one_after_another_the_largest_sum_first() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     small, large = (add_adapter(tree, there=False, visits=visits) for visits in (5, 1))
     below_small = add_kv(tree, small, there=False)
     below_large = [add_kv(tree, large, there=False, visits=2) for _ in range(4)]

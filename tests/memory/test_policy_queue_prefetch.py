@@ -10,14 +10,14 @@ from lorikeet.memory.policies.chameleon import PROTECTED, WANTED, Chameleon
 from lorikeet.memory.policies.histogram_prefetch import GapHistogram, HistogramPrefetch
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
-from lorikeet.memory.tree import BASE, Moving, Tree
+from lorikeet.memory.tree import BASE, DependencyTree, NodeTransfer
 from tests.memory.trees import add_adapter, arrive, view_of
 
 
 def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     third, here, first, coming = (add_adapter(tree, there=there) for there in (False, True, False, False))
-    tree.moving[coming] = Moving.READ
+    tree.moving[coming] = NodeTransfer.READ
     view = view_of(tree)
     view.waiting = {first: 2, BASE: 1, here: 1, coming: 1, third: 1}
     prefetch = QueuePrefetch(view, Chameleon(view))
@@ -26,7 +26,7 @@ def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -
 
 
 def test_room_for_the_queue_is_made_of_tier_1_only() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     idle, wanted, away = (add_adapter(tree, there=there) for there in (True, True, False))
     view = view_of(tree)
     view.waiting = {wanted: 1, away: 1}
@@ -40,7 +40,7 @@ def test_room_for_the_queue_is_made_of_tier_1_only() -> None:
 
 
 def test_where_the_eviction_policy_knows_no_tiers_nobody_leaves_for_the_queue() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     view = view_of(tree)
     assert QueuePrefetch(view, Lru(view)).evicts_below(add_adapter(tree, there=False)) == -np.inf
 
@@ -49,9 +49,9 @@ def test_where_the_eviction_policy_knows_no_tiers_nobody_leaves_for_the_queue() 
 
 
 def test_every_known_adapter_is_named_but_those_that_are_there_or_move() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     first, _, second, coming = (add_adapter(tree, there=there) for there in (False, True, False, False))
-    tree.moving[coming] = Moving.READ
+    tree.moving[coming] = NodeTransfer.READ
     view = view_of(tree)
     prefetch = AllPrefetch(view, Lru(view))
     assert list(prefetch.targets(0.0)) == [first, second]
@@ -71,7 +71,7 @@ class Regular:
     """One adapter that a request arrives for about every 10 seconds, the last at 100 s; nobody has loaded it."""
 
     def __init__(self, arrivals: int = 11) -> None:
-        self.tree = Tree()
+        self.tree = DependencyTree()
         self.other, self.adapter = add_adapter(self.tree), add_adapter(self.tree, there=False)
         self.view = view_of(self.tree)
         self.eviction = Chameleon(self.view)
@@ -183,7 +183,7 @@ def test_a_forgotten_adapter_is_not_expected_any_more_nor_is_who_takes_its_place
 
 
 def test_requests_of_the_base_are_not_predicted() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     view = view_of(tree)
     prefetch = HistogramPrefetch(view, Chameleon(view))
     for number in range(20):

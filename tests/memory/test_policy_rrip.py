@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies.rrip import Srrip
-from lorikeet.memory.tree import Tree
+from lorikeet.memory.tree import DependencyTree
 from tests.memory.trees import add_adapter, add_kv, arrive, leave, view_of
 
 
@@ -28,7 +28,7 @@ def textbook(trace: list[int], capacity: int) -> list[int]:
 
 @given(st.lists(st.integers(0, 8), max_size=200), st.integers(1, 6))
 def test_who_leaves_is_who_leaves_by_the_textbook(trace: list[int], capacity: int) -> None:
-    tree = Tree()
+    tree = DependencyTree()
     nodes = [add_adapter(tree, there=False) for _ in range(9)]
     policy = Srrip(view_of(tree))
     victims = []
@@ -48,7 +48,7 @@ def test_who_leaves_is_who_leaves_by_the_textbook(trace: list[int], capacity: in
 
 
 def test_a_hit_of_what_lies_on_the_host_is_none() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     adapter = add_adapter(tree)
     here, away = add_kv(tree, adapter), add_kv(tree, adapter, there=False)
     policy = Srrip(view_of(tree))
@@ -59,7 +59,7 @@ def test_a_hit_of_what_lies_on_the_host_is_none() -> None:
 
 
 def test_nodes_beyond_the_first_size_of_the_tree_are_known() -> None:
-    tree = Tree()
+    tree = DependencyTree()
     policy = Srrip(view_of(tree))
     adapter = add_adapter(tree)
     policy.inserted([adapter], 0.0)

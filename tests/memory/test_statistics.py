@@ -8,16 +8,16 @@ from lorikeet.memory.blocks import BlockPool
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import NO_NODE, Kind, Tree
+from lorikeet.memory.tree import NO_NODE, DependencyTree, NodeKind
 from tests.memory.trees import add_adapter, add_kv, random_tree
 
 
-def invalid(tree: Tree) -> int:
+def invalid(tree: DependencyTree) -> int:
     tiers = Tiers(tree, BlockPool(1), BlockPool(1), dependent=False)
     return MemoryCounters(tiers, MemoryRules(dependent=False)).stats(1, 0).invalid_kv_bytes
 
 
-def is_valid(tree: Tree, node: int) -> bool:
+def is_valid(tree: DependencyTree, node: int) -> bool:
     """By going up."""
     while node != NO_NODE and tree.on_device[node]:
         node = int(tree.parent[node])
@@ -28,15 +28,15 @@ def is_valid(tree: Tree, node: int) -> bool:
 def test_without_the_tree_kv_is_invalid_whose_adapter_or_earlier_kv_is_away(seed: int, data: st.DataObject) -> None:
     tree = random_tree(seed)
     for node in range(tree.end):
-        if tree.kind[node] == Kind.KV:
+        if tree.kind[node] == NodeKind.KV:
             tree.on_device[node] = data.draw(st.integers(0, 9)) > 0
-    there = [node for node in range(tree.end) if tree.kind[node] == Kind.KV and tree.on_device[node]]
+    there = [node for node in range(tree.end) if tree.kind[node] == NodeKind.KV and tree.on_device[node]]
     assert invalid(tree) == sum(not is_valid(tree, node) for node in there)
 
 
 @pytest.mark.parametrize("away", range(10))
 def test_kv_is_invalid_however_far_above_something_is_missing(away: int) -> None:
-    tree = Tree()
+    tree = DependencyTree()
     path = [add_adapter(tree)]
     for _ in range(9):
         path.append(add_kv(tree, path[-1]))

@@ -7,8 +7,8 @@ import numpy as np
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.memory.policies.base import Eviction, Prefetch, View
-from lorikeet.memory.tree import BASE, NO_NODE, Kind, Moving, Tree
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy
+from lorikeet.memory.tree import BASE, NO_NODE, DependencyTree, NodeKind, NodeTransfer
 
 _KEYS = count()
 
@@ -17,16 +17,16 @@ def reference(name: str, rank: int = 8) -> AdapterRef:
     return AdapterRef(AdapterName(name), AdapterDigest(name), "", {"q_proj": (rank,)}, 0)
 
 
-def view_of(tree: Tree, device_blocks: int = 1000) -> View:
-    return View(tree, device_blocks, resident_adapters=lambda: resident(tree))
+def view_of(tree: DependencyTree, device_blocks: int = 1000) -> MemoryView:
+    return MemoryView(tree, device_blocks, resident_adapters=lambda: resident(tree))
 
 
-def resident(tree: Tree) -> int:
-    return sum(bool(tree.on_device[node]) or tree.moving[node] == Moving.IN for node in tree.adapters)
+def resident(tree: DependencyTree) -> int:
+    return sum(bool(tree.on_device[node]) or tree.moving[node] == NodeTransfer.IN for node in tree.adapters)
 
 
 def add_adapter(
-    tree: Tree,
+    tree: DependencyTree,
     *,
     there: bool = True,
     size: int = 1,
@@ -40,7 +40,7 @@ def add_adapter(
     return node
 
 
-def add_kv(tree: Tree, parent: int, *, there: bool = True, visits: float = 1, last_use_s: float = 0.0) -> int:
+def add_kv(tree: DependencyTree, parent: int, *, there: bool = True, visits: float = 1, last_use_s: float = 0.0) -> int:
     """A block of KV on the device, or else on the host."""
     ((node,),) = tree.add_kv([parent], [[str(next(_KEYS)).encode()]], last_use_s)
     tree.visits[node], tree.on_host[node] = visits, not there
@@ -49,26 +49,26 @@ def add_kv(tree: Tree, parent: int, *, there: bool = True, visits: float = 1, la
     return node
 
 
-def arrive(tree: Tree, node: int) -> None:
+def arrive(tree: DependencyTree, node: int) -> None:
     tree.on_device[node] = True
-    if tree.kind[node] == Kind.KV:
+    if tree.kind[node] == NodeKind.KV:
         tree.children_on_device[tree.parent[node]] += 1
 
 
-def leave(tree: Tree, node: int) -> None:
+def leave(tree: DependencyTree, node: int) -> None:
     tree.on_device[node] = False
-    if tree.kind[node] == Kind.KV:
+    if tree.kind[node] == NodeKind.KV:
         tree.on_host[node] = True
         tree.children_on_device[tree.parent[node]] -= 1
 
 
-def nodes_of(tree: Tree) -> list[int]:
-    return np.flatnonzero(tree.kind >= Kind.ADAPTER).tolist()
+def nodes_of(tree: DependencyTree) -> list[int]:
+    return np.flatnonzero(tree.kind >= NodeKind.ADAPTER).tolist()
 
 
-def random_tree(seed: int, adapters: int = 5, kv: int = 40, *, few_values: bool = False) -> Tree:
+def random_tree(seed: int, adapters: int = 5, kv: int = 40, *, few_values: bool = False) -> DependencyTree:
     """Some of everything; the device holds a connected part of it, as the tree rule demands."""
-    chance, tree = random.Random(seed), Tree()
+    chance, tree = random.Random(seed), DependencyTree()
     numbers = [1.0, 2.0] if few_values else [chance.uniform(1, 50) for _ in range(100)]
     nodes = [BASE]
     for _ in range(adapters):
@@ -91,26 +91,26 @@ def random_tree(seed: int, adapters: int = 5, kv: int = 40, *, few_values: bool 
     return tree
 
 
-def score(tree: Tree, eviction: Eviction, now: float) -> None:
+def score(tree: DependencyTree, eviction: EvictionPolicy, now: float) -> None:
     nodes = np.array(nodes_of(tree), int)
     tree.score[nodes] = eviction.scores(nodes, now)
 
 
-def bring_all(prefetch: Prefetch, tree: Tree, now: float) -> list[int]:
+def bring_all(prefetch: PrefetchPolicy, tree: DependencyTree, now: float) -> list[int]:
     """Bring what is named as the swapper does: adapters at once, KV at the end; return it."""
     score(tree, prefetch.eviction, now)
     named = []
     for node in prefetch.targets(now):
         named.append(node)
-        if tree.kind[node] == Kind.ADAPTER:
-            tree.moving[node] = Moving.IN
+        if tree.kind[node] == NodeKind.ADAPTER:
+            tree.moving[node] = NodeTransfer.IN
     for node in named:
-        tree.moving[node] = Moving.NO
+        tree.moving[node] = NodeTransfer.NO
         arrive(tree, node)
     return named
 
 
-def roots_come_first(tree: Tree, named: list[int]) -> bool:
+def roots_come_first(tree: DependencyTree, named: list[int]) -> bool:
     """Whether no node was named before its parent, given where nodes were before."""
     before = set(named)
     for node in named:

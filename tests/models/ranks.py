@@ -12,7 +12,7 @@ from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
-from lorikeet.models.parallel import DistributedGroup, Group
+from lorikeet.models.parallel import DistributedRankGroup, RankGroup
 from tests.models.arenas import Arena
 
 RANK = 5
@@ -34,7 +34,7 @@ def adapter_factors(config: ModelConfig) -> dict[tuple[int, str], tuple[Tensor, 
     }
 
 
-def run_steps(folder: Path, group: Group) -> Tensor:
+def run_steps(folder: Path, group: RankGroup) -> Tensor:
     """Return all logits of a prefill beside an adapter's prefill, then of a decode of both."""
     config = read_model_config(folder)
     weights = load_weights(folder, config, torch.float32, rank=group.rank, tensor_parallel=group.size)
@@ -58,7 +58,7 @@ def main() -> None:
     """Run one rank; rank 0 saves the logits."""
     folder, meeting, rank, size, result = sys.argv[1:]
     torch.set_num_threads(1)
-    group = DistributedGroup(int(rank), int(size), f"file://{meeting}")
+    group = DistributedRankGroup(int(rank), int(size), f"file://{meeting}")
     logits = run_steps(Path(folder), group)
     same = group.broadcast(logits.clone())
     if not torch.equal(same, logits):

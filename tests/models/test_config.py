@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lorikeet.core.geometry import ModuleShape
-from lorikeet.models.config import ModelConfigError, read_model_config
-from lorikeet.models.rope import RopeScaling
+from lorikeet.models.config import ModelConfigError, RopeScaling, read_model_config
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

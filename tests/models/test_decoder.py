@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.recording import RecordingKernels
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.parallel import SingleRankGroup
 from tests.models.arenas import Arena
 from tests.models.checkpoints import SIZES, VARIANTS, make_checkpoint, oracle_logits
+from tests.support.recording_kernels import RecordingKernels
 
 TOLERANCE = 1e-4
 
@@ -30,7 +30,7 @@ def decoder_and_arena(folder: Path) -> tuple[Decoder, Arena]:
     """Return a decoder of the checkpoint and an empty arena for it."""
     config = read_model_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    return Decoder(config, weights, ReferenceKernels(), SingleGroup()), Arena.make(config)
+    return Decoder(config, weights, ReferenceKernels(), SingleRankGroup()), Arena.make(config)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -77,7 +77,7 @@ def test_logits_are_given_for_the_sample_rows_alone_and_in_the_weights_dtype(tmp
     make_checkpoint(tmp_path, "llama")
     config = read_model_config(tmp_path)
     weights = load_weights(tmp_path, config, torch.bfloat16)
-    decoder = Decoder(config, weights, ReferenceKernels(), SingleGroup())
+    decoder = Decoder(config, weights, ReferenceKernels(), SingleRankGroup())
     arena = Arena.make(config)
     batch = arena.batch([("a", tokens(6, seed=2)), ("b", tokens(5, seed=3))])
     kv = arena.kv.bfloat16()
@@ -91,7 +91,7 @@ def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     config = read_model_config(tmp_path)
     kernels = RecordingKernels(ReferenceKernels())
-    decoder = Decoder(config, load_weights(tmp_path, config, torch.float32), kernels, SingleGroup())
+    decoder = Decoder(config, load_weights(tmp_path, config, torch.float32), kernels, SingleRankGroup())
     arena = Arena.make(config)
     decoder.forward(arena.batch([("a", tokens(6, seed=2))]), arena.kv)
     names = [call[0] for call in kernels.calls]

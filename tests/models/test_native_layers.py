@@ -10,14 +10,12 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraWeights
-from lorikeet.kernels.layers import LayersShape, LayerWeights
-from lorikeet.kernels.library import load_library, supported_instruction_sets
-from lorikeet.kernels.native import NativeKernels
+from lorikeet.kernels.base import Kernels, LayersShape, LayerWeights, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.weights import pack_weights
 from tests.models.arenas import Arena
 from tests.models.checkpoints import VARIANTS, make_checkpoint
@@ -66,7 +64,7 @@ def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: Kern
     Two adapters of different ranks and modules run beside the base; the last row that samples may be under either.
     """
     config = read_model_config(folder)
-    decoder = Decoder(config, pack_weights(load_weights(folder, config, dtype), kernels), kernels, SingleGroup())
+    decoder = Decoder(config, pack_weights(load_weights(folder, config, dtype), kernels), kernels, SingleRankGroup())
     arena = Arena.make(config)
     kv = arena.kv.to(dtype).nan_to_num(0)
     every, some = adapter(config, 5, LORA_MODULES, dtype), adapter(config, 12, ("q", "v"), dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.models.config import read_model_config
-from lorikeet.models.parallel import SingleGroup
+from lorikeet.models.parallel import SingleRankGroup
 from tests.models.checkpoints import make_checkpoint, oracle_logits
 from tests.models.ranks import adapter_factors, run_steps
 
@@ -52,13 +52,13 @@ def logits_of_ranks(folder: Path, size: int, scratch: Path) -> Tensor:
 def test_ranks_give_the_logits_of_one(variant: str, size: int, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_checkpoint(folder, variant)
-    alone = run_steps(folder, SingleGroup())
+    alone = run_steps(folder, SingleRankGroup())
     torch.testing.assert_close(logits_of_ranks(folder, size, tmp_path), alone, atol=1e-4, rtol=0)
 
 
 def test_an_adapter_on_all_modules_equals_the_model_with_the_product_added_to_its_weights(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama-biases")
-    found = run_steps(tmp_path, SingleGroup())
+    found = run_steps(tmp_path, SingleRankGroup())
     torch.testing.assert_close(found[[0, 1, 2, 3, 4, 9]], oracle_logits(model, [5, 6, 7, 8, 9, 1]), atol=1e-4, rtol=0)
     with torch.no_grad():
         for (layer, module), (a, bt) in adapter_factors(read_model_config(tmp_path)).items():

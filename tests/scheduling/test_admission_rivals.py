@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Admitted, Preempted
-from lorikeet.core.request import Request
-from lorikeet.core.slo import Slo
-from lorikeet.memory.leases import Wait
+from lorikeet.core.request import Request, Slo
+from lorikeet.memory.blocks import WaitReason
 from lorikeet.presets import Preset
-from lorikeet.scheduling.admission import AdmissionQueue, Running
-from lorikeet.scheduling.limits import Limits
-from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.sjf import ShortestFirst
+from lorikeet.scheduling.state import SchedulerLimits
+from lorikeet.scheduling.step_times import StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 RIVALS = ("sjf", "sjf:aging", "fair", "fair:literal", "fair:adapter", "priority", "deadline")
@@ -29,7 +28,7 @@ class View:
 
     total_tokens = 1_000
     max_model_len = 1_000
-    pace = Pace()
+    step_times = StepTimeEstimator()
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[Request, int]] = {}
@@ -47,8 +46,8 @@ class View:
     def may_run(self, request: Request) -> bool:
         return True
 
-    def running(self) -> Sequence[Running]:
-        return [Running(request, tokens, 0) for request, tokens in self.answers.values()]
+    def running(self) -> Sequence[RunningRequest]:
+        return [RunningRequest(request, tokens, 0) for request, tokens in self.answers.values()]
 
 
 def made(
@@ -59,7 +58,7 @@ def made(
     return msgspec.structs.replace(plain, **more)
 
 
-def admitted(queue: AdmissionQueue, outcomes: Mapping[str, Wait] | None = None, most: int = 1_000) -> list[str]:
+def admitted(queue: AdmissionQueue, outcomes: Mapping[str, WaitReason] | None = None, most: int = 1_000) -> list[str]:
     """Let a queue name whom it wants until it is done, or ``most`` are in; return who was admitted."""
     found: list[str] = []
     policy = queue.admit(0.0)
@@ -267,11 +266,11 @@ def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
         made("u0", 2.0, tenant="u", prompt_tokens=9),
         made("u1", 3.0, tenant="u"),
     ]
-    for wait in (Wait.SLOT, Wait.TRANSFER):
+    for wait in (WaitReason.SLOT, WaitReason.TRANSFER):
         queue = filled(fair()[0], requests)
         assert admitted(queue, {"t0": wait}) == ["t1", "u0", "u1"]
         assert [each.request_id for each in queue.waiting()] == ["t0"]
-    for wait in (Wait.ROOM, Wait.ADAPTER_ROOM):
+    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
         assert admitted(filled(fair()[0], requests), {"u0": wait}) == ["t0"], "u has been served less, and ends it"
 
 
@@ -318,7 +317,7 @@ def test_shares_may_be_of_adapters() -> None:
 
 
 def test_the_last_admitted_gives_way_whoever_came_first() -> None:
-    bench = Bench(blocks=6, preset=Preset(admission="fair"), limits=Limits(2, 16, 64))
+    bench = Bench(blocks=6, preset=Preset(admission="fair"), limits=SchedulerLimits(2, 16, 64))
     for name, arrival_s, tenant in (("a0", 0.0, "a"), ("a1", 0.1, "a"), ("b", 0.2, "b")):
         asked = request(name, [ord(name[-1])] * 7, arrival_s, max_tokens=4 if name == "a0" else 12)
         bench.engine.submit(msgspec.structs.replace(asked, tenant=tenant))
@@ -343,7 +342,10 @@ def test_tokens_served_are_what_the_engine_made() -> None:
 
 def test_one_that_sends_much_more_waits_and_the_others_do_not() -> None:
     def last_of_the_others(name: str) -> int:
-        bench = Bench(preset=Preset(admission=name), limits=Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64))
+        bench = Bench(
+            preset=Preset(admission=name),
+            limits=SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64),
+        )
         for index in range(40):
             asked = request(f"greedy-{index}", [1] * 4, 0.0, max_tokens=4)
             bench.engine.submit(msgspec.structs.replace(asked, tenant="greedy"))
@@ -383,9 +385,9 @@ def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str,
 @pytest.mark.parametrize("name", ["sjf", "sjf:aging", "priority", "deadline"])
 def test_whoever_finds_no_room_is_not_passed(name: str) -> None:
     requests = [made("first", 0.0), made("second", 1.0), made("third", 2.0)]
-    for wait in (Wait.ROOM, Wait.ADAPTER_ROOM):
+    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first"]
-    for wait in (Wait.SLOT, Wait.TRANSFER):
+    for wait in (WaitReason.SLOT, WaitReason.TRANSFER):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first", "third"]
 
 
@@ -406,7 +408,7 @@ ASKED = st.builds(
     st.integers(-1, 1),
     st.none() | st.floats(0.0, 5.0),
 )
-OUTCOME = st.none() | st.sampled_from(list(Wait))
+OUTCOME = st.none() | st.sampled_from(list(WaitReason))
 
 
 @given(data=st.data())

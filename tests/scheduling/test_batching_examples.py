@@ -3,13 +3,11 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.credits import CreditParams, Credits, transfers
-from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, transfers
 from lorikeet.scheduling.batching.dynamic import Decision, decide
 from lorikeet.scheduling.batching.mode import BatchWork, Unmerged
+from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ThresholdParams, Thresholds, throughput
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
-from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds, throughput
-from lorikeet.scheduling.batching.times import Batch
 from tests.support.batching import A, B, C, batch_of, ids, live_of, run, setup_of
 
 EVERY = frozenset((A, B, C))
@@ -102,7 +100,7 @@ class FixedTimes:
 
     is_known = True
 
-    def batch_s(self, batch: Batch) -> float:
+    def batch_s(self, batch: ModeBatch) -> float:
         return 100.0 if batch.lora else 50.0
 
     def switch_s(self, to_merged: bool) -> float:
@@ -115,13 +113,13 @@ def after(
     """Return the thresholds after a period in which so many requests would run merged, or unmerged, in each step."""
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_steps=steps, from_even=False))
     thresholds.meet(merged, A)
-    thresholds.note(Iteration(Batch(sizes[0]), Batch(sizes[1], lora=8.0)), steps)
+    thresholds.note(Iteration(ModeBatch(sizes[0]), ModeBatch(sizes[1], lora=8.0)), steps)
     return thresholds
 
 
 @pytest.mark.parametrize(("steps", "stay", "switch"), [(3, 300, 250), (2, 200, 200), (1, 100, 150)])
 def test_ex_4a_the_switch_is_spread_over_the_iterations(steps: int, stay: float, switch: float) -> None:
-    merged, unmerged = [(Batch(4), steps)], [(Batch(4, lora=8.0), steps)]
+    merged, unmerged = [(ModeBatch(4), steps)], [(ModeBatch(4, lora=8.0), steps)]
     assert throughput(unmerged, FixedTimes()) == pytest.approx(4 * steps / stay)
     assert throughput(merged, FixedTimes(), 100.0) == pytest.approx(4 * steps / switch)
 
@@ -152,7 +150,7 @@ def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
 
 def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longest() -> None:
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32, from_even=False))
-    iteration = Iteration(Batch(4), Batch(4, lora=8.0))
+    iteration = Iteration(ModeBatch(4), ModeBatch(4, lora=8.0))
 
     def note(merged: AdapterDigest | None, candidate: AdapterDigest, steps: int) -> float:
         thresholds.meet(merged, candidate)
@@ -177,7 +175,7 @@ class LateTimes(FixedTimes):
 def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
     thresholds = Thresholds(LateTimes())
     thresholds.meet(None, A)
-    thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 32)
+    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
 
 
@@ -186,18 +184,18 @@ def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known
     thresholds = Thresholds(times)
     thresholds.meet(A, A)
     assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
-    thresholds.note(Iteration(Batch(1), Batch(2, lora=8.0)), 2)
+    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
     thresholds.meet(None, A)
     assert thresholds.steps_left == 1
     times.is_known = True
-    thresholds.note(Iteration(Batch(1), Batch(2, lora=8.0)), 1)
+    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
     even = 50 / 100 + 100 / 32 / 100  # the longest period has 32 iterations, and each bears its share of a switch
     assert (thresholds.alpha, thresholds.beta) == pytest.approx((even * 1.1, even * 1.1 - 0.15))
     assert thresholds.steps_left == 32
-    thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 32)
+    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
     thresholds.begin()
-    thresholds.note(Iteration(Batch(4), Batch(4, lora=8.0)), 1)
+    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
     assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
 
 

@@ -11,11 +11,10 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
 from lorikeet.presets import MERGING_MODES, PRESETS
 from lorikeet.scheduling.batching import BATCHING
-from lorikeet.scheduling.batching.credits import CreditParams
-from lorikeet.scheduling.batching.dlora import DLora
-from lorikeet.scheduling.batching.mode import EVERYBODY, BatchWork, Live, Unmerged
+from lorikeet.scheduling.batching.dlora import CreditParams, DLora
+from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchWork, LiveRequest, Unmerged
+from lorikeet.scheduling.batching.mode_times import ModeBatch, ModeTimes, lora_work
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
-from lorikeet.scheduling.batching.times import Batch, ModeTimes, lora_work
 from tests.support.batching import RANK, A, B, C, batch_of, ids, live_of, run, setup_of, work_of
 
 # --- times -------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def test_times_of_both_modes_are_found_from_a_few_steps_of_each() -> None:
     seen(generator, times, 20, merged=True)
     assert times.is_known
     times.note(2000, BatchWork(0, 0, 16, {A: 16}), 0.01 + 0.0003 * 16 + 0.004 + 0.0002 * 16)
-    assert times.batch_s(Batch(10)) == pytest.approx(0.013, rel=0.02), "decodes only, as lately"
+    assert times.batch_s(ModeBatch(10)) == pytest.approx(0.013, rel=0.02), "decodes only, as lately"
     assert times.batch_s(times.batch([A] * 10)) == pytest.approx(0.019, rel=0.02)
     assert times.batch_s(times.batch([A] * 5 + [None] * 5)) == pytest.approx(0.018, rel=0.02)
 
@@ -75,7 +74,7 @@ def test_a_batch_that_has_not_run_has_the_mix_of_those_that_have() -> None:
             rows = {} if merged else {A: 99 * tens}
             step_s = 0.01 + 0.001 * 9 * tens + 0.0003 * 9 * tens + (not merged) * 0.0002 * 99 * tens
             times.note(1, BatchWork(tens, 90 * tens, 9 * tens, rows), step_s)
-    assert times.batch_s(Batch(20)) == pytest.approx(0.01 + 0.018 + 0.0054, rel=0.01)
+    assert times.batch_s(ModeBatch(20)) == pytest.approx(0.01 + 0.018 + 0.0054, rel=0.01)
     assert times.batch_s(times.batch([A] * 20)) == pytest.approx(0.01 + 0.018 + 0.0054 + 0.0396, rel=0.01)
 
 
@@ -109,7 +108,7 @@ class Machine:
         """Run, and return the share of merged steps and tokens per second in the second half."""
         chance, number = random.Random(5), 0
         merged: AdapterDigest | None = None
-        live: list[Live] = []
+        live: list[LiveRequest] = []
         left: dict[RequestId, int] = {}
         elapsed_s, tokens, merged_steps = 0.0, 0, 0
         for step in range(steps):
@@ -117,7 +116,7 @@ class Machine:
                 elapsed_s, tokens, merged_steps = 0.0, 0, 0
             while len(live) < 16:
                 adapter = A if chance.random() < hot else AdapterDigest(f"other-{chance.randrange(8)}")
-                live.append(Live(RequestId(str(number)), adapter, True, 10))
+                live.append(LiveRequest(RequestId(str(number)), adapter, True, 10))
                 left[live[-1].request_id] = chance.randrange(20, 61)
                 number += 1
             choice = mode.choose(live)
@@ -180,7 +179,7 @@ def serve_one_by_one(mode: DLora, steps: int, held_up_s: Mapping[int, float]) ->
     unmerged_steps, merged_steps = 0, 0
     for step in range(steps):
         number = step // 16
-        live = [Live(RequestId(str(number)), AdapterDigest(f"adapter-{number % 7}"), True, 10)]
+        live = [LiveRequest(RequestId(str(number)), AdapterDigest(f"adapter-{number % 7}"), True, 10)]
         choice = mode.choose(live)
         work = work_of(choice, live)
         step_s = 0.01 if not work.rows else 0.012 + held_up_s.get(unmerged_steps, 0.0)
@@ -309,7 +308,7 @@ def test_whole_models_hold_no_more_than_their_even_share_of_the_pool() -> None:
 
 def test_unmerged_only_lets_everybody_run() -> None:
     mode = Unmerged(setup_of())
-    assert mode.choose(live_of("ABC")) == EVERYBODY
+    assert mode.choose(live_of("ABC")) == ALL_REQUESTS
     assert not mode.follows_requests
     assert mode.steps_until_review() == float("inf")
 

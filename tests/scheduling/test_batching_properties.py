@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.scheduling.batching.credits import CreditParams, usual_params
-from lorikeet.scheduling.batching.dlora import DLora
-from lorikeet.scheduling.batching.mode import BatchWork, Choice, Live
-from lorikeet.scheduling.batching.thresholds import ThresholdParams
+from lorikeet.scheduling.batching.dlora import CreditParams, DLora, usual_params
+from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
+from lorikeet.scheduling.batching.mode_times import ThresholdParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
 
 ROUND = st.tuples(st.text("AAABC-", max_size=5), st.sets(st.integers(0, 11), max_size=4))
@@ -57,9 +56,9 @@ def modes(is_known: bool) -> st.SearchStrategy[DLora]:
     )
 
 
-def lists_of(traffic: Sequence[tuple[str, set[int]]], illegal: str = "") -> Iterator[list[Live]]:
+def lists_of(traffic: Sequence[tuple[str, set[int]]], illegal: str = "") -> Iterator[list[LiveRequest]]:
     """Yield the live requests of each round."""
-    live: list[Live] = []
+    live: list[LiveRequest] = []
     for number, (arrivals, ends) in enumerate(traffic):
         live = [request for place, request in enumerate(live) if place not in ends]
         for request in live_of(arrivals, illegal):
@@ -67,13 +66,13 @@ def lists_of(traffic: Sequence[tuple[str, set[int]]], illegal: str = "") -> Iter
         yield live
 
 
-def duration_s(choice: Choice, live: Sequence[Live]) -> float:
+def duration_s(choice: BatchingChoice, live: Sequence[LiveRequest]) -> float:
     """Return a duration of the choice's steps: LoRA costs as much again."""
     rows = len(batch_of(choice, live))
     return 0.01 + 0.001 * rows + (0.0 if choice.merged else 0.0007 + 0.0011 * rows)
 
 
-def step(mode: DLora, live: Sequence[Live], steps: int = 1) -> Choice:
+def step(mode: DLora, live: Sequence[LiveRequest], steps: int = 1) -> BatchingChoice:
     choice = mode.choose(live)
     if live:
         mode.ran(steps, work_of(choice, live), duration_s(choice, live), 0.0)

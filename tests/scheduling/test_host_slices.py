@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.scheduling.coldstart.slices import WORKER_TOKENS, Slice, largest_share, slice_rows, tokens_in
+from lorikeet.core.assist_costs import WORKER_TOKENS, RowSlice, largest_share, slice_rows, tokens_within_budget
 
 
-def _rows(shares: tuple[tuple[Slice, ...], ...]) -> list[int]:
+def _rows(shares: tuple[tuple[RowSlice, ...], ...]) -> list[int]:
     return [sum(part.rows for part in share) for share in shares]
 
 
 def test_256_tokens_at_16_tokens_take_16_workers() -> None:
     shares = slice_rows([256], 16, 16)
     assert _rows(shares) == [16] * 16
-    assert shares[3] == (Slice(0, 48, 16),)
+    assert shares[3] == (RowSlice(0, 48, 16),)
 
 
 def test_256_tokens_at_64_tokens_take_4_of_16_workers() -> None:
@@ -22,27 +22,27 @@ def test_256_tokens_at_64_tokens_take_4_of_16_workers() -> None:
 
 
 def test_one_worker_takes_everything() -> None:
-    assert slice_rows([256], 16, 1) == ((Slice(0, 0, 256),),)
-    assert slice_rows([40, 0, 24], 16, 1) == ((Slice(0, 0, 40), Slice(2, 0, 24)),)
+    assert slice_rows([256], 16, 1) == ((RowSlice(0, 0, 256),),)
+    assert slice_rows([40, 0, 24], 16, 1) == ((RowSlice(0, 0, 40), RowSlice(2, 0, 24)),)
 
 
 def test_requests_have_workers_of_their_own_while_there_are_enough() -> None:
     assert slice_rows([20, 5, 33], 16, 16) == (
-        (Slice(0, 0, 10),),
-        (Slice(0, 10, 10),),
-        (Slice(1, 0, 5),),
-        (Slice(2, 0, 11),),
-        (Slice(2, 11, 11),),
-        (Slice(2, 22, 11),),
+        (RowSlice(0, 0, 10),),
+        (RowSlice(0, 10, 10),),
+        (RowSlice(1, 0, 5),),
+        (RowSlice(2, 0, 11),),
+        (RowSlice(2, 11, 11),),
+        (RowSlice(2, 22, 11),),
     )
 
 
 def test_requests_share_workers_that_run_short() -> None:
     """58 rows would take 6 workers at 16 each; 3 take 19 or 20, across the borders of requests."""
     assert slice_rows([20, 5, 33], 16, 3) == (
-        (Slice(0, 0, 19),),
-        (Slice(0, 19, 1), Slice(1, 0, 5), Slice(2, 0, 13)),
-        (Slice(2, 13, 20),),
+        (RowSlice(0, 0, 19),),
+        (RowSlice(0, 19, 1), RowSlice(1, 0, 5), RowSlice(2, 0, 13)),
+        (RowSlice(2, 13, 20),),
     )
 
 
@@ -58,9 +58,9 @@ def test_nothing_takes_no_worker() -> None:
 
 def test_a_worker_takes_what_it_computes_within_the_budget() -> None:
     measured = [(1, 0.2), (2, 0.3), (4, 0.5), (8, 0.9), (16, 1.7)]
-    assert tokens_in(0.9, measured) == 8
-    assert tokens_in(5.0, measured) == 16
-    assert tokens_in(0.1, measured) == tokens_in(0.1, []) == WORKER_TOKENS == 16
+    assert tokens_within_budget(0.9, measured) == 8
+    assert tokens_within_budget(5.0, measured) == 16
+    assert tokens_within_budget(0.1, measured) == tokens_within_budget(0.1, []) == WORKER_TOKENS == 16
 
 
 _REQUESTS = st.lists(st.integers(0, 300), max_size=6)

@@ -14,18 +14,14 @@ from hypothesis import strategies as st
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.admission import AdmissionQueue, Running
-from lorikeet.scheduling.multilevel.bypass import wait_in_steps
-from lorikeet.scheduling.multilevel.classes import Classes
-from lorikeet.scheduling.multilevel.entries import Waiting
-from lorikeet.scheduling.multilevel.loads import class_load
-from lorikeet.scheduling.multilevel.options import Charge, Options
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue
-from lorikeet.scheduling.multilevel.quotas import Share
-from lorikeet.scheduling.multilevel.sizes import Sizes
-from lorikeet.scheduling.pace import Pace
+from lorikeet.memory.blocks import WaitReason
+from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
+from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptions
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue, WaitingEntry, wait_in_steps
+from lorikeet.scheduling.multilevel.quotas import SurplusShare, class_load
+from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
+from lorikeet.scheduling.step_times import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter
 from tests.support.step_counts import STEPS_VARIABLE, count
 
@@ -42,7 +38,7 @@ class World:
     total_tokens: int = 1000
     held_back_tokens: int = 0
     max_model_len: int = 400
-    pace: Pace = field(default_factory=Pace)
+    step_times: StepTimeEstimator = field(default_factory=StepTimeEstimator)
     running_now: dict[RequestId, tuple[Request, int]] = field(default_factory=dict)
     resident: dict[str, AdapterRef] = field(default_factory=dict)
     out_of_turn: set[str] = field(default_factory=set)
@@ -53,9 +49,10 @@ class World:
     def is_resident(self, adapter: AdapterRef | None) -> bool:
         return adapter is None or adapter.digest in self.resident
 
-    def running(self) -> list[Running]:
+    def running(self) -> list[RunningRequest]:
         return [
-            Running(request, made, len(request.prompt_token_ids) + made) for request, made in self.running_now.values()
+            RunningRequest(request, made, len(request.prompt_token_ids) + made)
+            for request, made in self.running_now.values()
         ]
 
     def may_run(self, request: Request) -> bool:
@@ -67,14 +64,14 @@ class World:
         room = self.total_tokens - self.held_back_tokens
         return room - pinned - sum(each.kv_tokens for each in self.running())
 
-    def try_admit(self, request: Request) -> Wait | None:
+    def try_admit(self, request: Request) -> WaitReason | None:
         if not self.may_run(request):
-            return Wait.SLOT
+            return WaitReason.SLOT
         kv, free = len(request.prompt_token_ids) + len(request.output_token_ids), self.free_tokens()
         used = {each.digest for each, _ in self.running_now.values()}
         adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
         if kv + adapter > free:
-            return Wait.ADAPTER_ROOM if adapter and kv <= free else Wait.ROOM
+            return WaitReason.ADAPTER_ROOM if adapter and kv <= free else WaitReason.ROOM
         if request.adapter is not None:
             self.resident[request.adapter.digest] = request.adapter
         self.running_now[request.request_id] = request, len(request.output_token_ids)
@@ -113,10 +110,10 @@ def with_quotas(
     world: World, quotas: tuple[int, ...], boundaries: tuple[float, ...], **options: object
 ) -> ChameleonQueue:
     """A queue whose classes are given."""
-    queue = ChameleonQueue(world, Options(**options))  # type: ignore[arg-type]
-    queue._census.classes = Classes((0.0,) * len(quotas), boundaries, ())
-    queue._ledger.total_tokens = sum(quotas)
-    queue._ledger.divide(quotas, {})
+    queue = ChameleonQueue(world, ChameleonOptions(**options))  # type: ignore[arg-type]
+    queue._class_stats.classes = SizeClasses((0.0,) * len(quotas), boundaries, ())
+    queue._quotas.total_tokens = sum(quotas)
+    queue._quotas.divide(quotas, {})
     queue._waiting = [[] for _ in quotas]
     return queue
 
@@ -133,7 +130,7 @@ def three_classes(needs: dict[str, list[int]]) -> tuple[ChameleonQueue, World]:
 
 
 def held(queue: ChameleonQueue) -> list[int]:
-    return list(queue._ledger.held)
+    return list(queue._quotas.held)
 
 
 def test_case_a_every_class_by_its_own_quota() -> None:
@@ -160,12 +157,12 @@ def test_who_needs_more_than_its_classs_quota_runs_when_nobody_holds_any_of_it()
     queue, world = three_classes({"small": [3], "medium": [], "large": [30]})
     world.running_now[RequestId("x")] = ask("x", 1, 1), 0
     queue._admitted.clear()
-    queue._ledger.hold(RequestId("x"), 2, 1)
+    queue._quotas.hold(RequestId("x"), 2, 1)
     assert admit(queue, world) == ["small0"]
-    queue._ledger.give_back(RequestId("x"))
+    queue._quotas.give_back(RequestId("x"))
     assert admit(queue, world) == ["large0"]
-    assert queue._ledger.available(2) < 0
-    assert sum(queue._ledger.available(number) + queue._ledger.held[number] for number in range(3)) == 29
+    assert queue._quotas.available(2) < 0
+    assert sum(queue._quotas.available(number) + queue._quotas.held[number] for number in range(3)) == 29
 
 
 def bypass_world() -> tuple[World, ChameleonQueue]:
@@ -216,7 +213,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     assert (queue.figures().bypassed, queue.figures().squashed) == (1, 1)
     told = queue.stats()
     assert (told.waiting, told.bypassed, told.squashed) == ((3,), 1, 1)
-    assert (told.quota_tokens, sum(told.held_tokens)) == (queue._ledger.quotas, sum(queue._ledger.held))
+    assert (told.quota_tokens, sum(told.held_tokens)) == (queue._quotas.quotas, sum(queue._quotas.held))
     for name in ("head", "x", "y"):
         queue.remove(next(each for each in queue.waiting() if each.request_id == name), 3.0)
     queue.add(resumed, 4.0)
@@ -225,7 +222,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
 
 def test_one_that_was_sent_back_passes_nobody_after_it_has_given_way_once_more() -> None:
     world, queue = bypass_world()
-    entry = Waiting(ask("x", 40, 20, 2.0), 20, Sizes(40, 20, 0), may_pass=False)
+    entry = WaitingEntry(ask("x", 40, 20, 2.0), 20, RequestSize(40, 20, 0), may_pass=False)
     queue._waiting[0].append(entry)
     queue._gaps.begin(0, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
@@ -246,13 +243,13 @@ def test_a_run_lasts_from_the_first_admission_to_the_end_without_the_time_betwee
     queue.add(msgspec.structs.replace(request, exports=1), 4.0)
     assert admit(queue, world, 10.0) == ["x"]
     queue.ended(request, 16.0)
-    assert queue._census._ends.since(0.0)[:, 3].tolist() == [10.0]
+    assert queue._class_stats._ends.since(0.0)[:, 3].tolist() == [10.0]
     assert queue.figures().longest_run_s == {0: 10.0}
 
 
 def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> None:
-    queue = ChameleonQueue(World(), Options())
-    queue.view.pace.note(100, 4, 0.1)
+    queue = ChameleonQueue(World(), ChameleonOptions())
+    queue.view.step_times.note(100, 4, 0.1)
     queue.add(ask("alone", 10, 10), 0.0)
     queue.add(ask("later", 10, 10, 400.0), 400.0)
     assert queue.figures().refreshes == 1
@@ -266,7 +263,7 @@ def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_g
     world = World(total_tokens=1000)
     queue = with_quotas(world, (1010, 140), (0.5,))
     queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
-    queue._stuck._longest_run_s = {0: 10.0, 1: 10.0}
+    queue._blocked._longest_run_s = {0: 10.0, 1: 10.0}
     for number in range(50):
         queue.add(ask(f"s{number}", 19, 1, number), 0.0)
     assert len(admit(queue, world, 0.0)) == 50
@@ -329,7 +326,7 @@ def test_nobody_leaves_room_to_a_head_that_may_not_run_now() -> None:
 def joining_world(quotas: tuple[int, ...] = (10_000, 10_000)) -> tuple[World, ChameleonQueue, AdapterRef]:
     """One request runs under an adapter of 100 tokens, in a pool of which 60 tokens are free."""
     world, big = World(total_tokens=200), make_adapter("big", 25)
-    queue = with_quotas(world, quotas, (0.5,), charge=Charge.SHARED, join_from=0.5)
+    queue = with_quotas(world, quotas, (0.5,), charge=AdapterCharge.SHARED, join_from=0.5)
     queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
     queue.add(ask("first", 40, 10, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
@@ -363,13 +360,13 @@ def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
     assert next(policy).request_id == "joins0", "8 of the 10 tokens that are left"
     queue.remove(next(each for each in queue.waiting() if each.request_id == "joins0"), 1.0)
     policy.close()
-    queue._ledger.hold(RequestId("first"), 0, 4)
+    queue._quotas.hold(RequestId("first"), 0, 4)
     assert admit(queue, world, 1.0) == [], "7 tokens are more than the 6 that are left"
 
 
 def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_the_longest_run() -> None:
     world, queue, big = joining_world()
-    queue._stuck._longest_run_s = {0: 10.0}
+    queue._blocked._longest_run_s = {0: 10.0}
     queue.add(ask("head", 70, 10, 1.0), 1.0)
     assert admit(queue, world, 1.0) == [], "it lacks 10 tokens"
     for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
@@ -379,8 +376,8 @@ def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_
 
 def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waiting_for_ever() -> None:
     world, big = World(total_tokens=2000), make_adapter("big", 25)
-    queue = with_quotas(world, (300,), (), charge=Charge.SHARED, join_from=0.5)
-    queue._stuck._longest_run_s = {0: 10.0}
+    queue = with_quotas(world, (300,), (), charge=AdapterCharge.SHARED, join_from=0.5)
+    queue._blocked._longest_run_s = {0: 10.0}
     queue.add(ask("first", 20, 30, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     queue.add(ask("head", 180, 20, 1.0), 1.0)
@@ -401,7 +398,7 @@ def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waitin
 def test_full_steps_do_not_keep_a_class_from_being_tried_for_ever(joins: bool) -> None:
     world, queue, big = joining_world()
     world.total_tokens, slots = 1000, 3
-    queue._stuck._longest_run_s = {0: 1.0, 1: 8.0}
+    queue._blocked._longest_run_s = {0: 1.0, 1: 8.0}
     for number in range(2):
         queue.add(ask(f"small {number}", 1, 1, 0.0, big if joins else None), 0.0)
     assert admit(queue, world, 0.0, slots) == ["small 0", "small 1"]
@@ -420,7 +417,7 @@ def test_full_steps_do_not_keep_a_class_from_being_tried_for_ever(joins: bool) -
 
 def test_patience_follows_what_ended_lately() -> None:
     world = World()
-    queue = ChameleonQueue(world, Options(least_samples=2, refresh_s=10.0))
+    queue = ChameleonQueue(world, ChameleonOptions(least_samples=2, refresh_s=10.0))
     for arrival_s, ran_s in ((0.0, 6.0), (0.0, 5.0), (20.0, 1.0), (40.0, 2.0)):
         before = queue.figures().longest_run_s
         request = ask(f"at {arrival_s}", 10, 10, arrival_s)
@@ -428,13 +425,13 @@ def test_patience_follows_what_ended_lately() -> None:
         assert admit(queue, world, arrival_s) == [request.request_id]
         world.running_now.clear()
         queue.ended(request, arrival_s + ran_s)
-        assert queue._stuck._longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
+        assert queue._blocked._longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
         assert queue.figures().longest_run_s == {0: 6.0} or not before, "since the start"
 
 
 def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
-    queue = ChameleonQueue(World(), Options())
-    queue.view.pace.note(100, 4, 0.1)
+    queue = ChameleonQueue(World(), ChameleonOptions())
+    queue.view.step_times.note(100, 4, 0.1)
     found = []
     for number in range(5000):
         before = queue.figures().refreshes
@@ -445,7 +442,7 @@ def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
 
 def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
     world, queue = bypass_world()
-    queue._options = Options(lazy_squash=True)
+    queue._options = ChameleonOptions(lazy_squash=True)
     for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 40, 20, 2.0)):
         queue.add(request, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
@@ -478,19 +475,19 @@ def test_who_runs_longer_than_predicted_holds_more() -> None:
     assert held(queue) == [0]
 
 
-@pytest.mark.parametrize("charge", list(Charge))
-def test_who_pays_for_an_adapter(charge: Charge) -> None:
+@pytest.mark.parametrize("charge", list(AdapterCharge))
+def test_who_pays_for_an_adapter(charge: AdapterCharge) -> None:
     world, lora = World(), make_adapter("a", 5)
     queue = with_quotas(world, (1000,), (), charge=charge)
     for index in range(2):
         queue.add(ask(f"{index}", 9, 1, index, lora), 0.0)
     assert admit(queue, world) == ["0", "1"]
-    assert held(queue) == [{Charge.PER_REQUEST: 60}.get(charge, 40)]
+    assert held(queue) == [{AdapterCharge.PER_REQUEST: 60}.get(charge, 40)]
 
 
 def test_a_shared_charge_passes_on_when_whoever_paid_it_ends() -> None:
     world, lora = World(), make_adapter("a", 5)
-    queue = with_quotas(world, (1000,), (), charge=Charge.SHARED)
+    queue = with_quotas(world, (1000,), (), charge=AdapterCharge.SHARED)
     requests = [ask(f"{index}", 9, 1, index, lora) for index in range(3)]
     for request in requests:
         queue.add(request, 0.0)
@@ -504,7 +501,7 @@ def test_a_shared_charge_passes_on_when_whoever_paid_it_ends() -> None:
 
 def test_a_lazy_one_stays_if_the_head_can_start_anyway_and_one_is_enough() -> None:
     world, queue = bypass_world()
-    queue._options = Options(lazy_squash=True)
+    queue._options = ChameleonOptions(lazy_squash=True)
     for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 20, 10, 2.0), ask("z", 20, 10, 3.0)):
         queue.add(request, 1.0)
     assert admit(queue, world, 1.0) == ["x", "z"]
@@ -528,9 +525,9 @@ def test_a_gap_that_goes_on_is_told() -> None:
 
 
 def test_a_class_in_which_nobody_is_has_no_load() -> None:
-    numbers = Classes((0.1, 0.5, 0.9), (0.3, 0.7), ()).of(np.array([0.1, 0.2, 0.9]))
+    numbers = SizeClasses((0.1, 0.5, 0.9), (0.3, 0.7), ()).of(np.array([0.1, 0.2, 0.9]))
     arrived = [np.ones((3, 3))[numbers == number] for number in range(3)]
-    loads = [class_load(each, np.empty(0), 10.0, Pace(), 100.0) for each in arrived]
+    loads = [class_load(each, np.empty(0), 10.0, StepTimeEstimator(), 100.0) for each in arrived]
     assert [load.rate_per_s for load in loads] == [0.2, 0.0, 0.1]
     assert loads[1].least_tokens == 0
 
@@ -543,7 +540,7 @@ class Traffic:
     """Random requests through a queue, with true lengths that the predictions miss."""
 
     seed: int
-    options: Options
+    options: ChameleonOptions
     squashed: int = 0
     steps: int = 0
 
@@ -617,7 +614,7 @@ class Traffic:
                         assert mine.waiting.request.arrival_s <= entry.request.arrival_s
 
     def check(self) -> None:
-        ledger = self.queue._ledger
+        ledger = self.queue._quotas
         numbers = range(len(ledger.quotas))
         assert sum(ledger.available(n) + ledger.held[n] for n in numbers) == ledger.total_tokens
         assert sum(ledger.held) == sum(ledger.held_by(name) for name in self.world.running_now)
@@ -645,18 +642,20 @@ class Traffic:
 
 
 OPTIONS = [
-    Options(refresh_s=8.0, least_samples=10),
-    Options(refresh_s=8.0, least_samples=10, lazy_squash=True, charge=Charge.SHARED),
-    Options(refresh_s=20.0, least_samples=20, share=Share.PRIORITY, floor=False, charge=Charge.IF_ABSENT),
-    Options(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
-    Options(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=Charge.SHARED),
-    Options(refresh_s=8.0, least_samples=10, overcommit=2.0, charge=Charge.SHARED, join_from=0.5),
+    ChameleonOptions(refresh_s=8.0, least_samples=10),
+    ChameleonOptions(refresh_s=8.0, least_samples=10, lazy_squash=True, charge=AdapterCharge.SHARED),
+    ChameleonOptions(
+        refresh_s=20.0, least_samples=20, share=SurplusShare.PRIORITY, floor=False, charge=AdapterCharge.IF_ABSENT
+    ),
+    ChameleonOptions(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
+    ChameleonOptions(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=AdapterCharge.SHARED),
+    ChameleonOptions(refresh_s=8.0, least_samples=10, overcommit=2.0, charge=AdapterCharge.SHARED, join_from=0.5),
 ]
 
 
 @given(st.integers(0, 2**32), st.sampled_from(OPTIONS))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_tokens_add_up_after_every_step_and_everybody_is_served(seed: int, options: Options) -> None:
+def test_tokens_add_up_after_every_step_and_everybody_is_served(seed: int, options: ChameleonOptions) -> None:
     traffic = Traffic(seed, options)
     traffic.run(RUN_STEPS)
     figures = traffic.queue.figures()
@@ -686,9 +685,9 @@ def test_with_one_class_and_all_tokens_it_is_fifo(seed: int) -> None:
     def orders(make: type[Fifo] | type[ChameleonQueue]) -> list[list[str]]:
         world, chance = World(total_tokens=900), random.Random(seed)
         if make is ChameleonQueue:
-            queue: AdmissionQueue = ChameleonQueue(world, Options(bypass=False, least_samples=10**9))
-            queue._ledger.total_tokens = 10**9  # type: ignore[attr-defined]
-            queue._ledger.quotas = (10**9,)  # type: ignore[attr-defined]
+            queue: AdmissionQueue = ChameleonQueue(world, ChameleonOptions(bypass=False, least_samples=10**9))
+            queue._quotas.total_tokens = 10**9  # type: ignore[attr-defined]
+            queue._quotas.quotas = (10**9,)  # type: ignore[attr-defined]
         else:
             queue = Fifo(world)
         found = []

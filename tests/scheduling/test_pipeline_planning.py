@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.scheduling.coldstart.pipeline import (
-    Group,
+from lorikeet.core.prefill_pipeline import (
+    ComputePlace,
+    LayerGroup,
     LayerTimes,
-    Place,
     cut,
     dynamic,
     load_order,
@@ -27,7 +27,7 @@ from lorikeet.scheduling.coldstart.pipeline import (
 EXAMPLE = LayerTimes(layers=8, host_s=3.0, device_s=1.0, load_s=2.0, group_s=1.0)
 
 
-def _fixed(size: int) -> tuple[Group, ...]:
+def _fixed(size: int) -> tuple[LayerGroup, ...]:
     return load_order(cut(8, size))
 
 
@@ -162,12 +162,12 @@ def _times(draw: st.DrawFn) -> LayerTimes:
     return LayerTimes(draw(st.integers(1, 14)), host_s, device_s, draw(_SIXTEENTHS), draw(_SIXTEENTHS))
 
 
-def _orders(times: LayerTimes) -> list[tuple[Group, ...]]:
+def _orders(times: LayerTimes) -> list[tuple[LayerGroup, ...]]:
     cuts = [cut(times.layers, size) for size in range(1, times.layers + 1)]
     return [*map(load_order, cuts), *(look_ahead_order(times, groups) for groups in cuts)]
 
 
-def _layers(groups: Sequence[Group]) -> list[int]:
+def _layers(groups: Sequence[LayerGroup]) -> list[int]:
     return sorted(layer for group in groups for layer in range(*group))
 
 
@@ -185,7 +185,7 @@ def test_dynamic_is_never_later_than_the_host_alone_nor_earlier_than_cached(time
         assert len(course.places) == times.layers
         assert times.cached_s <= course.first_token_s <= times.layers * times.host_s
         if not waits:
-            on_host = course.places.count(Place.HOST)
+            on_host = course.places.count(ComputePlace.HOST)
             assert course.first_token_s == times.cached_s + on_host * (times.host_s - times.device_s)
 
 
@@ -209,7 +209,7 @@ def test_with_the_wait_flag_earlier_arrivals_are_never_worse(times: LayerTimes, 
 def test_with_look_ahead_no_load_that_helps_comes_after_one_that_does_not(times: LayerTimes) -> None:
     for size in range(1, times.layers + 1):
         course = dynamic(times, look_ahead_order(times, cut(times.layers, size)))
-        helps = [course.places[stop - 1] is Place.DEVICE for _, stop in course.groups[:-1]]
+        helps = [course.places[stop - 1] is ComputePlace.DEVICE for _, stop in course.groups[:-1]]
         assert helps == sorted(helps, reverse=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from sklearn.ensemble import GradientBoostingRegressor
 
-from lorikeet.scheduling.prediction.learned import Errors, Head, HeadError, Trees
+from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelError, PredictionErrors, TreeEnsemble
 from lorikeet.scheduling.prediction.training import (
     Samples,
     TooFewRequests,
@@ -33,11 +33,11 @@ def samples(count: int = 400, seed: int = 0) -> Samples:
 
 
 @pytest.fixture(scope="module")
-def head() -> Head:
+def head() -> LengthModel:
     return train(samples(), "digest")
 
 
-def test_it_learns_what_history_cannot_know(head: Head) -> None:
+def test_it_learns_what_history_cannot_know(head: LengthModel) -> None:
     about = head.about
     assert (about.requests, about.learned.requests, about.adapters) == (400, 80, ("long", "short"))
     assert about.learned.mean_tokens < 0.6 * about.history.mean_tokens
@@ -55,7 +55,7 @@ def test_lengths_that_depend_on_nothing_are_predicted_no_better_than_by_history(
     assert about.learned.mean_tokens > 0.9 * about.history.mean_tokens
 
 
-def test_an_adapter_with_few_answers_is_not_known(head: Head) -> None:
+def test_an_adapter_with_few_answers_is_not_known(head: LengthModel) -> None:
     assert head.knows("long")
     assert not head.knows("other")
     assert not head.knows(None)
@@ -63,14 +63,14 @@ def test_an_adapter_with_few_answers_is_not_known(head: Head) -> None:
     assert train(rare, "digest").about.adapters == ("often",)
 
 
-def test_a_file_gives_the_same_predictions(head: Head, tmp_path: Path) -> None:
+def test_a_file_gives_the_same_predictions(head: LengthModel, tmp_path: Path) -> None:
     head.write(tmp_path / "head")
-    again, some = Head.read(tmp_path / "head"), samples(50, seed=2)
+    again, some = LengthModel.read(tmp_path / "head"), samples(50, seed=2)
     assert again.about == head.about
     assert again.predict(some.vectors, [5] * 50, some.adapters) == head.predict(some.vectors, [5] * 50, some.adapters)
 
 
-def test_no_request_gives_no_prediction(head: Head) -> None:
+def test_no_request_gives_no_prediction(head: LengthModel) -> None:
     assert head.predict(np.zeros((0, 8), np.float32), [], []) == []
 
 
@@ -92,7 +92,7 @@ def test_history_is_compared_as_a_server_would_use_it() -> None:
 
 def test_errors() -> None:
     found = errors_of([10, 20, 31], [10, 40, 33], list(range(1, 51)))
-    assert found == Errors(3, pytest.approx(22 / 3), pytest.approx(2 / 33), pytest.approx(2 / 3))
+    assert found == PredictionErrors(3, pytest.approx(22 / 3), pytest.approx(2 / 33), pytest.approx(2 / 3))
 
 
 def test_too_little_is_refused() -> None:
@@ -100,15 +100,15 @@ def test_too_little_is_refused() -> None:
         train(samples(99), "digest")
 
 
-def test_files_that_hold_no_head_are_refused(head: Head, tmp_path: Path) -> None:
+def test_files_that_hold_no_head_are_refused(head: LengthModel, tmp_path: Path) -> None:
     head.write(tmp_path / "head")
     arrays, trees = load_file(tmp_path / "head"), head._trees
     about = {"lorikeet answer lengths 1": msgspec.json.encode(head.about).decode()}
 
     def refused(name: str, words: str, changed: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
         save_file(changed, tmp_path / name, metadata)
-        with pytest.raises(HeadError, match=words):
-            Head.read(tmp_path / name)
+        with pytest.raises(LengthModelError, match=words):
+            LengthModel.read(tmp_path / name)
 
     refused("other", "lorikeet answer lengths", arrays, {})
     refused("less", r"trees\.value", {k: v for k, v in arrays.items() if k != "trees.value"}, about)
@@ -117,13 +117,13 @@ def test_files_that_hold_no_head_are_refused(head: Head, tmp_path: Path) -> None
     refused("typical", "typical", {**arrays, "typical": arrays["typical"][:1]}, about)
     (tmp_path / "text").write_text("nothing of the kind")
     for name in ("text", "missing"):
-        with pytest.raises(HeadError, match=name):
-            Head.read(tmp_path / name)
+        with pytest.raises(LengthModelError, match=name):
+            LengthModel.read(tmp_path / name)
 
 
 def test_the_sum_of_a_tree_by_hand() -> None:
     here = np.array([[0, 1, 2]], np.int32)
-    trees = Trees(
+    trees = TreeEnsemble(
         np.array([[1, 0, 0]], np.int32),
         np.array([[0.5, 0, 0]]),
         np.where(here == 0, 1, here),

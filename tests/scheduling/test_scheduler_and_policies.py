@@ -8,22 +8,22 @@ import pytest
 
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request
-from lorikeet.memory.leases import Wait
+from lorikeet.memory.blocks import WaitReason
 from lorikeet.presets import PreemptedKv, Preset
-from lorikeet.scheduling.admission import Admission, EngineView
-from lorikeet.scheduling.limits import Limits
-from lorikeet.scheduling.pace import Pace
+from lorikeet.scheduling.admission import Admission, AdmissionView
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fifo import Fifo
+from lorikeet.scheduling.state import SchedulerLimits
+from lorikeet.scheduling.step_times import StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 
 class Telling(Fifo):
     """FIFO that remembers all it was told, sends requests back when asked to, and prefers high priorities."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
-        self.outcomes: list[tuple[str, Wait | None]] = []
+        self.outcomes: list[tuple[str, WaitReason | None]] = []
         self.ends: list[str] = []
         self.back: set[str] = set()
         self.review_at: int | None = None
@@ -68,7 +68,7 @@ def test_a_policy_is_told_that_room_lacks_for_kv(telling: Preset) -> None:
     bench.step()
     bench.engine.submit(request("second", list(range(8)), 1.0, adapter=adapter("other", 2)))
     bench.step()
-    assert policy(bench).outcomes[-1] == ("second", Wait.ROOM)
+    assert policy(bench).outcomes[-1] == ("second", WaitReason.ROOM)
     assert policy(bench).view.free_tokens() == 4
     assert [policy(bench).view.is_resident(adapter(name)) for name in ("big", "other")] == [True, False]
     assert policy(bench).view.adapter_tokens(adapter("big", 4)) == 16
@@ -79,10 +79,10 @@ def test_only_its_adapter_lacks_room(telling: Preset) -> None:
     bench.engine.submit(request("first", list(range(4)), adapter=adapter("big", 4), max_tokens=8))
     bench.step()
     bench.step()
-    assert bench.memory.room.unused() in (2, 3)
+    assert bench.memory.evictor.unused() in (2, 3)
     bench.engine.submit(request("second", [1], 1.0, adapter=adapter("other", 3)))
     bench.step()
-    assert policy(bench).outcomes[-1] == ("second", Wait.ADAPTER_ROOM)
+    assert policy(bench).outcomes[-1] == ("second", WaitReason.ADAPTER_ROOM)
     bench.run()
     assert len(bench.finished()) == 2
     assert policy(bench).ends == ["first", "second"]
@@ -115,7 +115,9 @@ def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Pres
 
 
 def test_a_repeat_ends_where_the_policy_wants_to_look(telling: Preset) -> None:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=8, multi_step_limit_s=1e9)
+    limits = SchedulerLimits(
+        max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, num_scheduler_steps=8, multi_step_limit_s=1e9
+    )
     bench = Bench(preset=telling, limits=limits)
     policy(bench).review_at = 4
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=12))
@@ -150,13 +152,13 @@ def test_preempted_kv_is_kept_or_computed_again(kept: PreemptedKv) -> None:
 
 
 def test_pace_finds_what_a_step_a_prompt_token_and_a_decode_take() -> None:
-    pace, random = Pace(), np.random.default_rng(1)
-    assert pace.alone_s(10, 10) == 0.0
+    step_times, random = StepTimeEstimator(), np.random.default_rng(1)
+    assert step_times.alone_s(10, 10) == 0.0
     for _ in range(400):
         prefill, decodes = int(random.integers(0, 300)), int(random.integers(1, 30))
-        pace.note(prefill, decodes, 0.01 + 0.001 * prefill + 0.0005 * decodes)
-    assert pace.step_s(100, 10) == pytest.approx(0.115, rel=0.01)
-    assert pace.alone_s(200, 11) == pytest.approx(0.21 + 10 * 0.0105, rel=0.02)
+        step_times.note(prefill, decodes, 0.01 + 0.001 * prefill + 0.0005 * decodes)
+    assert step_times.step_s(100, 10) == pytest.approx(0.115, rel=0.01)
+    assert step_times.alone_s(200, 11) == pytest.approx(0.21 + 10 * 0.0105, rel=0.02)
     for _ in range(3000):
-        pace.note(100, 10, 0.2)
-    assert pace.step_s(100, 10) == pytest.approx(0.2, rel=0.05), "old steps are forgotten"
+        step_times.note(100, 10, 0.2)
+    assert step_times.step_s(100, 10) == pytest.approx(0.2, rel=0.05), "old steps are forgotten"

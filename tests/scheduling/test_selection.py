@@ -5,15 +5,15 @@ from collections import Counter
 import msgspec
 import pytest
 
+from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Preempted
 from lorikeet.core.plan import Tier
 from lorikeet.presets import ColdStart, KvAfterFinish, Preset
 from lorikeet.scheduling.batching.mode import BatchWork
-from lorikeet.scheduling.coldstart.costs import AssistCosts
-from lorikeet.scheduling.limits import Limits
+from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
 
-WIDE = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+WIDE = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
 def merging(mode: str) -> Preset:
@@ -77,7 +77,7 @@ def test_a_sequence_that_may_not_run_now_makes_room_for_one_that_may() -> None:
 
 
 def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
-    limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
     bench = Bench(preset=merging("dlora"), limits=limits)
     for index, kind in enumerate("bcaaaaaa"):
         bench.engine.submit(request(f"{index}", [1, 2, 3], float(index), adapter=adapter(kind), max_tokens=12))
@@ -90,7 +90,7 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
 @pytest.mark.parametrize("admission", ["fair", "chameleon", "chameleon:literal", "priority", "sjf:aging"])
 @pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
-    limits = Limits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
+    limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(
         blocks=24,
         preset=Preset(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
@@ -110,7 +110,7 @@ def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admissi
 
 def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priority() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
-    bench = Bench(preset=preset, limits=Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
+    bench = Bench(preset=preset, limits=SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
     for index in range(8):
         asked = request(f"{index}", [1, 2, 3], float(index), adapter=adapter("ab"[index % 2]), max_tokens=20)
         bench.engine.submit(msgspec.structs.replace(asked, priority=5))
@@ -124,12 +124,12 @@ def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priori
 
 def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
-    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(blocks=16, host_blocks=400, preset=preset, limits=limits)
     bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=30))
     for _ in range(4):
         bench.step()
-    bench.engine.know_adapters(tuple(adapter(f"known{index}", 3) for index in range(100)))
+    bench.engine.register_adapters(tuple(adapter(f"known{index}", 3) for index in range(100)))
     for index in range(6):
         bench.engine.submit(request(f"a{index}", list(range(9)), 1.0 + index, adapter=adapter("a"), max_tokens=9))
     bench.plans.clear()
@@ -141,7 +141,9 @@ def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for
 
 def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
-    bench = Bench(blocks=24, preset=preset, limits=Limits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60))
+    bench = Bench(
+        blocks=24, preset=preset, limits=SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
+    )
     for index in range(260):  # as many as Chameleon's first refresh needs
         ref = adapter("ab"[index % 5 == 0])
         bench.engine.submit(request(f"{index}", [1, 2, 3], 0.01 * index, adapter=ref, max_tokens=3, seed=index))
@@ -173,7 +175,7 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     """A bench whose adapter ``a`` of 30 blocks lies on the host: its transfer takes three steps."""
     made = {"preset": Preset(cold_start=ColdStart.ASSIST), "host_blocks": 64, "limits": WIDE, **given}
     bench = Bench(assist=costs(host_token_rank_s), **made)  # type: ignore[arg-type]
-    bench.engine.know_adapters((adapter("a", 30),))
+    bench.engine.register_adapters((adapter("a", 30),))
     while bench.memory.tree.adapter("digest-a") is None or not on_host(bench):  # type: ignore[arg-type]
         bench.step()
     bench.plans.clear()
@@ -223,7 +225,7 @@ def test_a_cold_request_has_its_first_token_before_its_adapter_is_there() -> Non
 
 
 def test_a_cold_prefill_under_way_counts_as_running() -> None:
-    bench = cold_bench(limits=Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64))
+    bench = cold_bench(limits=SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64))
     bench.engine.submit(request("cold", list(range(30)), adapter=adapter("a", 30)))
     bench.step()
     stats = bench.engine.stats()
@@ -259,7 +261,7 @@ def test_a_cold_prefill_that_is_cheap_joins_the_decodes() -> None:
 
 
 def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_with_theirs() -> None:
-    limits = Limits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
+    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
     bench = cold_bench(1e-3)
     bench.scheduler._limits = limits
     bench.engine.submit(request("warm", [1, 2], max_tokens=12))
@@ -276,7 +278,7 @@ def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_w
 
 def test_coalesced_decodes_end_where_a_cold_prefill_has_its_turn() -> None:
     bench = cold_bench(1e-3)
-    bench.scheduler._limits = Limits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
+    bench.scheduler._limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
     bench.engine.submit(request("warm", [1, 2], max_tokens=40))
     bench.step()
     bench.step()

@@ -8,21 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import RequestId
-from lorikeet.scheduling.multilevel.classes import KRule, find_classes
-from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, Overload, Share, assign_quotas
-from lorikeet.scheduling.multilevel.sizes import OUTPUT_ONLY, Sizes, weighted_sizes
-from lorikeet.scheduling.multilevel.window import Window
+from lorikeet.scheduling.multilevel.class_stats import SlidingWindow
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, OverloadRule, QuotaAccounting, SurplusShare, assign_quotas
+from lorikeet.scheduling.multilevel.size_classes import (
+    OUTPUT_ONLY_WEIGHTS,
+    KRule,
+    RequestSize,
+    find_classes,
+    weighted_sizes,
+)
 
 SPEC_SIZES = (0.05, 0.06, 0.07, 0.30, 0.31, 0.32, 0.80, 0.81, 0.82)
 SPEC_LOADS = (ClassLoad(500, 2, 4.00, 10), ClassLoad(1500, 4, 0.75, 20), ClassLoad(4000, 10, 0.06, 50))
 
 
 def test_weighted_request_size_is_as_worked_out_by_hand() -> None:
-    largest = Sizes(4000, 1000, 128)
-    assert float(weighted_sizes(Sizes(1000, 200, 32), largest)) == pytest.approx(0.225)
-    assert float(weighted_sizes(Sizes(9000, 9000, 0), largest)) == pytest.approx(0.8), "what is above counts as 1"
-    assert float(weighted_sizes(Sizes(1000, 200, 32), largest, OUTPUT_ONLY)) == pytest.approx(0.2)
+    largest = RequestSize(4000, 1000, 128)
+    assert float(weighted_sizes(RequestSize(1000, 200, 32), largest)) == pytest.approx(0.225)
+    assert float(weighted_sizes(RequestSize(9000, 9000, 0), largest)) == pytest.approx(0.8), "what is above counts as 1"
+    assert float(weighted_sizes(RequestSize(1000, 200, 32), largest, OUTPUT_ONLY_WEIGHTS)) == pytest.approx(0.2)
 
 
 def test_classes_of_nine_sizes_by_the_elbow_and_literally() -> None:
@@ -66,7 +70,7 @@ def test_quotas_of_three_classes_are_as_worked_out_by_hand() -> None:
 
 
 def test_quotas_with_the_most_for_the_smallest_class() -> None:
-    assert assign_quotas(SPEC_LOADS, 24200, floor=False, share=Share.PRIORITY).tokens == (10150, 8833, 5217)
+    assert assign_quotas(SPEC_LOADS, 24200, floor=False, share=SurplusShare.PRIORITY).tokens == (10150, 8833, 5217)
 
 
 def test_quotas_that_hold_the_largest_request_of_each_class() -> None:
@@ -81,7 +85,7 @@ def test_quotas_in_an_overload_are_scaled() -> None:
 
 
 def test_quotas_in_an_overload_from_the_smallest_class_up() -> None:
-    found = assign_quotas(SPEC_LOADS, 11000, overload=Overload.SMALLEST_FIRST)
+    found = assign_quotas(SPEC_LOADS, 11000, overload=OverloadRule.SMALLEST_FIRST)
     assert found.tokens == (4100, 2900, 4000), "what is left of the middle one's 4800, and the largest request"
     assert not found.feasible
 
@@ -90,16 +94,18 @@ def test_quotas_in_an_overload_from_the_smallest_class_up() -> None:
     st.lists(st.tuples(*[st.floats(0.1, 1e4)] * 3, st.sampled_from([0.5, 30.0, float("inf")])), min_size=1, max_size=4),
     st.integers(1, 10**6),
     st.booleans(),
-    st.sampled_from(Share),
+    st.sampled_from(SurplusShare),
 )
-def test_quotas_add_up(loads: list[tuple[float, float, float, float]], total: int, floor: bool, share: Share) -> None:
+def test_quotas_add_up(
+    loads: list[tuple[float, float, float, float]], total: int, floor: bool, share: SurplusShare
+) -> None:
     found = assign_quotas([ClassLoad(*load) for load in loads], total, floor=floor, share=share)
     assert sum(found.tokens) == total
     assert min(found.tokens) >= 0
 
 
 def test_the_ledger_credits_whoever_lent_and_attributes_anew_when_classes_change() -> None:
-    ledger, one, two = Ledger(100), RequestId("one"), RequestId("two")
+    ledger, one, two = QuotaAccounting(100), RequestId("one"), RequestId("two")
     ledger.divide((60, 40), {})
     ledger.hold(one, 0, 60)
     ledger.hold(one, 1, 10)
@@ -115,7 +121,7 @@ def test_the_ledger_credits_whoever_lent_and_attributes_anew_when_classes_change
 
 
 def test_a_window_forgets_what_is_old() -> None:
-    window = Window(2)
+    window = SlidingWindow(2)
     for index in range(1000):
         window.add(float(index), index, -index)
     assert window.since(990.0)[:, 0].tolist() == list(range(990, 1000))

@@ -11,15 +11,14 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.app import create_app, create_service
+from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.request_log import RequestLog
+from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.served_models import ServedModels
+from lorikeet.api.service import Service
+from lorikeet.api.text_processor import ChatTemplate, TextProcessor
 from lorikeet.config import AdapterSettings, ServerSettings, Settings
-from lorikeet.server.app import create_app, create_service
-from lorikeet.server.chat_template import ChatTemplate
-from lorikeet.server.lengths import Lengths
-from lorikeet.server.models import Models
-from lorikeet.server.request_log import RequestLog
-from lorikeet.server.sampling import ModelLimits
-from lorikeet.server.service import Service
-from lorikeet.server.texts import Texts
 from tests.server.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
@@ -61,7 +60,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         answer: str = "hello world",
         request_log: RequestLog | None = None,
         lora: bool = True,
-        lengths: Lengths | None = None,
+        lengths: AnswerLengthPredictor | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
         settings = Settings(
@@ -70,9 +69,9 @@ def start(tmp_path: Path, sources: Path) -> Start:
         )
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END])
         catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",))
-        limits = ModelLimits(engine.hello.max_model_len, TOKENIZER.get_vocab_size(), (END,))
-        models = Models(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
-        texts = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
+        models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
+        texts = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
         service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         try:
@@ -103,5 +102,5 @@ def count_calls_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[
         calls.append(work)
         return work()
 
-    monkeypatch.setattr("lorikeet.server.threads.to_thread.run_sync", run_sync)
+    monkeypatch.setattr("lorikeet.api.threads.to_thread.run_sync", run_sync)
     return calls

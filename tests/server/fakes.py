@@ -11,18 +11,17 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from lorikeet.client.client import ONLY_REPLICA, Engines
+from lorikeet.client.state import ClusterState
+from lorikeet.client.streams import RequestOutput
+from lorikeet.client.supervisor import EngineError
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued
+from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued, RequestTimings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import EngineStats, Hello
+from lorikeet.core.messages import EngineReady, EngineStats
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
-from lorikeet.core.timings import RequestTimings
-from lorikeet.engine.client import ONLY, Engines
-from lorikeet.engine.connection import EngineError
-from lorikeet.engine.streams import Output
-from lorikeet.engine.views import ClusterState
 
 Script = Callable[[Request], list[int]]
 
@@ -89,13 +88,15 @@ class FakeEngine:
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
-        self.hello = Hello("0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0)
+        self.engine_info = EngineReady(
+            "0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0
+        )
 
     def submit(self, request: Request) -> "FakeHandle":
         self.submitted.append(request)
         return FakeHandle(self, request)
 
-    def know_adapters(self, refs: Iterable[AdapterRef]) -> None:
+    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
         self.known |= {ref.digest: ref for ref in refs}
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
@@ -111,7 +112,7 @@ class FakeEngine:
 
     @property
     def views(self) -> dict[ReplicaId, "FakeEngine"]:
-        return {ONLY: self}
+        return {ONLY_REPLICA: self}
 
     def describe(self) -> ClusterState:
         return self.state
@@ -146,12 +147,12 @@ class FakeHandle:
     def abort(self, *, is_complete: bool = False) -> None:
         self._engine.aborted.append(self.request.request_id)
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         engine, request_id, sampling = self._engine, self.request.request_id, self.request.sampling
         if engine.refusal is not None:
             now, impossible = time.monotonic(), engine.impossible
             finished = Finished(request_id, now, FinishReason.ERROR, error=engine.refusal, impossible=impossible)
-            yield Output((), finished)
+            yield RequestOutput((), finished)
             return
         await engine.admits.wait()
         self.timings.apply(Admitted(request_id, time.monotonic(), 0))
@@ -172,13 +173,13 @@ class FakeHandle:
             if len(sent) == engine.per_output:
                 if engine.stats is not None:
                     for callback in engine.stats_callbacks:
-                        callback(ONLY, engine.stats)
-                yield Output(tuple(sent), None)
+                        callback(ONLY_REPLICA, engine.stats)
+                yield RequestOutput(tuple(sent), None)
                 sent = []
         reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
         finished = Finished(request_id, time.monotonic(), reason, stop_token_id=stop)
         self.timings.apply(finished)
-        yield Output(tuple(sent), finished)
+        yield RequestOutput(tuple(sent), finished)
 
 
 def _token(token_id: int, logprobs: int | None) -> Token:

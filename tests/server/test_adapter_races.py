@@ -19,16 +19,15 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.app import create_app, create_service
+from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.served_models import ServedModels
+from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.client.client import EngineClient
+from lorikeet.client.streams import RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
-from lorikeet.engine.client import EngineClient
-from lorikeet.engine.streams import RequestHandle
-from lorikeet.server.app import create_app, create_service
-from lorikeet.server.chat_template import ChatTemplate
-from lorikeet.server.models import Models
-from lorikeet.server.sampling import ModelLimits
-from lorikeet.server.texts import Texts
 from tests.server.fakes import byte_level_tokenizer
 from tests.support.live import (
     CONTEXT_TOKENS,
@@ -128,8 +127,8 @@ async def world(
     settings = msgspec.structs.replace(live_settings(folder / "base"), adapters=adapters)
     async with engine_process(settings) as client:
         catalog = AdapterCatalog(adapters, "base", client.hello.geometry, reserved_names=("base",))
-        models = Models(("base",), (), "base", catalog, CONTEXT_TOKENS)
-        texts = Texts(byte_level_tokenizer(), ChatTemplate("", {}))
+        models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS)
+        texts = TextProcessor(byte_level_tokenizer(), ChatTemplate("", {}))
         service = create_service(settings, client, catalog, texts, models, ModelLimits(CONTEXT_TOKENS, VOCAB))
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error")
         async with serving(config) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from lorikeet.server import errors
-from lorikeet.server.chat_template import ChatTemplate
-from lorikeet.server.errors import ApiError
+from lorikeet.api import errors
+from lorikeet.api.errors import ApiError
+from lorikeet.api.text_processor import ChatTemplate
 from tests.server.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 CHAT = "/v1/chat/completions"

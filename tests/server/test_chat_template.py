@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from lorikeet.api.text_processor import ChatTemplate, TemplateError, read_chat_template
 from lorikeet.models.default import prepare_default_model
-from lorikeet.server.chat_template import ChatTemplate, TemplateError, read_chat_template
 
 MESSAGES = [
     {"role": "system", "content": 'Be <brief> & "kind".'},

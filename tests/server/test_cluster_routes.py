@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
-from lorikeet.commands import status as status_command
-from lorikeet.commands.api import ServerApi
+from lorikeet.cli import status as status_command
+from lorikeet.cli.http_client import ServerClient
+from lorikeet.cli.main import app
+from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RouteStats
-from lorikeet.engine.views import ClusterState, CopyCounts, ReplicaState
 from tests.server.conftest import Running, Start
 
 FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
@@ -75,10 +75,10 @@ async def test_status_shows_what_the_server_tells(server: Running, monkeypatch: 
     server.engine.state = state_of(server)
     told = (await server.http.get("/v1/cluster")).json()
 
-    def api(url: str, api_key: str | None) -> ServerApi:
-        return ServerApi(url, api_key, httpx.MockTransport(lambda request: httpx.Response(200, json=told)))
+    def api(url: str, api_key: str | None) -> ServerClient:
+        return ServerClient(url, api_key, httpx.MockTransport(lambda request: httpx.Response(200, json=told)))
 
-    monkeypatch.setattr(status_command, "ServerApi", api)
+    monkeypatch.setattr(status_command, "ServerClient", api)
     printed = CliRunner().invoke(app, ["status", "--adapters"]).output
     for words in ("replica-0", "10.0.0.5:4711", "open", "down", "25%", "french", "replica-0 75%", "4 requests wait"):
         assert words in printed, printed

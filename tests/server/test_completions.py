@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.server.texts import Texts
+from lorikeet.api.text_processor import TextProcessor
 from tests.server.conftest import TOKENIZER, Running, count_calls_off_the_loop
 from tests.server.test_chat import events
 
@@ -68,13 +68,13 @@ async def test_an_echo_is_decoded_once_a_prompt_and_only_for_accepted_requests(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[list[int]] = []
-    decode = Texts.decode
+    decode = TextProcessor.decode
 
-    def counting(texts: Texts, token_ids: list[int], **options: bool) -> str:
+    def counting(texts: TextProcessor, token_ids: list[int], **options: bool) -> str:
         decoded.append(token_ids)
         return decode(texts, token_ids, **options)
 
-    monkeypatch.setattr(Texts, "decode", counting)
+    monkeypatch.setattr(TextProcessor, "decode", counting)
     prompts = [TOKENIZER.encode(text).ids for text in ("the ", "a ")]
     for outside in ([5] * 300, [100_000]):
         assert (await server.http.post(URL, json=body(prompt=outside, echo=True, n=3))).status_code == 400
@@ -92,7 +92,7 @@ async def test_an_echo_that_fails_frees_the_requests_place(server: Running, monk
     def broken(*_: object, **__: object) -> str:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Texts, "decode", broken)
+    monkeypatch.setattr(TextProcessor, "decode", broken)
     assert (await server.http.post(URL, json=body(prompt=[5], echo=True))).status_code == 500
     assert server.service.gate.active == 0
 

@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.server.disconnect import EventStream, WhileThere
+from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from tests.server.conftest import Start
 from tests.server.test_chat import CHAT, body
 from tests.server.test_metrics import page, value
@@ -44,7 +44,7 @@ async def test_work_for_a_client_that_hangs_up_is_cancelled() -> None:
             raise
         raise AssertionError
 
-    answer = WhileThere(make, lambda: ends.append("closed"))
+    answer = CancelOnDisconnect(make, lambda: ends.append("closed"))
     await answer({"type": "http"}, client.receive, client.send)
     assert ends == ["cancelled", "closed"]
     assert client.status == 499
@@ -64,7 +64,7 @@ async def test_a_stream_to_a_client_that_hangs_up_ends() -> None:
     async def make() -> Response:
         return EventStream(events())
 
-    await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+    await CancelOnDisconnect(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
     assert ends == ["cancelled", "closed"]
     assert [message.get("body") for message in client.sent] == [None, b"data: 1\n\n"]
 
@@ -76,7 +76,7 @@ async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hang
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+        await CancelOnDisconnect(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
     assert ends == ["closed"]
     assert client.sent == []
 
@@ -88,7 +88,7 @@ async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None
         client.gone.set()
         return Response(b"whole")
 
-    await WhileThere(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
+    await CancelOnDisconnect(make, lambda: ends.append("closed"))({"type": "http"}, client.receive, client.send)
     await asyncio.sleep(0)  # for whoever watched
     assert ends == ["closed"]
     assert client.status == 200
@@ -112,7 +112,7 @@ async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() 
         if message["type"] == "http.response.body":
             await never.wait()
 
-    await WhileThere(make, lambda: closed.append(True))({"type": "http"}, receive, send)
+    await CancelOnDisconnect(make, lambda: closed.append(True))({"type": "http"}, receive, send)
     assert sent == ["http.response.start", "http.response.body"]
     assert closed == [True]
 

@@ -6,7 +6,7 @@ import sys
 
 def test_the_api_process_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, lorikeet.server.app, lorikeet.server.run\n"
+        "import sys, lorikeet.api.app, lorikeet.api.run\n"
         "heavy = {name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'peft'}\n"
         "sys.exit(', '.join(heavy) or 0)"
     )

@@ -11,16 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from lorikeet.api import length_prediction
+from lorikeet.api.length_prediction import AnswerLengthPredictor, PredictorProcess, open_length_predictor
 from lorikeet.config import ConfigError, LengthPredictor, ServerSettings
-from lorikeet.engine.length_training import file_sha256
+from lorikeet.engine.length_predictor_training import file_sha256
 from lorikeet.models.sentences import DIMENSIONS
-from lorikeet.scheduling.prediction.history import History
-from lorikeet.scheduling.prediction.learned import About, Errors, Head
-from lorikeet.scheduling.prediction.messages import Setup
+from lorikeet.scheduling.prediction.history import LengthHistory
+from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelInfo, PredictionErrors
+from lorikeet.scheduling.prediction.messages import PredictorSetup
 from lorikeet.scheduling.prediction.training import Samples, train
-from lorikeet.server import predictor_process
-from lorikeet.server.lengths import Lengths, open_lengths
-from lorikeet.server.predictor_process import PredictorProcess
 from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
 
@@ -38,22 +37,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(tokenizer: Path) -> Head:
+def head(tokenizer: Path) -> LengthModel:
     """Knows the base model alone."""
     vectors = np.random.default_rng(0).standard_normal((100, DIMENSIONS)).astype(np.float32)
     return train(Samples(vectors, [10] * 100, [LEARNED] * 100, [None] * 100), file_sha256(tokenizer))
 
 
 @pytest.fixture
-def head_file(head: Head, tmp_path: Path) -> Path:
+def head_file(head: LengthModel, tmp_path: Path) -> Path:
     head.write(tmp_path / "head.safetensors")
     return tmp_path / "head.safetensors"
 
 
 @pytest.fixture
 async def process(head_file: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PredictorProcess]:
-    monkeypatch.setattr(predictor_process, "_FIRST_REST_S", 0.0)
-    process = PredictorProcess(Setup(str(head_file), str(tokenizer)), timeout_s=60.0)
+    monkeypatch.setattr(length_prediction, "_FIRST_REST_S", 0.0)
+    process = PredictorProcess(PredictorSetup(str(head_file), str(tokenizer)), timeout_s=60.0)
     yield process
     await process.close()
 
@@ -73,9 +72,9 @@ async def metric(server: Running, name: str) -> float:
 
 
 async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
-    start: Start, head: Head, process: PredictorProcess, monkeypatch: pytest.MonkeyPatch
+    start: Start, head: LengthModel, process: PredictorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start(lengths=Lengths(History(), head, process)) as server:
+    async with start(lengths=AnswerLengthPredictor(LengthHistory(), head, process)) as server:
         server.service.catalog.register("french", str(server.sources / "french"))
         assert await predicted(server) is None, "nobody knows anything yet"
         assert await predicted(server) == ANSWER_TOKENS, "history has seen an answer"
@@ -106,12 +105,12 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         process._timeout_s = 0.01
         assert await predicted(server) == ANSWER_TOKENS, "no answer in time"
         assert await metric(server, 'predictor_late_total{engine="0"') == 1
-        for _ in range(predictor_process.MOST_WAITING):
+        for _ in range(length_prediction.MOST_WAITING):
             await predicted(server)
         assert await metric(server, 'predictor_refused_total{engine="0"') > 1, "it is busy, and is not asked any more"
 
         stopped = process.process_id
-        monkeypatch.setattr(predictor_process, "_STUCK_S", 0.0)
+        monkeypatch.setattr(length_prediction, "_STUCK_S", 0.0)
         await predicted(server)
         while process.process_id is not None:
             await asyncio.sleep(0.005)
@@ -122,7 +121,7 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
 
 
 async def test_answers_that_were_broken_off_teach_nothing_and_errors_are_summed(start: Start) -> None:
-    async with start(lengths=Lengths(History())) as server:
+    async with start(lengths=AnswerLengthPredictor(LengthHistory())) as server:
         assert await predicted(server) is None
         assert await metric(server, 'length_predicted_answers_total{engine="0"') == 0
         server.engine.refusal = "no"
@@ -144,11 +143,11 @@ def settings(kind: str, file: object = "") -> ServerSettings:
     return ServerSettings(length_predictor=LengthPredictor(kind), length_predictor_file=str(file))
 
 
-def write_worse(head: Head, to: Path) -> Path:
+def write_worse(head: LengthModel, to: Path) -> Path:
     """Write the head with errors that are not smaller than those of history."""
-    same = Errors(20, 5.0, 0.5, 0.5)
-    about: About = msgspec.structs.replace(head.about, learned=same, history=same)
-    Head(about, head._centre, head._axes, head._typical, head._trees, head._base).write(to)
+    same = PredictionErrors(20, 5.0, 0.5, 0.5)
+    about: LengthModelInfo = msgspec.structs.replace(head.about, learned=same, history=same)
+    LengthModel(about, head._centre, head._axes, head._typical, head._trees, head._base).write(to)
     return to
 
 
@@ -156,21 +155,23 @@ def write_worse(head: Head, to: Path) -> Path:
     ("kind", "words"), [("none", "not predicted"), ("history", "by history"), ("auto", "by history")]
 )
 def test_what_is_chosen_without_a_file(kind: str, words: str, tokenizer: Path) -> None:
-    lengths, note = open_lengths(settings(kind), tokenizer)
+    lengths, note = open_length_predictor(settings(kind), tokenizer)
     assert lengths.process is None
     assert words in note
 
 
-async def test_auto_takes_the_better_one(head: Head, tokenizer: Path, tmp_path: Path) -> None:
+async def test_auto_takes_the_better_one(head: LengthModel, tokenizer: Path, tmp_path: Path) -> None:
     worse = write_worse(head, tmp_path / "worse")
-    lengths, note = open_lengths(settings("auto", worse), tokenizer)
+    lengths, note = open_length_predictor(settings("auto", worse), tokenizer)
     assert lengths.process is None
     assert f"by history, not by {worse}: held out, its mean error was 5.0 tokens, that of history 5.0" in note
-    about: About = msgspec.structs.replace(head.about, learned=Errors(20, 4.0, 0.5, 0.5), history=Errors(20, 5.0, 0, 0))
-    better = Head(about, head._centre, head._axes, head._typical, head._trees, head._base)
+    about: LengthModelInfo = msgspec.structs.replace(
+        head.about, learned=PredictionErrors(20, 4.0, 0.5, 0.5), history=PredictionErrors(20, 5.0, 0, 0)
+    )
+    better = LengthModel(about, head._centre, head._axes, head._typical, head._trees, head._base)
     better.write(tmp_path / "better")
     for kind, file in (("auto", "better"), ("learned", "better"), ("learned", "worse")):
-        lengths, note = open_lengths(settings(kind, tmp_path / file), tokenizer)
+        lengths, note = open_length_predictor(settings(kind, tmp_path / file), tokenizer)
         assert lengths.process is not None
         assert f"predicted by {tmp_path / file}" in note
         await lengths.close()
@@ -186,4 +187,4 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(head_file: Path, tok
         (settings("learned", head_file), other, "another tokenizer"),
     ):
         with pytest.raises(ConfigError, match=words):
-            open_lengths(asked, file)
+            open_length_predictor(asked, file)

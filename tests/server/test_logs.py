@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.server.logs import RequestIds, configure_logs, log
+from lorikeet.api.logs import RequestIds, configure_logs, log
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,10 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from lorikeet.api.metrics import RequestMetrics
+from lorikeet.api.usage import RequestCounts
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued
+from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import (
     AssistCounters,
@@ -19,9 +21,6 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
-from lorikeet.core.timings import RequestTimings
-from lorikeet.server.metrics import Metrics
-from lorikeet.server.usage import Counts
 from tests.server.conftest import Running
 from tests.server.test_chat import CHAT, body, events
 
@@ -220,7 +219,7 @@ def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
         KvArrived(name, 7.0),
     ):
         timings.apply(event)
-    metrics = Metrics("base", 256)
+    metrics = RequestMetrics("base", 256)
     metrics.observe_request(timings, 40, 0, "abort", 8.0)
     metrics.observe_request(RequestTimings(arrival_s=0.0), 40, 0, "abort", 8.0)
     text = metrics.page().decode()
@@ -291,7 +290,7 @@ async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -
     refs = {}
     for number in range(10_000):
         name = f"organisation/team-{number % 7}/adapter-{number:05}"
-        server.service.observer.usage.of(name).add(Counts(requests=1))
+        server.service.observer.usage.of(name).add(RequestCounts(requests=1))
         digest = AdapterDigest(f"{number:064x}")
         refs[digest] = AdapterRef(AdapterName(name), digest, "/somewhere", {"q": (8,)}, 1)
     server.service.used_adapters.update(refs)

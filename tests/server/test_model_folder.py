@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from lorikeet.api.model_folder import prepare_model
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.models import default
-from lorikeet.server.model_folder import prepare_model
 
 
 def stages(settings: ModelSettings) -> tuple[list[str], object]:

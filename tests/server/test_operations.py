@@ -9,9 +9,9 @@ import httpx
 import pytest
 import structlog
 
+from lorikeet.api.middleware import KeyRing
+from lorikeet.api.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
-from lorikeet.server.auth import KeyRing
-from lorikeet.server.text import TextStream
 from tests.server.conftest import TOKENIZER, Running, Start
 from tests.server.test_chat import CHAT, body
 from tests.support.live import until
@@ -237,10 +237,10 @@ async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
 async def test_a_choice_that_fails_here_ends_in_the_engine_too(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    def broken(text_stream: TextStream, token_id: int) -> str:
+    def broken(text_stream: IncrementalDetokenizer, token_id: int) -> str:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(TextStream, "push", broken)
+    monkeypatch.setattr(IncrementalDetokenizer, "push", broken)
     reply = await server.http.post(CHAT, json=body(stream=stream))
     assert reply.status_code == 500
     assert "secret" not in reply.text

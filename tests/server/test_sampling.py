@@ -5,24 +5,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.core.request import SamplingParams
-from lorikeet.server.errors import ApiError
-from lorikeet.server.protocol import Generation
-from lorikeet.server.sampling import (
+from lorikeet.api.errors import ApiError
+from lorikeet.api.protocol import GenerationBody
+from lorikeet.api.sampling import (
     MOST_BIASES,
     ModelLimits,
     SamplingDefaults,
     check_prompt,
-    for_choice,
     logit_bias_pairs,
+    params_for_choice,
     sampling_params,
 )
+from lorikeet.core.request import SamplingParams
 
 LIMITS = ModelLimits(max_model_len=100, vocabulary=50, eos_token_ids=(2, 3))
 
 
 def params(limits: ModelLimits = LIMITS, **fields: Any) -> SamplingParams:
-    body = Generation(**fields)
+    body = GenerationBody(**fields)
     return sampling_params(
         body,
         limits,
@@ -66,7 +66,7 @@ def test_a_key_of_logit_bias_is_a_token_id_as_json_writes_it(key: str) -> None:
 
 
 def test_all_sequences_together_have_so_many_biases_at_most() -> None:
-    body = Generation(logit_bias={str(token): 1.0 for token in range(1024)})
+    body = GenerationBody(logit_bias={str(token): 1.0 for token in range(1024)})
     assert len(logit_bias_pairs(body, 1024, MOST_BIASES // 1024)) == 1024
     with pytest.raises(ApiError, match=r"logit_bias: 1024 entries for each of 65 sequences"):
         logit_bias_pairs(body, 1024, MOST_BIASES // 1024 + 1)
@@ -109,8 +109,8 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
 
 def test_choices_differ_in_their_seed_alone_and_always_in_the_same_way() -> None:
     first = params(seed=5)
-    assert for_choice(first, 0) == first
-    assert for_choice(first, 1) == for_choice(params(seed=5), 1)
-    seeds = {for_choice(first, choice).seed for choice in range(128)}
+    assert params_for_choice(first, 0) == first
+    assert params_for_choice(first, 1) == params_for_choice(params(seed=5), 1)
+    seeds = {params_for_choice(first, choice).seed for choice in range(128)}
     assert len(seeds) == 128
     assert all(0 <= seed < 2**63 for seed in seeds)

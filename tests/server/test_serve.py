@@ -21,7 +21,7 @@ from tests.server.test_chat import CHAT, text_of
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-COMMAND = "from lorikeet.cli import main; main()"
+COMMAND = "from lorikeet.cli.main import main; main()"
 HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from lorikeet.api.middleware import key_name
+from lorikeet.api.request_log import RequestLog
+from lorikeet.api.slo_targets import attainment, missed, read_targets
+from lorikeet.api.usage import RequestCounts
 from lorikeet.bench.workload import read_workload
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
-from lorikeet.core.slo import Slo, SloError, parse_slo
-from lorikeet.core.timings import RequestTimings
-from lorikeet.server.auth import key_name
-from lorikeet.server.request_log import RequestLog
-from lorikeet.server.targets import attainment, missed, read_targets
-from lorikeet.server.usage import Counts
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.request import Slo, SloError, parse_slo
 from tests.server.conftest import Running, Start
 from tests.server.test_chat import CHAT, body
 from tests.server.test_completions import URL as COMPLETIONS
@@ -81,25 +81,25 @@ def test_shedding_needs_a_target_to_shed_for() -> None:
 @pytest.mark.parametrize(
     ("slo", "tokens", "reason", "counts"),
     [
-        (Slo(0.5, 0.1), 11, "stop", Counts(ttft_met=1, tpot_met=1)),
-        (Slo(0.4, 0.1), 11, "stop", Counts(ttft_missed=1, tpot_met=1)),
-        (Slo(0.5, 0.1), 10, "length", Counts(ttft_met=1, tpot_missed=1)),
-        (Slo(0.5), 11, "stop", Counts(ttft_met=1)),
-        (Slo(None, 0.1), 11, "stop", Counts(tpot_met=1)),
-        (Slo(0.5, 0.1), 1, "stop", Counts(ttft_met=1)),
-        (Slo(0.5, 0.1), 11, "error", Counts(ttft_missed=1, tpot_missed=1)),
-        (Slo(0.5, 0.1), 11, "abort", Counts()),
-        (None, 11, "stop", Counts()),
+        (Slo(0.5, 0.1), 11, "stop", RequestCounts(ttft_met=1, tpot_met=1)),
+        (Slo(0.4, 0.1), 11, "stop", RequestCounts(ttft_missed=1, tpot_met=1)),
+        (Slo(0.5, 0.1), 10, "length", RequestCounts(ttft_met=1, tpot_missed=1)),
+        (Slo(0.5), 11, "stop", RequestCounts(ttft_met=1)),
+        (Slo(None, 0.1), 11, "stop", RequestCounts(tpot_met=1)),
+        (Slo(0.5, 0.1), 1, "stop", RequestCounts(ttft_met=1)),
+        (Slo(0.5, 0.1), 11, "error", RequestCounts(ttft_missed=1, tpot_missed=1)),
+        (Slo(0.5, 0.1), 11, "abort", RequestCounts()),
+        (None, 11, "stop", RequestCounts()),
     ],
 )
-def test_targets_are_met_or_missed_one_by_one(slo: Slo | None, tokens: int, reason: str, counts: Counts) -> None:
+def test_targets_are_met_or_missed_one_by_one(slo: Slo | None, tokens: int, reason: str, counts: RequestCounts) -> None:
     timings = RequestTimings(1.0, first_token_s=1.5)
     assert attainment(slo, timings, tokens, reason, ended_s=2.5) == counts
 
 
 def test_what_was_refused_has_missed_what_it_had() -> None:
-    assert missed(Slo(0.5), 3) == Counts(ttft_missed=3)
-    assert missed(None, 3) == Counts()
+    assert missed(Slo(0.5), 3) == RequestCounts(ttft_missed=3)
+    assert missed(None, 3) == RequestCounts()
 
 
 async def test_the_page_tells_attainment_by_target_and_adapter(start: Start) -> None:

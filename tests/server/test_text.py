@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lorikeet.server.text import StopScanner, TextStream
-from lorikeet.server.texts import Texts
+from lorikeet.api.text_processor import IncrementalDetokenizer, StopScanner, TextProcessor
 from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
@@ -16,7 +15,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], i
 
 
 def streamed(tokenizer: Tokenizer, context: list[int], token_ids: list[int], *, skip: bool = True) -> str:
-    stream = Texts(tokenizer, None).stream(context, skip_special_tokens=skip)
+    stream = TextProcessor(tokenizer, None).stream(context, skip_special_tokens=skip)
     return "".join([*(stream.push(token_id) for token_id in token_ids), stream.flush()])
 
 
@@ -40,13 +39,13 @@ def test_any_tokens_stream_to_what_decoding_at_once_adds(token_ids: list[int], c
 
 
 def test_a_character_split_over_tokens_comes_out_whole() -> None:
-    stream = TextStream(BYTE_LEVEL)
+    stream = IncrementalDetokenizer(BYTE_LEVEL)
     pieces = [stream.push(BYTE_LEVEL.token_to_id(byte)) for byte in ("ð", "Ł", "¦", "Ĭ")]
     assert pieces == ["", "", "", "🦊"]
 
 
 def test_a_character_that_never_becomes_whole_is_shown_at_the_end() -> None:
-    stream = TextStream(BYTE_LEVEL)
+    stream = IncrementalDetokenizer(BYTE_LEVEL)
     assert stream.push(BYTE_LEVEL.token_to_id("ð")) == ""
     assert stream.flush() == "�"
     assert stream.flush() == ""

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from lorikeet.models.checkpoint import ModelConfigError
-from lorikeet.server.chat_template import ChatTemplate
-from lorikeet.server.texts import Texts
+from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.models.config import ModelConfigError
 from tests.server.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
 from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 from tests.server.test_chat import CHAT
 
-TEXTS = Texts(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+TEXTS = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
 LONG = " ".join(f"hello world {number}" for number in range(50_000))
 
 
@@ -58,7 +57,7 @@ def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
 def test_the_bytes_of_tokens_together_make_the_text_also_where_characters_are_split(
     tokenizer: Tokenizer, text: str
 ) -> None:
-    texts = Texts(tokenizer, None)
+    texts = TextProcessor(tokenizer, None)
     tokens = [texts.token(token_id) for token_id in tokenizer.encode(text).ids]
     assert any(token.text == "\ufffd" for token in tokens), "a character is split"
     assert bytes(byte for token in tokens for byte in token.utf8).decode() == text
@@ -69,7 +68,7 @@ def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ModelConfigError, match=re.escape(str(tmp_path / name))):
-        Texts.read(tmp_path)
+        TextProcessor.read(tmp_path)
 
 
 def test_python_goes_on_while_many_tokens_become_text() -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lorikeet.server.token_bound import _MOST_COMPOSED, TokenBound
+from lorikeet.api.text_processor import _MOST_COMPOSED, TokenLowerBound
 from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 Change = Callable[[Tokenizer], None]
@@ -52,7 +52,7 @@ def of_characters() -> Tokenizer:
 
 
 KNOWN = {"byte-level": byte_level_tokenizer(), "nfc": composing(), "lacking": lacking(), "characters": of_characters()}
-BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in KNOWN.items()}
+BOUNDS = {name: TokenLowerBound(tokenizer) for name, tokenizer in KNOWN.items()}
 ANY_TEXT = st.text(max_size=60) | st.text(st.sampled_from("a \x04\u0301\u0308\u0345αω가각ᄀ\n9"), max_size=60)
 
 
@@ -109,5 +109,5 @@ def _know_words_alone(tokenizer: Tokenizer) -> None:
 def test_of_what_may_leave_parts_of_a_text_out_nothing_is_said(change: Change) -> None:
     tokenizer = byte_level_tokenizer()
     change(tokenizer)
-    assert TokenBound(tokenizer).fewest("x" * 10**6) == 0
-    assert TokenBound(byte_fallback_tokenizer()).fewest("x" * 10**6) == 0
+    assert TokenLowerBound(tokenizer).fewest("x" * 10**6) == 0
+    assert TokenLowerBound(byte_fallback_tokenizer()).fewest("x" * 10**6) == 0

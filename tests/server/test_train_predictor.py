@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lorikeet.cli import app
+from lorikeet.api.request_log import RequestLog
+from lorikeet.cli.main import app
+from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.core.timings import RequestTimings
-from lorikeet.engine.length_process import Answerer
-from lorikeet.engine.length_training import file_sha256, read_logs
-from lorikeet.scheduling.prediction.learned import Head
-from lorikeet.scheduling.prediction.messages import Ask, Setup
-from lorikeet.server.request_log import RequestLog
+from lorikeet.engine.length_predictor_process import BatchPredictor
+from lorikeet.engine.length_predictor_training import file_sha256, read_logs
+from lorikeet.scheduling.prediction.learned import LengthModel
+from lorikeet.scheduling.prediction.messages import PredictionRequest, PredictorSetup
 from tests.models.checkpoints import make_checkpoint
 from tests.server.conftest import TOKENIZER
 
@@ -52,14 +52,14 @@ def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp
     assert ran.exit_code == 0, ran.output
     assert "24 requests held out of 120" in ran.output
     assert "auto uses the learned head" in ran.output
-    about = Head.read(output).about
+    about = LengthModel.read(output).about
     assert about.tokenizer_sha256 == file_sha256(model / "tokenizer.json")
     assert about.learned.mean_tokens < 10 < 40 < about.history.mean_tokens
 
-    answerer, later = Answerer(Setup(str(output), str(model / "tokenizer.json"))), time.monotonic() + 60
+    answerer, later = BatchPredictor(PredictorSetup(str(output), str(model / "tokenizer.json"))), time.monotonic() + 60
     prompts = [TOKENIZER.encode(f"{text} (200)").ids for text in (SHORT, LONG, SHORT)]
     asks = [
-        Ask(number, prompt, len(prompt), None, until_s)
+        PredictionRequest(number, prompt, len(prompt), None, until_s)
         for number, (prompt, until_s) in enumerate(zip(prompts, (later, later, 0.0), strict=True))
     ]
     told = answerer.answer(asks)

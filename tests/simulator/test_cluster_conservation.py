@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_router
-from lorikeet.cluster.comigration.times import MoveTimes
-from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.base import Placement
-from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.presets import Preset
 from tests.support.clusters import BLOCK, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile
 
 
-class Restless(Random):
+class Restless(RandomPlacement):
     """Deals adapters anew with every placement."""
 
     def place(self, demands, now):  # type: ignore[no-untyped-def]
@@ -27,7 +27,9 @@ class Restless(Random):
 
 def placement_of(kind: int, replicas: int, seed: int) -> Placement:
     there = names(replicas)
-    return (FullReplication(there), Random(there, seed), Contiguous(there), Restless(there, seed))[kind % 4]
+    return (FullReplication(there), RandomPlacement(there, seed), ContiguousPlacement(there), Restless(there, seed))[
+        kind % 4
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))

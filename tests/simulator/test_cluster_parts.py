@@ -4,21 +4,21 @@ import math
 
 import pytest
 
-from lorikeet.simulator.agenda import Agenda, Kind
-from lorikeet.simulator.cluster_figures import Level
+from lorikeet.simulator.cluster import Agenda, EventKind
+from lorikeet.simulator.run import TimeWeightedLevel
 
 
 def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
     done: list[str] = []
     agenda = Agenda()
     for name, at_s, kind in (
-        ("turn", 1.0, Kind.TURN),
-        ("review", 1.0, Kind.REVIEW),
-        ("later", 2.0, Kind.HEARD),
-        ("heard", 1.0, Kind.HEARD),
-        ("copied", 1.0, Kind.COPIED),
-        ("another turn", 1.0, Kind.TURN),
-        ("period", 1.0, Kind.PERIOD),
+        ("turn", 1.0, EventKind.TURN),
+        ("review", 1.0, EventKind.REVIEW),
+        ("later", 2.0, EventKind.HEARD),
+        ("heard", 1.0, EventKind.HEARD),
+        ("copied", 1.0, EventKind.COPIED),
+        ("another turn", 1.0, EventKind.TURN),
+        ("period", 1.0, EventKind.PERIOD),
     ):
         agenda.add(at_s, kind, lambda now, name=name: done.append(f"{name} {now:g}"))  # type: ignore[misc]
     while (event := agenda.pop_before(math.inf)) is not None:
@@ -28,17 +28,17 @@ def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
 
 def test_an_arrival_comes_after_what_is_told_then_and_before_turns() -> None:
     agenda = Agenda()
-    for kind in (Kind.TURN, Kind.COPIED):
+    for kind in (EventKind.TURN, EventKind.COPIED):
         agenda.add(1.0, kind, lambda now: None)
     event = agenda.pop_before(1.0)
     assert event is not None
-    assert event.kind is Kind.COPIED
+    assert event.kind is EventKind.COPIED
     assert agenda.pop_before(1.0) is None
     assert (agenda.engine_s, agenda.other_s) == (1.0, math.inf)
 
 
 def test_a_level_weighs_values_by_their_time() -> None:
-    level = Level(10.0)
+    level = TimeWeightedLevel(10.0)
     assert level.mean(10.0) == 0
     level.add(4, 10.0)
     level.add(-3, 12.0)

@@ -7,35 +7,42 @@ import msgspec
 import numpy as np
 import pytest
 
-from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.in_process import Watch, run_workload
+from lorikeet.bench.in_process import RunObserver, run_workload
+from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.replicas import Modelled, build_modelled
+from lorikeet.bench.replicas import ModelledReplica, build_modelled
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.cluster.asked import Asked
+from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import MigrationCosts
-from lorikeet.cluster.comigration.state import CoMigrationSettings, Movable, Move, Outcome, Plan, ReplicaLoad
-from lorikeet.cluster.comigration.times import MoveTimes
-from lorikeet.cluster.fetch_times import CopyCosts, FetchForm
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.placement.static import Random
+from lorikeet.cluster.migration.problem import (
+    CoMigrationSettings,
+    MigrationPlan,
+    MovableRequest,
+    MoveTimes,
+    ReplicaLoad,
+    RequestMove,
+    ReviewOutcome,
+)
+from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import DEVICES
-from lorikeet.costs.profile import CostProfile, Figure, Link, Transfers
+from lorikeet.costs.profile import Constant, CostProfile, Link, Transfers
 from lorikeet.engine.build import assemble
-from lorikeet.engine.executor import ExecutorError
-from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.presets import resolve_preset
-from lorikeet.simulator import cluster_run
+from lorikeet.simulator import cluster
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
+from lorikeet.worker.modelled import build_modelled_executor
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile, seconds
 
@@ -64,15 +71,15 @@ def level_profile() -> CostProfile:
     return msgspec.structs.replace(profile, step=msgspec.structs.replace(profile.step, decode_attention=seconds(0.0)))
 
 
-def single_steps(of: Settings, profile: CostProfile) -> Modelled:
+def single_steps(of: Settings, profile: CostProfile) -> ModelledReplica:
     """A replica each of whose turns is one step."""
     clock = VirtualClock()
     _, preset = resolve_preset(of.engine.preset)
     executor, sizes = build_modelled_executor(of, profile, preset, clock, coalesced=False)
-    return Modelled(assemble(of, executor, sizes, clock), clock, executor, coalesced=False)
+    return ModelledReplica(assemble(of, executor, sizes, clock), clock, executor, coalesced=False)
 
 
-def times(exchanges: Sequence[Exchange]) -> list[float]:
+def times(exchanges: Sequence[RequestRecord]) -> list[float]:
     return [at_s for each in exchanges for at_s in (each.sent_s, *each.token_times_s, each.ended_s)]
 
 
@@ -85,7 +92,7 @@ def talk(conversation: str, start_s: float) -> list[WorkloadRequest]:
     ]
 
 
-class Told(Watch):
+class Told(RunObserver):
     """Remembers who answered what."""
 
     def __init__(self) -> None:
@@ -154,7 +161,7 @@ class Probe(LeastLoaded):
         self.seen: list[tuple[float, dict[RequestId, bool]]] = []
         self._asked: list[RequestId] = []
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         entries = ((each, fleet.entry(each)) for each in self._asked)
         self.seen.append((now, {each: entry.is_prefilled for each, entry in entries if entry is not None}))
         self._asked.append(asked.request_id)
@@ -202,7 +209,7 @@ def test_a_fetch_is_charged_once_for_two_that_wait_for_it() -> None:
 
 def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
     adapters = some_adapters(1)
-    load = Link(seconds(0.0), Figure(256.0, "bytes/s"))
+    load = Link(seconds(0.0), Constant(256.0, "bytes/s"))
     found = simulated(
         [asks(0.0, adapters[0].name)],
         2,
@@ -330,23 +337,25 @@ class Evict:
     def __init__(self, settings: CoMigrationSettings) -> None:
         pass
 
-    def review(self, replicas: list[ReplicaLoad], requests: list[Movable], sizes: object) -> Plan:
+    def review(self, replicas: list[ReplicaLoad], requests: list[MovableRequest], sizes: object) -> MigrationPlan:
         first, second = names(2)
-        return Plan(
-            Outcome.PLANNED,
-            tuple(Move(each.request_id, each.adapter, first, second) for each in requests if each.replica == first),
+        return MigrationPlan(
+            ReviewOutcome.PLANNED,
+            tuple(
+                RequestMove(each.request_id, each.adapter, first, second) for each in requests if each.replica == first
+            ),
         )
 
 
 def test_kv_that_travels_is_charged_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four requests move while they run: with their KV or without it, and over a network that is fast or slow."""
-    monkeypatch.setattr(cluster_run, "CoMigration", Evict)
+    monkeypatch.setattr(cluster, "CoMigration", Evict)
     workload = [asks(0.01 * number, None, 40, 60) for number in range(4)]
     stayed = Told()
     choice = {"router": Always("replica-0"), "of": settings(host_memory_bytes=32 * BLOCK * 200)}
-    monkeypatch.setattr(cluster_run, "REVIEW_S", math.inf)
+    monkeypatch.setattr(cluster, "REVIEW_S", math.inf)
     simulated(workload, 2, watch=stayed, migration=moves(1e9), **choice)
-    monkeypatch.setattr(cluster_run, "REVIEW_S", 1.0)
+    monkeypatch.setattr(cluster, "REVIEW_S", 1.0)
     hits, ends_s = [], []
     for kv_bytes_per_s, network_bytes_per_s in ((None, 1e9), (1e9, 1e9), (1e9, 1e3)):
         moved = Told()
@@ -373,7 +382,7 @@ def moves(kv_bytes_per_s: float | None) -> MigrationCosts:
 
 def test_a_run_that_cannot_go_on_is_an_error() -> None:
     class Nowhere(Router):
-        def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+        def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
             return None
 
     with pytest.raises(ExecutorError, match="nothing is under way"):
@@ -388,7 +397,7 @@ def test_requests_that_no_engine_can_serve_end_with_their_error() -> None:
 def test_figures_add_up() -> None:
     adapters = some_adapters(6)
     workload = some_requests(100, 15.0, 5, [ref.name for ref in adapters])
-    found = simulated(workload, 3, adapters, router=ByTable(4), placement=Random(names(3), 4))
+    found = simulated(workload, 3, adapters, router=ByTable(4), placement=RandomPlacement(names(3), 4))
     figures = found.figures
     assert sum(each.requests for each in figures.replicas) == 100
     assert sum(each.output_tokens for each in figures.replicas) == sum(each.output_tokens for each in workload)

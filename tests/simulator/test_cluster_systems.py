@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from lorikeet.bench.choices import Range
+from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
+from lorikeet.bench.workload import Range
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import OperatingLoads
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
@@ -23,7 +23,9 @@ POINTS = {8: 11660.0, 16: 9700.0, 32: 7560.0, 64: 5200.0, 128: 3320.0}
 
 
 def run(preset: str, slo: Slo = SLO, count: int = COUNT) -> Simulated:
-    settings = Settings(engine=EngineSettings(preset=preset, num_scheduler_steps=1, max_num_seqs=256, max_num_batched_tokens=2048))
+    settings = Settings(
+        engine=EngineSettings(preset=preset, num_scheduler_steps=1, max_num_seqs=256, max_num_batched_tokens=2048)
+    )
     loads = OperatingLoads(KernelForm.PADDED, slo, 256, 64, 256, 2048, POINTS)
     profile = msgspec.structs.replace(load_profile("a100-80-llama-2-7b"), operating_points=(loads,))
     adapters = synthetic_adapters(ADAPTERS, PAPER_RANKS, profile.geometry)

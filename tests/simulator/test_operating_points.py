@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli import app
+from lorikeet.cli.main import app
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile, OperatingLoads, read_profile, write_profile
 from lorikeet.simulator import operating_points
 from lorikeet.simulator.operating_points import (
     OperatingPointError,
-    Search,
+    OperatingPointSearch,
     find_operating_loads,
     host_room_bytes,
     operating_points_for,
@@ -25,7 +25,7 @@ from tests.support.profiles import GEOMETRY, round_profile
 
 ENGINE = EngineSettings(preset="lorikeet:plain", num_scheduler_steps=1, max_num_seqs=8, host_memory_bytes=2**20)
 TTFT = Slo(ttft_s=0.5)
-SMALL = Search(ranks=(1, 2, 4), adapters=3, requests=80, limits=0.0, precision=0.1)
+SMALL = OperatingPointSearch(ranks=(1, 2, 4), adapters=3, requests=80, limits=0.0, precision=0.1)
 LENGTHS = (8, 4)
 
 
@@ -62,7 +62,7 @@ def test_a_looser_slo_bears_more() -> None:
 
 def test_probes_at_higher_rates_are_as_long_as_the_slo_asks_for() -> None:
     shown = Shown()
-    found(slo=Slo(ttft_s=2.0), search=Search((1,), 3, 20, 10.0, 1.0), show=shown)
+    found(slo=Slo(ttft_s=2.0), search=OperatingPointSearch((1,), 3, 20, 10.0, 1.0), show=shown)
     assert shown.totals[:3] == [20, 40, 80], "1, 2 and 4 requests/s for 20 s"
 
 
@@ -92,7 +92,10 @@ def test_what_was_found_takes_the_place_of_what_the_profile_had_of_the_same_sett
     [
         ({"slo": Slo()}, "need limits"),
         ({"slo": Slo(ttft_s=1e-6)}, "rank 1: even 0.00.* requests/s miss the SLO"),
-        ({"slo": Slo(ttft_s=1e9), "search": Search((1,), 1, 5, 1.0, 0.5)}, "rank 1: requests meet the SLO at any rate"),
+        (
+            {"slo": Slo(ttft_s=1e9), "search": OperatingPointSearch((1,), 1, 5, 1.0, 0.5)},
+            "rank 1: requests meet the SLO at any rate",
+        ),
         ({"lengths": (900, 200)}, r"900 \+ 200 tokens are too long"),
     ],
 )
@@ -106,7 +109,14 @@ def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
 
     def points(profile: CostProfile, preset: str = "lorikeet:plain", slo: Slo = TTFT) -> list[float]:
         by_rank = operating_points_for(
-            profile, preset, slo, LENGTHS, 7, engine=ENGINE, search=Search((1,), 3, 40, 0.0, 0.3), show=shown
+            profile,
+            preset,
+            slo,
+            LENGTHS,
+            7,
+            engine=ENGINE,
+            search=OperatingPointSearch((1,), 3, 40, 0.0, 0.3),
+            show=shown,
         )
         return [by_rank[1]]
 
@@ -124,7 +134,7 @@ def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
 
 
 def test_the_host_has_room_for_all_adapters_twice() -> None:
-    assert host_room_bytes(GEOMETRY, Search(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
+    assert host_room_bytes(GEOMETRY, OperatingPointSearch(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
 
 
 # --- the command -------------------------------------------------------------------------------------

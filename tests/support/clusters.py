@@ -3,26 +3,26 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lorikeet.bench.in_process import Collector, Run, Watch, WorkloadArrivals
+from lorikeet.bench.in_process import RecordCollector, RunObserver, WorkloadArrivals, WorkloadRun
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.replicas import Modelled, build_modelled
+from lorikeet.bench.replicas import ModelledReplica, build_modelled
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.plain import LeastLoaded
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.profile import CostProfile
-from lorikeet.simulator.cluster_figures import ClusterFigures
-from lorikeet.simulator.cluster_run import ClusterRun, ClusterSetup
+from lorikeet.simulator.cluster import ClusterRun, ClusterSetup
 from lorikeet.simulator.replica import SimulatedReplica
+from lorikeet.simulator.run import ClusterFigures
 from tests.support.profiles import GEOMETRY, round_profile
 
 BLOCK = 16
@@ -35,7 +35,7 @@ class Always(Router):
     def __init__(self, replica: str) -> None:
         self._replica = ReplicaId(replica)
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         return self._replica
 
 
@@ -47,7 +47,7 @@ class Fixed(Placement):
         self._home = ReplicaId(home)
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        return self._replaced({demand.adapter: (Share(self._home, 1.0),) for demand in demands})
+        return self._replaced({demand.adapter: (ReplicaShare(self._home, 1.0),) for demand in demands})
 
 
 def names(count: int) -> list[ReplicaId]:
@@ -66,7 +66,7 @@ def some_adapters(count: int, ranks: Sequence[int] = (1, 2)) -> list[AdapterRef]
 class Simulation(NamedTuple):
     """A cluster that has run."""
 
-    run: Run
+    run: WorkloadRun
     figures: ClusterFigures
     cluster: ClusterRun
     replicas: list[SimulatedReplica]
@@ -80,8 +80,8 @@ def simulated(
     *,
     profile: CostProfile | None = None,
     of: Settings | None = None,
-    make: Callable[[Settings, CostProfile], Modelled] = build_modelled,
-    watch: Watch | None = None,
+    make: Callable[[Settings, CostProfile], ModelledReplica] = build_modelled,
+    watch: RunObserver | None = None,
     **setup: object,
 ) -> Simulation:
     """Run a workload on a cluster: of least load and full replication, unless ``setup`` says otherwise."""
@@ -90,7 +90,7 @@ def simulated(
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
     arrivals = WorkloadArrivals(workload, {ref.name: ref for ref in adapters}, prompts, 0.0, watch)
     finished: list[int] = []
-    collector = Collector(workload, arrivals, finished.append)
+    collector = RecordCollector(workload, arrivals, finished.append)
     made = {"router": LeastLoaded(), "placement": FullReplication(names(replicas)), **setup}
     cluster = ClusterRun(engines, ClusterSetup(**made), adapters, arrivals, collector)  # type: ignore[arg-type]
     figures = cluster.run()

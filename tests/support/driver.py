@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import StepOutputs
@@ -33,11 +34,10 @@ from lorikeet.core.plan import (
     TransferDone,
 )
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine.executor import EngineSizes
 from lorikeet.engine.loop import Engine
-from lorikeet.engine.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
+from lorikeet.worker.torch_executor import TorchExecutor, build_torch_executor
 from tests.models.checkpoints import make_checkpoint
 
 BLOCK_TOKENS = 4

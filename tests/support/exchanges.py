@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorikeet.engine.device import Exchange, Mark
-from lorikeet.engine.devices import Cpu
+from lorikeet.worker.transfer.device import Cpu, StreamEvent, StreamSignals
 
 
 def wait_for_word(word: Tensor, value: int) -> None:
@@ -55,7 +54,7 @@ class ThreadExchange:
     def add(self, source: Tensor, total: Tensor) -> None:
         self._work.put(lambda: total.add_(source))
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         done = _Done()
         self._work.put(lambda: done.future.set_result(None))
         return done
@@ -95,7 +94,7 @@ class PromptExchange:
     def add(self, source: Tensor, total: Tensor) -> None:
         total.add_(source)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         return Cpu()
 
 
@@ -115,7 +114,7 @@ class Exchanging(Cpu):
     def steps(self) -> Any:
         return self._exchange
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> StreamSignals:
         return self._exchange
 
     def register(self, memory: Tensor) -> Callable[[], None]:

@@ -8,14 +8,14 @@ import zmq
 import zmq.asyncio
 
 from lorikeet.core.events import AdapterEvicted
-from lorikeet.core.messages import DropAdapter, FromEngine, Hello, Shutdown, StepOutputs, ToEngine
+from lorikeet.core.messages import DropAdapter, EngineReady, FromEngine, Shutdown, StepOutputs, ToEngine
 from tests.adapters.builders import geometry
 
-HELLO = Hello("fake", geometry(), 100, 16, 1024, 512, 50, "none", "boot", 0.0)
+HELLO = EngineReady("fake", geometry(), 100, 16, 1024, 512, 50, "none", "boot", 0.0)
 
 
 class FakeEngine:
-    """An engine process that computes nothing; an :class:`~lorikeet.engine.connection.EngineProcess`.
+    """An engine process that computes nothing; an :class:`~lorikeet.client.supervisor.EngineProcess`.
 
     Attributes:
         heard: messages so far.
@@ -66,7 +66,7 @@ class FakeEngine:
 
 
 class FakeHost:
-    """A machine with such engines; an :class:`~lorikeet.engine.connection.EngineHost`.
+    """A machine with such engines; an :class:`~lorikeet.client.supervisor.EngineHost`.
 
     Attributes:
         engines: started so far.

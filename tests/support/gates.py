@@ -4,9 +4,9 @@ import threading
 from typing import Any
 
 from lorikeet.core.plan import Tier
-from lorikeet.engine.copies import Group
-from lorikeet.engine.transfers import Transfers
-from lorikeet.engine.underway import Underway
+from lorikeet.worker.transfer.copies import CopyGroup
+from lorikeet.worker.transfer.state import TransferState
+from lorikeet.worker.transfer.transfers import TransferManager
 
 
 class Gate:
@@ -16,17 +16,17 @@ class Gate:
         transfers: whose copies to the device wait here from now on.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: TransferManager) -> None:
         self._copier: Any = transfers._copiers[Tier.DEVICE]
         self._next = self._copier._take
         self._changed = threading.Condition()
         self._passes = 0
-        self._underway: Group[Underway] | None = None
+        self._underway: CopyGroup[TransferState] | None = None
         self.failing = False
         self._copier._take = self._take
         done = self._copier._on_done
 
-        def on_done(group: Group[Underway], error: str | None) -> None:
+        def on_done(group: CopyGroup[TransferState], error: str | None) -> None:
             done(group, "the gate says so" if self.failing else error)
             with self._changed:
                 self._underway = None
@@ -50,11 +50,11 @@ class Gate:
         with self._changed:
             assert self._changed.wait_for(lambda: self._passes == 0 and self._underway is None, 60.0)
 
-    def _take(self) -> Group[Underway] | None:
+    def _take(self) -> CopyGroup[TransferState] | None:
         with self._changed:
             if self._passes == 0:
                 return None
-            group: Group[Underway] | None = self._next()
+            group: CopyGroup[TransferState] | None = self._next()
             if group is not None:
                 self._passes -= 1
                 self._underway = group

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from lorikeet.engine.batch_builder import BatchRow
-from lorikeet.engine.decode_graphs import DecodeGraphs
-from lorikeet.engine.device import BlockCopy, Mark, Stream
 from lorikeet.kernels.base import Batch, LoraBatch
-from lorikeet.kernels.choose import ChoiceParameters
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.models.decoder import Decoder
+from lorikeet.worker.batch import BatchRow
+from lorikeet.worker.decode_graphs import DecodeGraphs
+from lorikeet.worker.transfer.device import BlockCopy, Stream, StreamEvent
 from tests.support.graph_watch import graph_watch, is_graph_watched
 
 
@@ -104,12 +104,12 @@ class LateStream:
         if missing is not None:
             raise RuntimeError(f"there is no block {target_blocks[missing]}")
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: StreamEvent) -> None:
         assert isinstance(mark, LateMark)
         if mark.work is not None:
             self.followed.append(mark.work)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamEvent:
         if self.last is not None and self.last.has_no_mark:
             raise RuntimeError("the device has failed")
         return LateMark(self.device, self.last)
@@ -300,7 +300,7 @@ def steps_seen_by(device: LateDevice) -> Iterator[None]:
         return forward(self, batch, kv, logits=logits)
 
     def started(
-        self: DecodeGraphs, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: ChoiceParameters
+        self: DecodeGraphs, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: SamplingTensors
     ) -> None:
         kv = self._kv
         block_size = kv.shape[3]

@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.adapters import write_random_adapter
+from lorikeet.bench.random_adapters import write_random_adapter
+from lorikeet.client.client import EngineClient
+from lorikeet.client.streams import RequestHandle
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
@@ -18,9 +20,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.client import EngineClient
 from lorikeet.engine.loop import Engine
-from lorikeet.engine.streams import RequestHandle
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.local_transport import LocalTransport
+from lorikeet.client.supervisor import EngineHost, LocalHost
+from lorikeet.cluster.adapters.transport import LocalTransport
+from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
-from lorikeet.cluster.placing import PlacementService
+from lorikeet.cluster.placement.service import PlacementService
 from lorikeet.cluster.routing.base import Router
 from lorikeet.config import ClusterSettings, Settings
 from lorikeet.core.ids import ReplicaId
-from lorikeet.engine.connection import EngineHost, LocalHost
 
 
 def replicas_of(settings: Settings, count: int) -> Settings:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, Weight
-from lorikeet.kernels.choose import ChoiceParameters
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.sampling import SamplingTensors
 
 GPU = torch.device("cuda")
 
@@ -51,7 +51,7 @@ class OnGpu(TritonKernels):
         """See ``Kernels``."""
         return super().silu_mul(gate_up.to(GPU)).cpu()
 
-    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """See ``Kernels``."""
         return super().choose(logits.to(GPU), parameters.on(GPU)).cpu()
 

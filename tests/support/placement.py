@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.placement.packing import Packing, PackingParams
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.placement.loraserve import LoadPacking, PackingParams
+from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 LEVEL = OperatingPoints({8: 1000.0})
@@ -28,9 +28,11 @@ def demands_of(tokens_per_s: Mapping[int, Mapping[str, float]]) -> list[AdapterD
     return [demand_of(name, rank, load) for rank, of_rank in tokens_per_s.items() for name, load in of_rank.items()]
 
 
-def packing_of(demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints, literal: bool = False) -> Packing:
+def packing_of(
+    demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints, literal: bool = False
+) -> LoadPacking:
     """Pack as the spec's examples do: no adapter is shared for the choice that it gives."""
-    return Packing(demands, bins, points, PackingParams(group=1, literal=literal))
+    return LoadPacking(demands, bins, points, PackingParams(group=1, literal=literal))
 
 
 POINTS_A = OperatingPoints({8: 1000.0, 32: 800.0, 128: 500.0})

@@ -2,7 +2,7 @@
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
-from lorikeet.costs.profile import CostProfile, Curve, Figure, Link, LoraCosts, StepCosts, Transfers
+from lorikeet.costs.profile import Constant, CostProfile, Curve, Link, LoraCosts, StepCosts, Transfers
 
 GEOMETRY = ModelGeometry(
     layers=2, kv_heads=1, head_dim=4, modules=dict.fromkeys(LORA_MODULES, ModuleShape(8, 8)), dtype_bytes=2
@@ -10,13 +10,13 @@ GEOMETRY = ModelGeometry(
 """A token of KV takes 32 bytes, a rank of an adapter of q alone 64."""
 
 
-def seconds(value: float) -> Figure:
+def seconds(value: float) -> Constant:
     """A constant in seconds."""
-    return Figure(value, "s")
+    return Constant(value, "s")
 
 
-def _bandwidth(bytes_per_s: float) -> Figure:
-    return Figure(bytes_per_s, "bytes/s")
+def _bandwidth(bytes_per_s: float) -> Constant:
+    return Constant(bytes_per_s, "bytes/s")
 
 
 def round_profile(**changes: object) -> CostProfile:

@@ -7,12 +7,12 @@ from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import Finished
+from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import rest
-from lorikeet.engine.executor import EngineSizes
-from lorikeet.engine.scripted import ScriptedExecutor
 from tests.support.profiles import GEOMETRY
+from tests.support.scripted_executor import ScriptedExecutor
 
 BLOCK_TOKENS = 4
 RANKS_OF_A_BLOCK = 2
@@ -48,7 +48,13 @@ class RecordedEngine:
         overlaps: bool = False,
         **engine: object,
     ) -> None:
-        given = {"max_num_seqs": 5, "max_num_batched_tokens": 16, "block_size": BLOCK_TOKENS, "record": str(path), **engine}
+        given = {
+            "max_num_seqs": 5,
+            "max_num_batched_tokens": 16,
+            "block_size": BLOCK_TOKENS,
+            "record": str(path),
+            **engine,
+        }
         # Not from 0: a monotonic clock never is there, and it rounds otherwise.
         self.clock = VirtualClock(12_345.678)
         executor = ScriptedExecutor(

@@ -5,24 +5,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.messages import Departed
+from lorikeet.core.messages import Exported
 from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import rest
 from lorikeet.engine.loop import Engine
-from lorikeet.engine.memory_build import memory_rules
-from lorikeet.engine.scripted import ScriptedExecutor, TokenScript, token_by_seed
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.batching import BATCHING
-from lorikeet.scheduling.coldstart.costs import AssistCosts
-from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
+from lorikeet.scheduling.state import SchedulerLimits
+from tests.support.scripted_executor import ScriptedExecutor, TokenScript, token_by_seed
 
 BLOCK_TOKENS = 4
 
@@ -47,7 +47,9 @@ class Bench:
     blocks: int = 64
     host_blocks: int = 0
     preset: Preset = field(default_factory=Preset)
-    limits: Limits = field(default_factory=lambda: Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64))
+    limits: SchedulerLimits = field(
+        default_factory=lambda: SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
+    )
     script: TokenScript = token_by_seed
     failing: frozenset[AdapterDigest] = frozenset()
     fails: Callable[[Transfer], bool] = lambda transfer: False
@@ -93,7 +95,7 @@ class Bench:
         self.tokens: dict[RequestId, list[int]] = {}
         self.events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
-        self.departed: dict[RequestId, Departed] = {}
+        self.exported_kv: dict[RequestId, Exported] = {}
 
     def order(self, ref: AdapterRef, tokens: int) -> Order:
         """In which order an adapter arrives whose prefill is assisted: its first block last."""
@@ -108,7 +110,7 @@ class Bench:
             tokens += [token.token_id for token in output.tokens]
         self.events += outputs.events
         self.adapter_events += outputs.adapter_events
-        self.departed |= {departed.request_id: departed for departed in outputs.departed}
+        self.exported_kv |= {exported_kv.request_id: exported_kv for exported_kv in outputs.exported_kv}
         self.memory.check_integrity()
         if not self.engine.is_busy and self.engine.has_transfers:
             rest(self.engine, self.clock, math.inf)

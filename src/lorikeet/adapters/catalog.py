@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from lorikeet.adapters.database import sqlite_url
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterExists,
@@ -19,8 +18,15 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
-from lorikeet.adapters.records import AdapterRecord, Registered, base_identity, check_name
-from lorikeet.adapters.registry import Registry, RegistryRow
+from lorikeet.adapters.registry import (
+    AdapterRecord,
+    RegisteredAdapter,
+    Registry,
+    RegistryRow,
+    base_identity,
+    check_name,
+    sqlite_url,
+)
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
@@ -29,7 +35,7 @@ from lorikeet.core.ids import AdapterDigest
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["AdapterCatalog", "AdapterRecord", "Registered"]
+__all__ = ["AdapterCatalog", "AdapterRecord", "RegisteredAdapter"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
@@ -92,7 +98,7 @@ class AdapterCatalog:
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
         self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
 
-    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> Registered:
+    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> RegisteredAdapter:
         """Load an adapter from ``source`` and let ``name`` point to it.
 
         Args:
@@ -260,7 +266,9 @@ class AdapterCatalog:
             with self._state:
                 self._busy.discard(name)
 
-    def _point(self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool) -> Registered:
+    def _point(
+        self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
+    ) -> RegisteredAdapter:
         old = self._records.get(name)
         max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
         row = RegistryRow(
@@ -277,7 +285,7 @@ class AdapterCatalog:
         self._store.publish(staged)
         if old is not None and old.digest == staged.digest and (old.persistent or not persistent):
             self._missing.discard(staged.digest)
-            return Registered(old, None)
+            return RegisteredAdapter(old, None)
         try:
             if persistent:
                 self._registry.add(row, replace)
@@ -292,7 +300,7 @@ class AdapterCatalog:
                 self._names[old.digest] -= 1
         if old is not None:
             self._drop_if_unused(old.digest)
-        return Registered(record, old if old is not None and old.digest != record.digest else None)
+        return RegisteredAdapter(record, old if old is not None and old.digest != record.digest else None)
 
     def _clean(self, digest: AdapterDigest) -> None:
         with self._changes:

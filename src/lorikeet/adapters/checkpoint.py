@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.patterns import limited_matching
-from lorikeet.adapters.peft_config import CONFIG_FILE, LoraConfig, read_config
+from lorikeet.adapters.peft_config import CONFIG_FILE, LoraConfig, limited_matching, read_config
 from lorikeet.adapters.tensors import EXPONENTS, TensorEntry, check_finite, read_entries
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 

@@ -1,16 +1,113 @@
-"""Which names point to which versions, kept in a database so that it outlives the server."""
+"""The database of adapters: connections, tables, and the records that the rest of the program sees.
 
-from collections.abc import Iterator
+SQLite or PostgreSQL through SQLAlchemy. Names point at immutable versions, which are identified by their digest.
+"""
+
+import hashlib
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, ForeignKey, delete, select
-from sqlalchemy.engine import Connection
+import msgspec
+from sqlalchemy import BigInteger, ForeignKey, MetaData, create_engine, delete, event, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.schema import CreateIndex, CreateTable
 
-from lorikeet.adapters.database import create_tables, insert_of, open_engine
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
+from lorikeet.adapters.sources import without_credentials
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import AdapterDigest, AdapterName
+
+_INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+"""Both know ``ON CONFLICT``; other databases are not supported."""
+_CREATING_LOCK = 0x6C6F72696B656574
+"""Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
+
+
+def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) -> Engine:
+    """Return an engine for a URL. Nothing is connected yet.
+
+    Args:
+        url: SQLAlchemy URL (SQLite or PostgreSQL).
+        postgresql_arguments: passed to its driver with each new connection.
+
+    Raises:
+        ValueError: another database.
+        ImportError: the driver is not installed.
+        sqlalchemy.exc.ArgumentError: not a URL.
+    """
+    parsed = _with_driver(make_url(url))
+    backend = parsed.get_backend_name()
+    if backend not in _INSERTS:
+        raise ValueError(f"a registry is SQLite or PostgreSQL, not {backend}")
+    arguments = (postgresql_arguments or {}) if backend == "postgresql" else {}
+    engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    if backend == "sqlite":
+        event.listen(engine, "connect", _tune_sqlite)
+    return engine
+
+
+def insert_of(engine: Engine) -> Callable[..., Any]:
+    """Return SQLAlchemy's INSERT of the engine's database, which has ``ON CONFLICT``."""
+    return _INSERTS[engine.dialect.name]
+
+
+def create_tables(engine: Engine, metadata: MetaData) -> None:
+    """Create what is missing; two servers may start at once.
+
+    PostgreSQL's IF NOT EXISTS looks and creates in two steps, between which another server can create the
+    table; a lock until the end of the transaction keeps others out. SQLite has one writer anyway.
+    """
+    with engine.begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_CREATING_LOCK)))
+        for table in metadata.sorted_tables:
+            connection.execute(CreateTable(table, if_not_exists=True))
+            for index in table.indexes:
+                connection.execute(CreateIndex(index, if_not_exists=True))
+
+
+def sqlite_url(file: Path) -> str:
+    """The URL of a SQLite file."""
+    return URL.create("sqlite", database=str(file)).render_as_string(hide_password=False)
+
+
+def _with_driver(url: URL) -> URL:
+    """Name the driver that the ``postgres`` extra installs; users write plain ``postgresql://``."""
+    if url.drivername in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    return url
+
+
+def _tune_sqlite(connection: Any, _record: Any) -> None:
+    """Readers and the writer do not wait for each other (WAL); two writers wait up to 10 s.
+
+    A new file changes to WAL once. Connections that ask for it at the same moment could wait for each other
+    forever, so SQLite refuses some of them at once, whatever the busy timeout; they ask again.
+    """
+    cursor = connection.cursor()
+    for pragma in ("busy_timeout=10000", "synchronous=NORMAL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    deadline_s = time.monotonic() + 10.0
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
+    cursor.close()
 
 
 class _Base(DeclarativeBase):
@@ -181,3 +278,92 @@ def _version(row: RegistryRow) -> dict[str, Any]:
 def _reason(error: SQLAlchemyError) -> object:
     """Return what the database itself said, without the statement."""
     return error.orig if isinstance(error, DBAPIError) else error
+
+
+_NAME = re.compile(r"[A-Za-z0-9_@-][A-Za-z0-9._/@-]{0,127}")
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """One registered name.
+
+    Attributes:
+        row: what the registry knows.
+        folder: where its content lies.
+        persistent: whether the registry remembers it after a restart.
+    """
+
+    row: RegistryRow
+    folder: str
+    persistent: bool = True
+
+    @property
+    def name(self) -> AdapterName:
+        """The name."""
+        return AdapterName(self.row.name)
+
+    @property
+    def digest(self) -> AdapterDigest:
+        """The version that the name points to."""
+        return AdapterDigest(self.row.digest)
+
+    @property
+    def source(self) -> str:
+        """Where it was loaded from, as everybody may see it."""
+        return without_credentials(self.row.source)
+
+    @property
+    def created_at(self) -> float:
+        """When the name came to point to this version, Unix seconds."""
+        return self.row.created_at
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank of the adapter."""
+        return self.row.max_rank
+
+    @cached_property
+    def ref(self) -> AdapterRef:
+        """What requests carry, made at first use."""
+        return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
+
+
+class RegisteredAdapter(NamedTuple):
+    """What registering a name came to.
+
+    Attributes:
+        record: what the name points to.
+        replaced: what it pointed to before; None if that was nothing, or the same version.
+    """
+
+    record: AdapterRecord
+    replaced: AdapterRecord | None
+
+
+@lru_cache(maxsize=256)
+def _decode_ranks(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that a registry row holds; thousands of adapters share a few, which nobody changes."""
+    return msgspec.json.decode(text, type=dict[str, tuple[int, ...]])
+
+
+def check_name(name: str, reserved: set[str]) -> None:
+    """Check a name for an adapter.
+
+    Raises:
+        AdapterError: it is not one, or reserved.
+    """
+    if not _NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
+        raise AdapterError(
+            f"{name[:200]!r} cannot name an adapter: 1 to 128 of letters, digits and . _ - / @, "
+            f"not starting with . or /, without '..'"
+        )
+    if name.endswith("/stats"):
+        raise AdapterError(f"{name!r} cannot name an adapter: /v1/adapters/NAME/stats tells the statistics of another")
+    if name in reserved:
+        raise AdapterError(f"{name!r} is the name of the base model")
+
+
+def base_identity(base_name: str, geometry: ModelGeometry) -> str:
+    """What a base model is remembered by: its name and its sizes (in whatever dtype it is served)."""
+    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
+    return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"

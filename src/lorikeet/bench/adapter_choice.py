@@ -5,13 +5,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from lorikeet.bench.choices import ChoiceError
 from lorikeet.bench.function_trace import popularity
+from lorikeet.bench.workload import OptionError
 
 T = TypeVar("T")
 
 
-class Choice(NamedTuple):
+class AdapterSequence(NamedTuple):
     """What a rule chooses for, and from.
 
     Attributes:
@@ -42,46 +42,46 @@ def choose_adapters(
         ranks: of the adapters, for rules that look at them.
 
     Raises:
-        ChoiceError: an unknown rule, numbers without a meaning, no ranks where they are needed, or too few names.
+        OptionError: an unknown rule, numbers without a meaning, no ranks where they are needed, or too few names.
     """
     name, *texts = rule.split(":")
     if name not in RULES:
-        raise ChoiceError(f"adapter choice {rule!r} is none of {', '.join(ADAPTER_CHOICES)}")
+        raise OptionError(f"adapter choice {rule!r} is none of {', '.join(ADAPTER_CHOICES)}")
     numbers = _numbers(rule, name, texts)
     if name.startswith("rank-") and ranks is None:
-        raise ChoiceError(f"adapter choice {rule!r} needs the adapters' ranks")
-    choice = Choice(np.asarray(times_s, np.float64), [1] * len(names) if ranks is None else ranks, generator)
+        raise OptionError(f"adapter choice {rule!r} needs the adapters' ranks")
+    choice = AdapterSequence(np.asarray(times_s, np.float64), [1] * len(names) if ranks is None else ranks, generator)
     return [names[index] for index in RULES[name].choose(choice, *numbers)]
 
 
-def _uniform(choice: Choice) -> np.ndarray:
+def _uniform(choice: AdapterSequence) -> np.ndarray:
     """Each with the same probability: ELORA's Random (section VIII-I)."""
     return choice.generator.integers(len(choice.ranks), size=len(choice.times_s))
 
 
-def _round_robin(choice: Choice) -> np.ndarray:
+def _round_robin(choice: AdapterSequence) -> np.ndarray:
     """In turn."""
     return np.arange(len(choice.times_s)) % len(choice.ranks)
 
 
-def _distinct(choice: Choice) -> np.ndarray:
+def _distinct(choice: AdapterSequence) -> np.ndarray:
     """None twice: ELORA's Distinct."""
     if len(choice.times_s) > len(choice.ranks):
-        raise ChoiceError(
+        raise OptionError(
             f"{len(choice.times_s)} requests cannot have distinct adapters: there are {len(choice.ranks)}"
         )
     return np.arange(len(choice.times_s))
 
 
-def _zipf(choice: Choice, exponent: float) -> np.ndarray:
+def _zipf(choice: AdapterSequence, exponent: float) -> np.ndarray:
     """The i-th in proportion to 1 / i^exponent."""
     return _draw(choice, powers(len(choice.ranks), exponent), len(choice.times_s))
 
 
-def _skewed(choice: Choice, deviation: float) -> np.ndarray:
+def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
     """A Gaussian over the adapters' places around the middle one: ELORA's Skewed-x, whose centre is not printed."""
     if not deviation > 0:
-        raise ChoiceError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
+        raise OptionError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
     count = len(choice.ranks)
     distances = (np.arange(count) - (count - 1) / 2) / deviation
     # Adapters far from the middle may have a weight of 0; the middle ones never have.
@@ -89,34 +89,34 @@ def _skewed(choice: Choice, deviation: float) -> np.ndarray:
     return _draw(choice, weights, len(choice.times_s))
 
 
-def _drifting(choice: Choice, exponent: float, period_s: float) -> np.ndarray:
+def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.ndarray:
     """Zipf's law, whose order moves on by one adapter every ``period_s``."""
     if not period_s > 0:
-        raise ChoiceError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
+        raise OptionError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
     turns = ((choice.times_s - choice.times_s.min(initial=np.inf)) // period_s).astype(np.int64)
     return (_zipf(choice, exponent) + turns) % len(choice.ranks)
 
 
-def _functions(choice: Choice, chunk: float = 0) -> np.ndarray:
+def _functions(choice: AdapterSequence, chunk: float = 0) -> np.ndarray:
     """As often as Azure's functions are called; see ``popularity``."""
     return _draw(choice, popularity(len(choice.ranks), chunk=int(chunk) or None), len(choice.times_s))
 
 
-def _rank_power(choice: Choice, exponent: float, within: float = 0.0) -> np.ndarray:
+def _rank_power(choice: AdapterSequence, exponent: float, within: float = 0.0) -> np.ndarray:
     """The i-th smallest rank in proportion to 1 / i^exponent (Chameleon 5.1, LoRAServe V-H)."""
     return _by_rank(choice, powers(len(set(choice.ranks)), exponent)[None, :], within)
 
 
-def _rank_halving(choice: Choice) -> np.ndarray:
+def _rank_halving(choice: AdapterSequence) -> np.ndarray:
     """Each rank half as often as the next smaller: LoRAServe's Exponential (V-E), whose base is not printed."""
     return _by_rank(choice, 0.5 ** np.arange(len(set(choice.ranks)))[None, :], 0.0)
 
 
-def _rank_shifting(choice: Choice) -> np.ndarray:
+def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
     """Half to the largest rank at first, to the smallest at last, in a line: LoRAServe's Shifting Skew (V-E)."""
     count = len(set(choice.ranks))
     if count < 2:
-        raise ChoiceError("rank-shifting needs adapters of at least two ranks")
+        raise OptionError("rank-shifting needs adapters of at least two ranks")
     first_s, last_s = choice.times_s.min(initial=np.inf), choice.times_s.max(initial=0.0)
     passed = (choice.times_s - first_s) / (last_s - first_s) if last_s > first_s else np.zeros(len(choice.times_s))
     rest = 0.5 / (count - 1)
@@ -126,7 +126,7 @@ def _rank_shifting(choice: Choice) -> np.ndarray:
     return _by_rank(choice, shares, 0.0)
 
 
-def _by_rank(choice: Choice, weights: np.ndarray, within: float) -> np.ndarray:
+def _by_rank(choice: AdapterSequence, weights: np.ndarray, within: float) -> np.ndarray:
     """Choose a rank, then an adapter of it.
 
     Args:
@@ -151,11 +151,11 @@ def powers(count: int, exponent: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _draw(choice: Choice, weights: np.ndarray, count: int) -> np.ndarray:
+def _draw(choice: AdapterSequence, weights: np.ndarray, count: int) -> np.ndarray:
     return choice.generator.choice(len(weights), size=count, p=weights / weights.sum())
 
 
-class Rule(NamedTuple):
+class ChoiceRule(NamedTuple):
     """One rule.
 
     Attributes:
@@ -172,16 +172,16 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "uniform": Rule(_uniform),
-    "round-robin": Rule(_round_robin),
-    "distinct": Rule(_distinct),
-    "zipf": Rule(_zipf, ("A",)),
-    "skewed": Rule(_skewed, ("X",)),
-    "drifting": Rule(_drifting, ("A", "S")),
-    "functions": Rule(_functions, ("[CHUNK]",)),
-    "rank-power": Rule(_rank_power, ("A", "[B]")),
-    "rank-halving": Rule(_rank_halving),
-    "rank-shifting": Rule(_rank_shifting),
+    "uniform": ChoiceRule(_uniform),
+    "round-robin": ChoiceRule(_round_robin),
+    "distinct": ChoiceRule(_distinct),
+    "zipf": ChoiceRule(_zipf, ("A",)),
+    "skewed": ChoiceRule(_skewed, ("X",)),
+    "drifting": ChoiceRule(_drifting, ("A", "S")),
+    "functions": ChoiceRule(_functions, ("[CHUNK]",)),
+    "rank-power": ChoiceRule(_rank_power, ("A", "[B]")),
+    "rank-halving": ChoiceRule(_rank_halving),
+    "rank-shifting": ChoiceRule(_rank_shifting),
 }
 
 ADAPTER_CHOICES = tuple(rule.form(name) for name, rule in RULES.items())
@@ -196,5 +196,5 @@ def _numbers(rule: str, name: str, texts: Sequence[str]) -> list[float]:
         numbers = []
     finite = bool(np.isfinite(numbers).all())
     if not needed <= len(numbers) <= len(wanted) or len(numbers) != len(texts) or not finite:
-        raise ChoiceError(f"adapter choice {rule!r} should read {RULES[name].form(name)}, with numbers")
+        raise OptionError(f"adapter choice {rule!r} should read {RULES[name].form(name)}, with numbers")
     return numbers

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lorikeet.bench.choices import ChoiceError
-from lorikeet.bench.workload import WorkloadError
+from lorikeet.bench.workload import OptionError, WorkloadError
 
 FUNCTIONS = 40_000
 """Functions to take the most popular ones from: TOPPINGS (section 7.4) speaks of about so many."""
@@ -53,10 +52,10 @@ def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None)
             section 7.1, which calls it skewness).
 
     Raises:
-        ChoiceError: there are fewer functions than adapters, or a chunk is not positive.
+        OptionError: there are fewer functions than adapters, or a chunk is not positive.
     """
     if functions < count:
-        raise ChoiceError(f"{functions} functions are fewer than {count} adapters")
+        raise OptionError(f"{functions} functions are fewer than {count} adapters")
     _, sigma = log_normal_of_rates()
     normal = NormalDist()
     taken = count if chunk is None else functions
@@ -75,12 +74,12 @@ def map_functions(calls: np.ndarray, count: int, chunk: int | None = None) -> np
         chunk: see ``popularity``.
 
     Raises:
-        ChoiceError: there are fewer functions than adapters, or a chunk is not positive.
+        OptionError: there are fewer functions than adapters, or a chunk is not positive.
     """
     if chunk is not None and chunk < 1:
-        raise ChoiceError(f"a chunk of {chunk} functions is not positive")
+        raise OptionError(f"a chunk of {chunk} functions is not positive")
     if len(calls) < count:
-        raise ChoiceError(f"{len(calls)} functions are fewer than {count} adapters")
+        raise OptionError(f"{len(calls)} functions are fewer than {count} adapters")
     order = np.argsort(-calls.sum(axis=1), kind="stable")
     if chunk is None:
         return calls[order[:count]]
@@ -166,10 +165,10 @@ def unit_calls(
         until: end of the time; with a ``count`` without effect.
 
     Raises:
-        ChoiceError: a variation is not positive.
+        OptionError: a variation is not positive.
     """
     if not variation > 0:
-        raise ChoiceError(f"a variation of {variation} is not positive")
+        raise OptionError(f"a variation of {variation} is not positive")
     shape = variation**-2
     streams = [_Stream(share, shape, own) for share, own in zip(shares, generator.spawn(len(shares)), strict=True)]
     if count is not None:

@@ -1,38 +1,128 @@
-"""A workload through an engine in this process: the same for real arithmetic and for a modelled one."""
+"""Runs a workload through an engine in this process, on the real clock or a virtual one."""
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
-from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.load_report import LoadFigures, distribution, summarise
+from lorikeet.bench.conversations import Turns
+from lorikeet.bench.load_report import LoadFigures, RequestRecord, distribution, summarise
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.slices import to_end
-from lorikeet.bench.turns import Turns
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import WaitableClock
+from lorikeet.core.clock import MonotonicClock, WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import Token
-from lorikeet.core.request import Request, SamplingParams
-from lorikeet.core.slo import Slo
+from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.request import Request, SamplingParams, Slo
 from lorikeet.engine.driver import drive
 from lorikeet.engine.loop import Engine
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class UnknownAdapter(ValueError):
+
+class PausableClock:
+    """A clock that goes only now and then, and more or less fast. It stands in the beginning.
+
+    Args:
+        clock: by which it goes; the machine's, if none is given.
+    """
+
+    def __init__(self, clock: WaitableClock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._now_s = self._began_s = self._clock.now()
+        self._rate = 0.0
+
+    def now(self) -> float:
+        """Return the present time in seconds."""
+        return self._now_s + (self._clock.now() - self._began_s) * self._rate
+
+    def wait_until(self, when_s: float) -> None:
+        """Wait until ``when_s``, while it goes."""
+        self._clock.wait_until(self._clock.now() + (when_s - self.now()) / self._rate)
+
+    @contextmanager
+    def going(self, rate: float = 1.0) -> Iterator[None]:
+        """Let it go until the end, so many seconds in each of the other clock's.
+
+        Raises:
+            RuntimeError: it goes already.
+        """
+        if self._rate:
+            raise RuntimeError("the clock goes already")
+        self._began_s, self._rate = self._clock.now(), rate
+        try:
+            yield
+        finally:
+            self._now_s, self._rate = self.now(), 0.0
+
+
+def in_slices(
+    runs: Sequence[tuple[PausableClock, Generator[None, None, T]]],
+    slice_s: float,
+    rate: Callable[[], float] = lambda: 1.0,
+) -> list[T]:
+    """Run all to their ends, by turns, and return what they return.
+
+    A slice ends where its run stops next once it is over. What a run has left under way, such as a copy by a thread of
+    its own, goes on while its clock stands: slices are to be long beside that.
+
+    Args:
+        runs: each with the clock that it goes by.
+        slice_s: how long each goes on at a time, on its clock.
+        rate: how fast clocks are to go, asked before each slice.
+    """
+    ends: dict[int, T] = {}
+    with frozen_gc(), ExitStack() as closing:
+        for _, run in runs:
+            closing.callback(run.close)
+        while len(ends) < len(runs):
+            for number, (clock, run) in enumerate(runs):
+                if number not in ends:
+                    with clock.going(rate()):
+                        try:
+                            _go_on(run, clock, clock.now() + slice_s)
+                        except StopIteration as end:
+                            ends[number] = end.value
+    return [ends[number] for number in range(len(runs))]
+
+
+def run_to_end(begin: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
+    """Return what begins a run with the same arguments, does not stop, and returns what the run returns."""
+
+    @wraps(begin)
+    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+        run = begin(*args, **kwargs)
+        while True:
+            try:
+                next(run)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+    return whole
+
+
+def _go_on(run: Iterator[None], clock: PausableClock, until_s: float) -> None:
+    while clock.now() < until_s:
+        next(run)
+
+
+class WorkloadAdapterUnknown(ValueError):
     """A workload names an adapter that there is not."""
 
 
-class Run(NamedTuple):
+class WorkloadRun(NamedTuple):
     """What became of a workload.
 
     Attributes:
@@ -41,7 +131,7 @@ class Run(NamedTuple):
         gaps_s: ITL, all gaps between two tokens of an answer.
     """
 
-    exchanges: list[Exchange]
+    exchanges: list[RequestRecord]
     gaps_s: "array[float]"
 
     def figures(self, slo: Slo) -> LoadFigures:
@@ -51,7 +141,7 @@ class Run(NamedTuple):
         )
 
 
-class Watch:
+class RunObserver:
     """Whoever wants to see a run from within overrides what it wants to see."""
 
     def arrived(self, request: Request) -> None:
@@ -64,7 +154,7 @@ class Watch:
         """A request has got its answer, or what there is of it."""
 
 
-def turns_of_workload(
+def workload_steps(
     engine: Engine,
     clock: WaitableClock,
     workload: Sequence[WorkloadRequest],
@@ -73,13 +163,13 @@ def turns_of_workload(
     *,
     coalesced: bool = False,
     on_finished: Callable[[int], None] = lambda finished: None,
-    watch: Watch | None = None,
+    watch: RunObserver | None = None,
     predict: Predictor | None = None,
-) -> Generator[None, None, Run]:
+) -> Generator[None, None, WorkloadRun]:
     """Run a workload, greedily and with answers of exactly the length asked for, and stop after each turn.
 
     A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
-    that answer is there: what it waits for it is in ``Exchange.held_s``. All other requests are sent when they are due,
+    that answer is there: what it waits for it is in ``RequestRecord.held_s``. All other requests are sent when they are due,
     however far behind the engine is.
 
     Args:
@@ -95,18 +185,18 @@ def turns_of_workload(
             here is what it will.
 
     Raises:
-        UnknownAdapter: the workload names another one.
+        WorkloadAdapterUnknown: the workload names another one.
         ExecutorError: a step failed.
     """
     arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), watch, predict)
-    collector = Collector(workload, arrivals, on_finished)
+    collector = RecordCollector(workload, arrivals, on_finished)
     for outputs in drive(engine, clock, arrivals, coalesced=coalesced):
         collector.take(outputs, clock.now())
         yield
     return collector.run()
 
 
-run_workload = to_end(turns_of_workload)
+run_workload = run_to_end(workload_steps)
 """The same without stops; returns the run."""
 
 
@@ -118,7 +208,7 @@ class WorkloadArrivals:
         start_s: when the workload starts, on the clock of whoever asks.
 
     Raises:
-        UnknownAdapter: the workload names an adapter that there is not.
+        WorkloadAdapterUnknown: the workload names an adapter that there is not.
     """
 
     def __init__(
@@ -127,12 +217,12 @@ class WorkloadArrivals:
         adapters: Mapping[str, AdapterRef],
         prompts: Prompts,
         start_s: float,
-        watch: Watch | None = None,
+        watch: RunObserver | None = None,
         predict: Predictor | None = None,
     ) -> None:
         for request in workload:
             if request.adapter is not None and request.adapter not in adapters:
-                raise UnknownAdapter(f"the workload names adapter {request.adapter!r}, which there is not")
+                raise WorkloadAdapterUnknown(f"the workload names adapter {request.adapter!r}, which there is not")
         self._workload = workload
         self._adapters = adapters
         self._turns = Turns(workload, prompts)
@@ -140,7 +230,7 @@ class WorkloadArrivals:
         heapify(self._due)
         self._under_way: dict[int, tuple[float, Request]] = {}
         self._predict = predict
-        self.watch = watch or Watch()
+        self.watch = watch or RunObserver()
         self.start_s = start_s
 
     @property
@@ -209,7 +299,7 @@ class _Answer:
                 gaps_s.append(gap_s)
 
 
-class Collector:
+class RecordCollector:
     """Makes exchanges of what engines tell.
 
     Args:
@@ -228,7 +318,7 @@ class Collector:
         self._arrivals = arrivals
         self._on_finished = on_finished
         self._answers: dict[RequestId, _Answer] = {}
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[int, RequestRecord] = {}
         self._gaps_s = array("d")
 
     def take(self, outputs: StepOutputs, now: float) -> None:
@@ -252,7 +342,7 @@ class Collector:
         sent_s = self._arrivals.ended(index, answer.token_ids, ended_s)
         times_s = () if answer.first_s is None else (answer.first_s - start_s, answer.last_s - start_s)
         whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self._exchanges[index] = Exchange(
+        self._exchanges[index] = RequestRecord(
             adapter=asked.adapter,
             due_s=asked.arrival_s,
             sent_s=sent_s,
@@ -269,10 +359,10 @@ class Collector:
         )
         self._on_finished(len(self._exchanges))
 
-    def exchange(self, request_id: RequestId) -> Exchange:
+    def exchange(self, request_id: RequestId) -> RequestRecord:
         """Return what became of a request that has ended."""
         return self._exchanges[int(request_id)]
 
-    def run(self) -> Run:
+    def run(self) -> WorkloadRun:
         """Return all that came, in the order of the workload."""
-        return Run([self._exchanges[index] for index in sorted(self._exchanges)], self._gaps_s)
+        return WorkloadRun([self._exchanges[index] for index in sorted(self._exchanges)], self._gaps_s)

@@ -10,14 +10,14 @@ import httpx
 import msgspec
 
 from lorikeet.bench.answer_stream import AnswerStream, EventLines, error_text
-from lorikeet.bench.exchange import Exchange
+from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.workload import WorkloadRequest
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
-class Target(msgspec.Struct, frozen=True):
+class LoadTarget(msgspec.Struct, frozen=True):
     """Which server, and how it is spoken to.
 
     Attributes:
@@ -82,7 +82,7 @@ class Target(msgspec.Struct, frozen=True):
         return headers
 
 
-class Drive(NamedTuple):
+class LoadDriver(NamedTuple):
     """One run of a workload.
 
     Attributes:
@@ -90,17 +90,17 @@ class Drive(NamedTuple):
         cpu_share: processor time of this client per second of the run; near 1 the client was the limit.
     """
 
-    exchanges: list[Exchange]
+    exchanges: list[RequestRecord]
     cpu_share: float
 
 
 def drive(
     requests: Sequence[WorkloadRequest],
-    target: Target,
+    target: LoadTarget,
     prompts: Prompts,
     concurrency: int = 0,
-    on_end: Callable[[Exchange], None] = lambda exchange: None,
-) -> Drive:
+    on_end: Callable[[RequestRecord], None] = lambda exchange: None,
+) -> LoadDriver:
     """Send every request when it is due, whether or not earlier ones have been answered.
 
     Args:
@@ -113,20 +113,20 @@ def drive(
     in_order = sorted(requests, key=lambda request: request.arrival_s)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     exchanges = asyncio.run(_drive(in_order, target, prompts, concurrency, on_end))
-    return Drive(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
+    return LoadDriver(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
 
 
 async def _drive(
     requests: Sequence[WorkloadRequest],
-    target: Target,
+    target: LoadTarget,
     prompts: Prompts,
     concurrency: int,
-    on_end: Callable[[Exchange], None],
-) -> list[Exchange]:
+    on_end: Callable[[RequestRecord], None],
+) -> list[RequestRecord]:
     gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    tasks: list[asyncio.Task[Exchange]] = []
+    tasks: list[asyncio.Task[RequestRecord]] = []
     async with (
         httpx.AsyncClient(base_url=target.url.rstrip("/"), headers=headers, timeout=None, limits=limits) as http,
         asyncio.TaskGroup() as group,
@@ -146,9 +146,9 @@ class _Sender:
     def __init__(
         self,
         http: httpx.AsyncClient,
-        target: Target,
+        target: LoadTarget,
         gate: AbstractAsyncContextManager[Any],
-        on_end: Callable[[Exchange], None],
+        on_end: Callable[[RequestRecord], None],
     ) -> None:
         self._http = http
         self._target = target
@@ -160,7 +160,7 @@ class _Sender:
         """Seconds since the run began."""
         return time.perf_counter() - self._start_s
 
-    async def send(self, request: WorkloadRequest, body: bytes) -> Exchange:
+    async def send(self, request: WorkloadRequest, body: bytes) -> RequestRecord:
         """Send one request and read its answer to the end; failures are part of the exchange."""
         woken_s = self.now_s()
         async with self._gate:
@@ -168,7 +168,7 @@ class _Sender:
             answer = AnswerStream()
             failure = await self._stream(body, self._target.headers(request), answer)
             kind, message = failure if failure is not None else (None, "")
-            exchange = Exchange(
+            exchange = RequestRecord(
                 adapter=request.adapter,
                 due_s=request.arrival_s,
                 sent_s=sent_s,

@@ -1,13 +1,83 @@
-"""From exchanges to figures. Times are in seconds, rates per second."""
+"""Request records of a load run, and the figures computed from them. Times are in seconds, rates per second."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
-from lorikeet.bench.exchange import Exchange
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
+
+
+class RequestRecord(msgspec.Struct, frozen=True):
+    """What was sent and what came back, with times in seconds since the run began.
+
+    Attributes:
+        adapter: its name, None for the base model.
+        due_s: when the workload has it arrive.
+        sent_s: when it was sent.
+        ended_s: when its answer was complete, or failed.
+        held_s: how long the limit on requests under way held it back.
+        token_times_s: when each event with new tokens arrived.
+        input_tokens: length of the prompt, as the server counts it if it does.
+        output_tokens: length of the answer, as the server counts it; else the number of events with text.
+        asked_tokens: length that was asked for.
+        cached_tokens: prompt tokens that the server found in its prefix cache, None if it does not say.
+        error: its kind, None for a whole answer.
+        message: what the server or the connection said of the error.
+        slo: limits of this request.
+    """
+
+    adapter: str | None
+    due_s: float
+    sent_s: float
+    ended_s: float
+    held_s: float = 0.0
+    token_times_s: tuple[float, ...] = ()
+    input_tokens: int = 0
+    output_tokens: int = 0
+    asked_tokens: int = 0
+    cached_tokens: int | None = None
+    error: str | None = None
+    message: str = ""
+    slo: Slo | None = None
+
+    @property
+    def lateness_s(self) -> float:
+        """By how much the client itself was late."""
+        return max(0.0, self.sent_s - self.due_s - self.held_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Sending to the first token."""
+        return self.token_times_s[0] - self.sent_s if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for answers of one token."""
+        if not self.token_times_s or self.output_tokens < 2:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """ITL: the gaps between events with tokens."""
+        times_s = self.token_times_s
+        return [after - before for before, after in pairwise(times_s)]
+
+    @property
+    def e2e_s(self) -> float:
+        """Sending to the end of the answer."""
+        return self.ended_s - self.sent_s
+
+    def meets(self, common: Slo) -> bool:
+        """Whether it has a whole answer within its own limits, or within ``common`` if it has none of its own."""
+        limits = self.slo or common
+        if self.error is not None:
+            return False
+        pairs = ((self.ttft_s, limits.ttft_s), (self.tpot_s, limits.tpot_s), (self.e2e_s, limits.e2e_s))
+        return all(limit is None or measured is None or measured <= limit for measured, limit in pairs)
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -121,7 +191,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
     adapters: list[AdapterFigures]
 
 
-def summarise(exchanges: Sequence[Exchange], slo: Slo) -> LoadFigures:
+def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
     """Return the figures of a run.
 
     Args:
@@ -175,29 +245,29 @@ def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
     return jain_index(known) if len(known) == len(times) else None
 
 
-def slo_attainment(exchanges: Sequence[Exchange], common: Slo) -> float | None:
-    """Return the share of ``exchanges`` that met their limits (see ``Exchange.meets``); None if there are no limits."""
+def slo_attainment(exchanges: Sequence[RequestRecord], common: Slo) -> float | None:
+    """Return the share of ``exchanges`` that met their limits (see ``RequestRecord.meets``); None if there are no limits."""
     if common == Slo() and not any(exchange.slo for exchange in exchanges):
         return None
     return sum(exchange.meets(common) for exchange in exchanges) / len(exchanges)
 
 
-def by_adapter(exchanges: Iterable[Exchange]) -> dict[str | None, list[Exchange]]:
+def by_adapter(exchanges: Iterable[RequestRecord]) -> dict[str | None, list[RequestRecord]]:
     """Return the exchanges of each adapter, in the order of sending."""
-    groups: dict[str | None, list[Exchange]] = {}
+    groups: dict[str | None, list[RequestRecord]] = {}
     for exchange in sorted(exchanges, key=lambda exchange: exchange.sent_s):
         groups.setdefault(exchange.adapter, []).append(exchange)
     return groups
 
 
-def most_under_way(exchanges: Iterable[Exchange]) -> int:
+def most_under_way(exchanges: Iterable[RequestRecord]) -> int:
     """Return the largest number of requests that were under way at one time."""
     # At the same moment ends (-1) come before beginnings (+1).
     changes = sorted(change for each in exchanges for change in ((each.sent_s, 1), (each.ended_s, -1)))
     return int(np.cumsum([step for _, step in changes]).max(initial=0))
 
 
-def _adapter_figures(adapter: str | None, group: Sequence[Exchange], slo: Slo) -> AdapterFigures:
+def _adapter_figures(adapter: str | None, group: Sequence[RequestRecord], slo: Slo) -> AdapterFigures:
     whole = [exchange for exchange in group if exchange.error is None]
     per_token_s = [exchange.e2e_s / exchange.output_tokens for exchange in whole if exchange.output_tokens]
     return AdapterFigures(
@@ -213,14 +283,14 @@ def _adapter_figures(adapter: str | None, group: Sequence[Exchange], slo: Slo) -
     )
 
 
-def _error_figures(exchanges: Iterable[Exchange]) -> dict[str, ErrorFigures]:
+def _error_figures(exchanges: Iterable[RequestRecord]) -> dict[str, ErrorFigures]:
     failed = [exchange for exchange in exchanges if exchange.error is not None]
     examples = {exchange.error: exchange.message for exchange in reversed(failed)}
     counts = Counter(exchange.error for exchange in failed)
     return {str(kind): ErrorFigures(count, examples[kind]) for kind, count in counts.most_common()}
 
 
-def _cached_share(whole: Iterable[Exchange]) -> float | None:
+def _cached_share(whole: Iterable[RequestRecord]) -> float | None:
     told = [exchange for exchange in whole if exchange.cached_tokens is not None]
     tokens = sum(exchange.input_tokens for exchange in told)
     return sum(exchange.cached_tokens or 0 for exchange in told) / tokens if tokens else None

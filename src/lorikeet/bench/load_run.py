@@ -1,25 +1,82 @@
-"""Runs of a load generator: one, or a search for the peak load."""
+"""What a server itself says of a run: its ``/metrics`` before and after."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple
 
+import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from lorikeet.bench.choices import ChoiceError, Range
-from lorikeet.bench.exchange import Exchange
-from lorikeet.bench.load_client import Target, drive
-from lorikeet.bench.load_report import LoadFigures, summarise
+from lorikeet.bench.arrivals import Rates
+from lorikeet.bench.load_client import LoadTarget, drive
+from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, telling_s
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.server_report import growth, read_counters
-from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
-from lorikeet.core.slo import Slo
+from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, block_tokens_of
+from lorikeet.core.request import Slo
 
-Show = Callable[[str, int, int], None]
+COUNTS = {
+    "vllm:lora_adapter_load_seconds_count": "adapter loads",
+    "lorikeet:request_adapter_wait_seconds_count": "requests that waited for an adapter",
+    "vllm:num_preemptions_total": "preemptions",
+    "lorikeet:engine_restarts_total": "engine restarts",
+}
+MEANS = {
+    "vllm:lora_adapter_load_seconds": "mean adapter load, s",
+    "lorikeet:request_adapter_wait_seconds": "mean wait for an adapter, s",
+    "vllm:time_to_first_token_seconds": "mean TTFT inside the server, s",
+}
+SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a core"}
+"""Samples and histograms that are read where they are there, and what they are called in a report; of shares the
+samples are seconds."""
+
+_WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
+
+
+def parse_counters(page: str) -> dict[str, float]:
+    """Return the wanted samples of a metrics page, each summed over its labels.
+
+    Raises:
+        ValueError: it is no such page.
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in _WANTED:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def read_counters(url: str, api_key: str = "") -> dict[str, float]:
+    """Read them from a server; empty if it has no such page."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=30)
+        return parse_counters(response.text) if response.status_code == 200 else {}
+    except (httpx.HTTPError, ValueError):
+        return {}
+
+
+def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
+    """Return what happened between two readings, ``passed_s`` apart, under names for people.
+
+    A counter that was not there before began at 0. Means without a value in between are left out.
+    """
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    counts = {text: grown[name] for name, text in COUNTS.items() if name in grown}
+    means = {
+        text: grown[f"{name}_sum"] / grown[f"{name}_count"]
+        for name, text in MEANS.items()
+        if grown.get(f"{name}_count")
+    }
+    shares = {text: grown[name] / passed_s for name, text in SHARES.items() if name in grown}
+    return counts | means | shares
+
+
+ShowProgress = Callable[[str, int, int], None]
 """Called with a stage, and how much of it is done out of how much."""
 
 _LEAST_PROBE_S = 30.0
@@ -29,13 +86,13 @@ _LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
 """Of the median TTFT, and of a core."""
 
 
-class Run(NamedTuple):
+class LoadRun(NamedTuple):
     """One measurement.
 
     Attributes:
         rate: requests per second that were planned, None for the workload's own times or all at once.
         figures: the summary.
-        cpu_share: of the client, see ``Drive``.
+        cpu_share: of the client, see ``LoadDriver``.
         server: what the server's counters say, by name.
         exchanges: the requests one by one.
     """
@@ -44,7 +101,7 @@ class Run(NamedTuple):
     figures: LoadFigures
     cpu_share: float
     server: dict[str, float]
-    exchanges: list[Exchange]
+    exchanges: list[RequestRecord]
 
     @property
     def is_the_clients_own(self) -> bool:
@@ -69,13 +126,13 @@ class LoadRunner:
 
     def __init__(
         self,
-        target: Target,
+        target: LoadTarget,
         recipe: Recipe,
         slo: Slo,
         *,
         concurrency: int = 0,
         ids: Range = DEFAULT_IDS,
-        show: Show = lambda stage, done, total: None,
+        show: ShowProgress = lambda stage, done, total: None,
     ) -> None:
         self._target = target
         self._recipe = recipe
@@ -85,7 +142,7 @@ class LoadRunner:
         self._show = show
         self._runs = 0
 
-    def warm_up(self, count: int) -> Exchange | None:
+    def warm_up(self, count: int) -> RequestRecord | None:
         """Send ``count`` requests to the base model, one after the other; return one that failed, if one did."""
         if not count:
             return None
@@ -94,11 +151,11 @@ class LoadRunner:
         failed = [exchange for exchange in self._drive(requests, "warm-up", 1).exchanges if exchange.error is not None]
         return failed[0] if failed else None
 
-    def run(self, count: int, rate: float | None, stage: str = "requests") -> Run:
+    def run(self, count: int, rate: float | None, stage: str = "requests") -> LoadRun:
         """Measure ``count`` requests at ``rate`` per second; None for a workload's own times, or all at once.
 
         Raises:
-            ChoiceError: a rule of the recipe has no meaning for them.
+            OptionError: a rule of the recipe has no meaning for them.
         """
         requests = self._requests(count, rate)
         before, began_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
@@ -112,7 +169,7 @@ class LoadRunner:
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
         return max(_LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
 
-    def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[Run]]:
+    def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[LoadRun]]:
         """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
 
         Where the recipe has a trace, no rate is tried at which it holds too few requests for a probe: a shorter one
@@ -124,21 +181,21 @@ class LoadRunner:
             probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would come.
 
         Raises:
-            ChoiceError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
+            OptionError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
                 so many requests, or its trace holds too few for the first probe; or the first rate is too low for one.
         """
-        runs: list[Run] = []
+        runs: list[LoadRun] = []
         trace_requests = len(self._recipe.trace) or inf
         highest = trace_requests / probe_s
         if start > highest or trace_requests < LEAST_PROBE_REQUESTS:
             count = max(LEAST_PROBE_REQUESTS, round(start * probe_s))
-            raise ChoiceError(
+            raise OptionError(
                 f"a probe of {probe_s:g} s at {start:.3g} requests/s takes {count} requests, and the workload holds "
                 f"{trace_requests}: begin at a lower rate, or with shorter probes"
             )
 
         if not 1 / probe_s <= start < inf:
-            raise ChoiceError(
+            raise OptionError(
                 f"a search begins at a rate from {1 / probe_s:.3g} on, one request a probe: not at {start:g}"
             )
 
@@ -147,10 +204,10 @@ class LoadRunner:
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
             if attained is None:
-                raise ChoiceError("the requests have no limits to meet")
+                raise OptionError("the requests have no limits to meet")
             answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
             if attained >= attainment and answered * _UNSERVED < rate and took_s > _LEAST_PROBE_S:
-                raise ChoiceError(
+                raise OptionError(
                     f"at {rate:.3g} requests/s the server answers {answered:.3g}, and the limits are met: they do not "
                     "tell an overload; add one on ttft or e2e"
                 )
@@ -162,16 +219,16 @@ class LoadRunner:
         rates = None if rate is None else Rates.constant(rate)
         return msgspec.structs.replace(self._recipe, count=count, rates=rates, run=self._runs).requests()
 
-    def _drive(self, requests: list[WorkloadRequest], stage: str, concurrency: int) -> Run:
+    def _drive(self, requests: list[WorkloadRequest], stage: str, concurrency: int) -> LoadRun:
         prompts = Prompts(self._recipe.seed, self._runs, self._ids, block_tokens_of(requests))
         self._runs += 1
         done = 0
 
-        def count(exchange: Exchange) -> None:
+        def count(exchange: RequestRecord) -> None:
             nonlocal done
             done += 1
             self._show(stage, done, len(requests))
 
         self._show(stage, 0, len(requests))
         exchanges, cpu_share = drive(requests, self._target, prompts, concurrency, count)
-        return Run(None, summarise(exchanges, self._slo), cpu_share, {}, exchanges)
+        return LoadRun(None, summarise(exchanges, self._slo), cpu_share, {}, exchanges)

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from lorikeet.bench.in_process import Run, run_workload
+from lorikeet.bench.in_process import WorkloadRun, run_workload
 from lorikeet.bench.memory_watch import MemoryWatch, PoolSample, TtftParts
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions, files_of_adapters
 from lorikeet.bench.predictors import Predictor
-from lorikeet.bench.replicas import Started, live_replica, modelled_replica
+from lorikeet.bench.replicas import StartedReplica, live_replica, modelled_replica
 from lorikeet.bench.synthetic import adapters_by_name
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.garbage import long_lived
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.messages import EngineStats, MemoryStats, RouteStats
-from lorikeet.core.slo import Slo
+from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
-from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.dtypes import torch_dtype
+from lorikeet.kernels.tensors import torch_dtype
 from lorikeet.models.config import read_model_config
 
 WARM_UP = (WorkloadRequest(0.0, None, 128, 16),) * 8
@@ -57,7 +57,7 @@ class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
         return Settings(ModelSettings(**model), EngineSettings(preset=preset, **given))
 
 
-class Rig(NamedTuple):
+class MemoryRig(NamedTuple):
     """Where rows run.
 
     Attributes:
@@ -71,11 +71,11 @@ class Rig(NamedTuple):
     geometry: ModelGeometry
     vocabulary: int
     adapters: dict[str, AdapterRef]
-    start: Callable[[Settings], Started]
+    start: Callable[[Settings], StartedReplica]
     warm_up: tuple[WorkloadRequest, ...]
 
 
-def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, folder: Path) -> Rig:
+def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, folder: Path) -> MemoryRig:
     """Return a rig of real arithmetic on the real clock; adapters are written below ``folder``.
 
     Raises:
@@ -84,16 +84,16 @@ def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, fo
     config = read_model_config(model)
     geometry = config.geometry(torch_dtype(config.dtype if dtype == "auto" else dtype).itemsize)
     adapters = files_of_adapters(work.names, options.ranks, options.modules, geometry, folder)
-    return Rig(geometry, config.vocab_size, adapters, live_replica, WARM_UP)
+    return MemoryRig(geometry, config.vocab_size, adapters, live_replica, WARM_UP)
 
 
-def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -> Rig:
+def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -> MemoryRig:
     """Return a rig of replicas on virtual clocks, which need no files and no warming up."""
     adapters = adapters_by_name(work.names, options.ranks, profile.geometry, modules=options.modules)
-    return Rig(profile.geometry, profile.vocabulary, adapters, partial(modelled_replica, profile=profile), ())
+    return MemoryRig(profile.geometry, profile.vocabulary, adapters, partial(modelled_replica, profile=profile), ())
 
 
-class RowRun(NamedTuple):
+class PresetRun(NamedTuple):
     """A row's run. It does not keep its engine, whose arenas are large.
 
     Attributes:
@@ -103,7 +103,7 @@ class RowRun(NamedTuple):
         engine: what the engine told at the end.
     """
 
-    run: Run
+    run: WorkloadRun
     samples: list[PoolSample]
     parts: list[TtftParts]
     reusable_tokens: int
@@ -112,15 +112,15 @@ class RowRun(NamedTuple):
     engine: EngineStats
 
 
-def run_row(
-    rig: Rig,
+def run_preset(
+    rig: MemoryRig,
     settings: Settings,
     work: MemoryWork,
     *,
     on_warm: Callable[[Engine], None] = lambda engine: None,
     on_finished: Callable[[int], None] = lambda finished: None,
     predict: Predictor | None = None,
-) -> RowRun:
+) -> PresetRun:
     """Run a workload on a fresh replica and close it: warm up, fill the host tier from the adapters' files, run.
 
     Args:
@@ -150,11 +150,11 @@ def run_row(
             predict=predict,
         )
         stats = engine.stats()
-    return RowRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
+    return PresetRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
 
 
 @contextmanager
-def warm_replica(rig: Rig, settings: Settings, work: MemoryWork) -> Iterator[Started]:
+def warm_replica(rig: MemoryRig, settings: Settings, work: MemoryWork) -> Iterator[StartedReplica]:
     """Yield a fresh replica that has run the warm-up and read its adapters into the host tier; close it in the end.
 
     Raises:
@@ -169,7 +169,7 @@ def warm_replica(rig: Rig, settings: Settings, work: MemoryWork) -> Iterator[Sta
         if failed := [exchange for exchange in ran.exchanges if exchange.error is not None]:
             raise ExecutorError(f"a request before the measured ones failed: {failed[0].error}: {failed[0].message}")
         fill_host(engine, tuple(rig.adapters.values()))
-        with long_lived():
+        with frozen_gc():
             yield started
 
 
@@ -182,7 +182,7 @@ def _shortened(request: WorkloadRequest, most_tokens: int) -> WorkloadRequest:
 
 def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:
     """Make adapters known, and wait until those that fit have been read into the host tier."""
-    engine.know_adapters(adapters)
+    engine.register_adapters(adapters)
     engine.step()
     while engine.host_fill_pending:
         if not engine.is_busy:
@@ -198,7 +198,7 @@ def settle(engine: Engine) -> None:
         engine.step()
 
 
-def row_figures(preset: str, row: RowRun) -> dict[str, Any]:
+def preset_figures(preset: str, row: PresetRun) -> dict[str, Any]:
     """Return a row's figures as plain data.
 
     Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that a cache which

@@ -1,17 +1,59 @@
-"""Looks at an engine's memory while a workload runs: hits beside the most there could be, waits, and what fills it."""
+"""What a cache that forgets nothing would find: the most that any policy could have reused."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lorikeet.bench.in_process import Watch
-from lorikeet.bench.infinite_cache import InfiniteCache
+from lorikeet.bench.in_process import RunObserver
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
-from lorikeet.core.events import Finished
-from lorikeet.core.ids import RequestId
+from lorikeet.core.events import Finished, RequestTimings
+from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import MemoryStats, StepOutputs, TierBytes
 from lorikeet.core.request import Request
-from lorikeet.core.timings import RequestTimings
 from lorikeet.engine.loop import Engine
+from lorikeet.memory.tree import block_keys
+
+
+class InfiniteCache:
+    """Counts whole blocks of text by adapter version; a text is known from when it is added.
+
+    Args:
+        block_size: tokens of KV in a block.
+
+    Attributes:
+        adapters: those that requests asked for.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_tokens = block_size
+        self._keys: set[bytes] = set()
+        self.adapters: dict[AdapterDigest, AdapterRef] = {}
+
+    def reusable_tokens(self, adapter: AdapterRef | None, prompt: Sequence[int]) -> int:
+        """Return the length of the longest known beginning of ``prompt``, in whole blocks.
+
+        The last token never counts: an engine computes it anew, since it wants its logits.
+        """
+        found = 0
+        for key in self._keys_of(adapter, prompt[:-1]):
+            if key not in self._keys:
+                break
+            found += self._block_tokens
+        return found
+
+    def add(self, adapter: AdapterRef | None, token_ids: Sequence[int]) -> None:
+        """Know a prompt, or a prompt and its answer."""
+        if adapter is not None:
+            self.adapters[adapter.digest] = adapter
+        self._keys.update(self._keys_of(adapter, token_ids))
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of KV of all that was added."""
+        return len(self._keys)
+
+    def _keys_of(self, adapter: AdapterRef | None, token_ids: Sequence[int]) -> list[bytes]:
+        return block_keys(None if adapter is None else adapter.digest, token_ids, self._block_tokens)
 
 
 class PoolSample(NamedTuple):
@@ -51,7 +93,7 @@ class TtftParts(NamedTuple):
         )
 
 
-class MemoryWatch(Watch):
+class MemoryWatch(RunObserver):
     """See the module. What went before it was made is not counted.
 
     Args:
@@ -80,13 +122,13 @@ class MemoryWatch(Watch):
         self.began = self._sample()
 
     def arrived(self, request: Request) -> None:
-        """See ``Watch``. A prompt is known to the infinite cache from its arrival on."""
+        """See ``RunObserver``. A prompt is known to the infinite cache from its arrival on."""
         self._timings[request.request_id] = RequestTimings(request.arrival_s)
         self.reusable_tokens += self._cache.reusable_tokens(request.adapter, request.prompt_token_ids)
         self._cache.add(request.adapter, request.prompt_token_ids)
 
     def turned(self, outputs: StepOutputs) -> None:
-        """See ``Watch``."""
+        """See ``RunObserver``."""
         for event in outputs.events:
             self._timings[event.request_id].apply(event)
             if isinstance(event, Finished):
@@ -96,7 +138,7 @@ class MemoryWatch(Watch):
             self._sample()
 
     def ended(self, request: Request, token_ids: Sequence[int]) -> None:
-        """See ``Watch``. The last token's KV is never computed."""
+        """See ``RunObserver``. The last token's KV is never computed."""
         self._cache.add(request.adapter, [*request.prompt_token_ids, *token_ids[:-1]])
 
     def _sample(self) -> MemoryStats:

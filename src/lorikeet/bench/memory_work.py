@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.adapters import write_random_adapter
-from lorikeet.bench.arrivals import at_rate
-from lorikeet.bench.choices import ChoiceError, Range
-from lorikeet.bench.conversations import first_whole
-from lorikeet.bench.infinite_cache import InfiniteCache
+from lorikeet.bench.arrivals import Rates, at_rate
+from lorikeet.bench.conversations import Turns, first_whole
+from lorikeet.bench.memory_watch import InfiniteCache
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.rates import Rates
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.shapes import SHAPES
 from lorikeet.bench.synthetic import ATTENTION, adapter_names, spread
-from lorikeet.bench.turns import Turns
-from lorikeet.bench.workload import WorkloadRequest, block_tokens_of, read_any
+from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, block_tokens_of, read_any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.memory.packing import pack
@@ -89,20 +86,20 @@ def make_work(options: WorkOptions) -> MemoryWork:
     """Return the workload that ``options`` describe.
 
     Raises:
-        ChoiceError: there is no such workload, or a part has no meaning.
+        OptionError: there is no such workload, or a part has no meaning.
         OSError, WorkloadError: the file cannot be read.
     """
     if options.source in SHAPES:
         requests = _made(options)
     elif options.source == "chat":
-        raise ChoiceError("chat needs the conversations of a trace: name its file instead")
+        raise OptionError("chat needs the conversations of a trace: name its file instead")
     elif Path(options.source).is_file():
         requests = _of_a_file(options)
     else:
-        raise ChoiceError(f"there is no file {options.source!r}, and no shape: there are {', '.join(SHAPES)}")
+        raise OptionError(f"there is no file {options.source!r}, and no shape: there are {', '.join(SHAPES)}")
     names = tuple(dict.fromkeys(request.adapter for request in requests if request.adapter is not None))
     if len(names) > options.adapters:
-        raise ChoiceError(f"{options.source} names {len(names)} adapters, and there are to be {options.adapters}")
+        raise OptionError(f"{options.source} names {len(names)} adapters, and there are to be {options.adapters}")
     others = [name for name in adapter_names(options.adapters + len(names)) if name not in names]
     # In the order in which the recipe dealt out ranks, where it chose among them.
     names = tuple(sorted((*names, *others[: options.adapters - len(names)])))
@@ -124,7 +121,7 @@ def _made(options: WorkOptions) -> list[WorkloadRequest]:
 def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
     trace = tuple(read_any(Path(options.source)))
     if not trace:
-        raise ChoiceError(f"{options.source} holds no request")
+        raise OptionError(f"{options.source} holds no request")
     is_chat = any(request.prefix_blocks for request in trace) and not any(
         request.conversation or request.adapter for request in trace
     )

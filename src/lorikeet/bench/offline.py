@@ -1,26 +1,133 @@
-"""Offline throughput, alone or beside peers: all requests at once, every run timed from first to last token."""
+"""The figures of an offline comparison, as plain data.
 
+Speeds are medians over the pairs. Ratios and shares are medians of what each pair gives by itself, because ratios do
+not drift with the machine; intervals are 95 % bootstrap intervals of those medians.
+
+    output_tok_s, total_tok_s      Lorikeet: generated tokens, and all tokens, per second
+    decode_tok_s                   generated tokens per second once every request has its first token
+    limit_output_tok_s, limit_total_tok_s, limit_decode_tok_s, limit_prefill_tok_s
+                                   what the machine allows (lorikeet.bench.machine_limits)
+    share_of_limit                 {"output", "decode"} → {"share", "interval"}
+    limits                         read_gb_s and gemm_gflops behind them
+    peers                          name → output_tok_s, total_tok_s, ratio, ratio_interval, ratios,
+                                   share_of_limit, first_tokens_equal
+    runs_s                         name → seconds of each run
+
+A peer without adapters (``vllm-base``) is held against the same limit, that of the work with adapters, and its first
+tokens are the base model's.
+
+With one peer its figures stand at the top as well: peer, peer_output_tok_s, peer_total_tok_s, ratio, ….
+"""
+
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from lorikeet.bench.adapters import spread_ranks, write_random_adapter
-from lorikeet.bench.ceilings import Ceilings, ModelCost, model_cost, work_ceilings
-from lorikeet.bench.contestants import Contestant, Outcome, Work
-from lorikeet.bench.limits import PRESETS, LimitMeter, MachineLimits
-from lorikeet.bench.offline_report import PairResult, offline_report
+from lorikeet.bench.backends import OfflineBackend, OfflineBatch, OfflineResult
+from lorikeet.bench.machine_limits import (
+    PRESETS,
+    Ceilings,
+    LimitMeter,
+    MachineLimits,
+    ModelCost,
+    median_limits,
+    model_cost,
+    work_ceilings,
+)
+from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
+from lorikeet.bench.statistics import median_interval
 from lorikeet.bench.synthetic import ATTENTION
-from lorikeet.bench.vllm_contestant import DEFAULT_PYTHON, LARGEST_RANK
+from lorikeet.bench.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.kernels.dtypes import torch_dtype
+from lorikeet.kernels.tensors import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
+
+
+class PairResult(NamedTuple):
+    """One run of each side, and what the machine could do just before."""
+
+    outcomes: Mapping[str, OfflineResult]
+    limits: MachineLimits
+    ceilings: Ceilings
+
+
+def offline_report(pairs: Sequence[PairResult], names: Sequence[str], tokens: tuple[int, int]) -> dict[str, Any]:
+    """Return the figures of all pairs.
+
+    Args:
+        pairs: at least one.
+        names: of the sides, Lorikeet's first.
+        tokens: generated tokens of a run, and all its tokens.
+    """
+    ours, *others = names
+    report: dict[str, Any] = _speeds(pairs, ours, tokens)
+    decoded = [pair.outcomes[ours].decode_tok_s for pair in pairs]
+    rates = [rate for rate in decoded if rate is not None]
+    report["decode_tok_s"] = statistics.median(rates) if rates else None
+    for field in msgspec.structs.fields(Ceilings):
+        report[f"limit_{field.name}"] = statistics.median(getattr(pair.ceilings, field.name) for pair in pairs)
+    report["share_of_limit"] = {"output": _shares(pairs, ours, tokens[0])}
+    if rates:
+        shares = [rate / pair.ceilings.decode_tok_s for rate, pair in zip(rates, pairs, strict=True)]
+        report["share_of_limit"]["decode"] = _median_share(shares)
+    report["limits"] = msgspec.to_builtins(median_limits([pair.limits for pair in pairs]), str_keys=True)
+    report["peers"] = {name: _peer(pairs, ours, name, tokens) for name in others}
+    if len(others) == 1:
+        report |= _one_peer(others[0], report["peers"][others[0]])
+    return report | {"runs_s": {name: _seconds(pairs, name) for name in names}}
+
+
+def _one_peer(name: str, figures: dict[str, Any]) -> dict[str, Any]:
+    plain = ("ratio", "ratio_interval", "ratios", "first_tokens_equal")
+    speeds = {f"peer_{key}": figures[key] for key in ("output_tok_s", "total_tok_s")}
+    return {"peer": name, **speeds, **{key: figures[key] for key in plain}}
+
+
+def _peer(pairs: Sequence[PairResult], ours: str, name: str, tokens: tuple[int, int]) -> dict[str, Any]:
+    ratios = [theirs / mine for mine, theirs in zip(_seconds(pairs, ours), _seconds(pairs, name), strict=True)]
+    return _speeds(pairs, name, tokens) | {
+        "ratio": statistics.median(ratios),
+        "ratio_interval": median_interval(ratios),
+        "ratios": ratios,
+        "share_of_limit": {"output": _shares(pairs, name, tokens[0])},
+        "first_tokens_equal": _agreement(pairs, ours, name),
+    }
+
+
+def _seconds(pairs: Sequence[PairResult], name: str) -> list[float]:
+    return [pair.outcomes[name].seconds for pair in pairs]
+
+
+def _speeds(pairs: Sequence[PairResult], name: str, tokens: tuple[int, int]) -> dict[str, float]:
+    median_s = statistics.median(_seconds(pairs, name))
+    return {"output_tok_s": tokens[0] / median_s, "total_tok_s": tokens[1] / median_s}
+
+
+def _shares(pairs: Sequence[PairResult], name: str, output_tokens: int) -> dict[str, Any]:
+    return _median_share([output_tokens / pair.outcomes[name].seconds / pair.ceilings.output_tok_s for pair in pairs])
+
+
+def _median_share(shares: Sequence[float]) -> dict[str, Any]:
+    return {"share": statistics.median(shares), "interval": median_interval(shares)}
+
+
+def _agreement(pairs: Sequence[PairResult], ours: str, name: str) -> float:
+    """Share of requests whose first token is the same on both sides: a check that both did the same work."""
+    equal = [
+        mine[0] == theirs[0]
+        for pair in pairs
+        for mine, theirs in zip(pair.outcomes[ours].tokens, pair.outcomes[name].tokens, strict=True)
+    ]
+    return sum(equal) / len(equal)
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -101,7 +208,7 @@ def run_offline(
     progress: Progress = lambda stage, done, total: None,
     measure: Callable[[], MachineLimits] | None = None,
 ) -> dict[str, Any]:
-    """Measure, and return plain data for JSON; see :mod:`lorikeet.bench.offline_report` for its keys.
+    """Measure, and return plain data for JSON; see :mod:`lorikeet.bench.offline` for its keys.
 
     One warm-up run of each side loads the adapters and fills caches. Each pair has prompts of its own, the same for
     all sides, so that prefix reuse finds nothing. The order of the sides is turned round from pair to pair. What the
@@ -131,7 +238,7 @@ def run_offline(
 
 
 @contextmanager
-def _sides(options: OfflineOptions, config: ModelConfig, progress: Progress) -> Iterator[list[Contestant]]:
+def _sides(options: OfflineOptions, config: ModelConfig, progress: Progress) -> Iterator[list[OfflineBackend]]:
     """Load every side, Lorikeet first, with the same adapters; release them at the end."""
     geometry = config.geometry(torch_dtype(options.dtype).itemsize)
     with ExitStack() as stack:
@@ -140,7 +247,7 @@ def _sides(options: OfflineOptions, config: ModelConfig, progress: Progress) -> 
             write_random_adapter(scratch / f"adapter-{i}-r{rank}", geometry, rank, seed=options.seed + i)
             for i, rank in enumerate(options.ranks())
         ]
-        sides: list[Contestant] = []
+        sides: list[OfflineBackend] = []
         for name in ("lorikeet", *options.peers):
             progress(f"loading {name}", 0, 0)
             side = _side(name, options, config, folders)
@@ -148,23 +255,23 @@ def _sides(options: OfflineOptions, config: ModelConfig, progress: Progress) -> 
         yield sides
 
 
-def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequence[Path]) -> Contestant:
+def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequence[Path]) -> OfflineBackend:
     # Imported where it is used: a side costs seconds to import, and a peer need not be installed.
     request_tokens = options.prompt_tokens + options.output_tokens
     if name == "lorikeet":
-        from lorikeet.bench.engine_contestant import LorikeetContestant
+        from lorikeet.bench.engine_backend import LorikeetBackend
 
-        return LorikeetContestant(_settings(options, config), folders)
+        return LorikeetBackend(_settings(options, config), folders)
     dtype = torch_dtype(options.dtype)
     if name == "peft":
-        from lorikeet.bench.peft_contestant import PeftContestant
+        from lorikeet.bench.peft_backend import PeftBackend
 
-        return PeftContestant(Path(options.model), dtype, folders, options.device)
-    from lorikeet.bench.base_only import BaseOnly
-    from lorikeet.bench.vllm_contestant import VllmContestant
+        return PeftBackend(Path(options.model), dtype, folders, options.device)
+    from lorikeet.bench.backends import BaseModelBackend
+    from lorikeet.bench.vllm_backend import VllmBackend
 
     base_only = name == "vllm-base"
-    vllm = VllmContestant(
+    vllm = VllmBackend(
         Path(options.model),
         options.dtype,
         [] if base_only else folders,
@@ -175,7 +282,7 @@ def _side(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequ
         threads=options.threads,
         python=options.vllm_path,
     )
-    return BaseOnly(vllm) if base_only else vllm
+    return BaseModelBackend(vllm) if base_only else vllm
 
 
 def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
@@ -204,7 +311,7 @@ def _pool_bytes(options: OfflineOptions, config: ModelConfig) -> int:
 
 
 def _run_pairs(
-    sides: list[Contestant],
+    sides: list[OfflineBackend],
     measure: Callable[[], MachineLimits],
     options: OfflineOptions,
     cost: ModelCost,
@@ -216,7 +323,7 @@ def _run_pairs(
         progress("pairs run", pair, options.pairs + 1)
         work = _work(options, pair, vocabulary)
         limits = measure()
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, OfflineResult] = {}
         for side in sides if pair % 2 else reversed(sides):
             outcomes[side.name] = _checked(side, work)
         if pair:
@@ -224,7 +331,7 @@ def _run_pairs(
     progress("pairs run", options.pairs + 1, options.pairs + 1)
 
 
-def _checked(side: Contestant, work: Work) -> Outcome:
+def _checked(side: OfflineBackend, work: OfflineBatch) -> OfflineResult:
     outcome = side.run(work)
     wrong = [len(tokens) for tokens in outcome.tokens if len(tokens) != work.output_tokens]
     if wrong:
@@ -236,11 +343,11 @@ def _ceilings(options: OfflineOptions, cost: ModelCost, limits: MachineLimits) -
     return work_ceilings(cost, limits, options.requests, options.prompt_tokens, options.output_tokens)
 
 
-def _work(options: OfflineOptions, pair: int, vocabulary: int) -> Work:
+def _work(options: OfflineOptions, pair: int, vocabulary: int) -> OfflineBatch:
     generator = np.random.default_rng([options.seed, pair])
     prompts = generator.integers(0, vocabulary, (options.requests, options.prompt_tokens)).tolist()
     adapters = [i % options.adapters if options.adapters else None for i in range(options.requests)]
-    return Work(prompts, adapters, options.output_tokens)
+    return OfflineBatch(prompts, adapters, options.output_tokens)
 
 
 def _tokens(options: OfflineOptions) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import ceil, inf
 from typing import NamedTuple
 
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 
 LEAST_PROBE_REQUESTS = 10
 """Fewer tell nothing."""

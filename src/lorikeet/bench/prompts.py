@@ -1,10 +1,89 @@
-"""Prompts of given lengths from a seed: token ids, or words where a server takes only text."""
+"""Contents of prompts, as a pure function of a workload's request: equal prefix blocks, equal tokens.
+
+There is no generator with a state. The p-th token of a stretch of text with key k is SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", 2014) of k at step p, scaled to the vocabulary: prompts are made in
+any order, by whoever needs them, and a thousand tokens take tens of microseconds.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.bench.choices import Range
-from lorikeet.bench.prompt_tokens import combine, prompt_token_ids
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.bench.workload import Range, WorkloadRequest
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+_OWN, _SHARED = 0, 1
+
+
+def allowed_ids(vocabulary_tokens: int, forbidden: Sequence[int] = ()) -> np.ndarray:
+    """Return the token ids below ``vocabulary_tokens`` that are not ``forbidden``, as int64.
+
+    Raises:
+        ValueError: none is left.
+    """
+    ids = np.setdiff1d(np.arange(vocabulary_tokens), np.asarray(forbidden, np.int64))
+    if not len(ids):
+        raise ValueError(f"of {vocabulary_tokens} token ids none is allowed")
+    return ids
+
+
+def combine(*numbers: int) -> int:
+    """Return one 64-bit number for several: other numbers, another result, but for chance."""
+    state = 0
+    for number in numbers:
+        state = _mixed((state + number + _STEP) & _MASK)
+    return state
+
+
+def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
+    """Return ``request.input_tokens`` token ids: first those of its prefix blocks, then its own.
+
+    The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with other
+    keys (block ids, indices, seeds) differ but for chance: n tokens of them are equal in one case of
+    ``len(ids) ** n``.
+
+    Args:
+        request: gives length and prefix blocks.
+        index: place of the request in its workload; makes its own tokens differ from all others'.
+        seed: another one makes other prompts.
+        block_size: length of one of ``request.prefix_blocks``.
+        ids: to draw from, see ``allowed_ids``.
+    """
+    tokens = request.input_tokens
+    shared = request.prefix_blocks[: -(-tokens // block_size)]
+    shared_tokens = min(tokens, len(shared) * block_size)
+    steps = np.empty(tokens, np.uint64)
+    if shared:
+        # combine(seed, _SHARED, block) for all blocks at once.
+        blocks = np.array([block & _MASK for block in shared], np.uint64)
+        keys = _mixed_array(blocks + np.uint64((combine(seed, _SHARED) + _STEP) & _MASK))
+        offsets = np.arange(block_size, dtype=np.uint64) * np.uint64(_STEP)
+        steps[:shared_tokens] = (keys[:, None] + offsets).ravel()[:shared_tokens]
+    if shared_tokens < tokens:
+        offsets = np.arange(tokens - shared_tokens, dtype=np.uint64) * np.uint64(_STEP)
+        steps[shared_tokens:] = offsets + np.uint64(combine(seed, _OWN, index))
+    draws = _mixed_array(steps) >> np.uint64(32)
+    return ids[(draws * np.uint64(len(ids))) >> np.uint64(32)].tolist()
+
+
+def _mixed(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mixed_array(values: np.ndarray) -> np.ndarray:
+    """Mix each element, in place: what ``_mixed`` does, modulo 2^64."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_FIRST)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_SECOND)
+    values ^= values >> np.uint64(31)
+    return values
+
 
 DEFAULT_IDS = Range(300, 10_000)
 """Ordinary tokens in the usual vocabularies: special and byte tokens lie below, or far above."""

@@ -7,15 +7,18 @@ import msgspec
 import numpy as np
 
 from lorikeet.bench.adapter_choice import choose_adapters
-from lorikeet.bench.arrivals import arrival_times, arrivals_until, at_rate
-from lorikeet.bench.choices import ChoiceError, Range
-from lorikeet.bench.conversations import flatten, group_conversations, take_whole
+from lorikeet.bench.arrivals import Rates, arrival_times, arrivals_until, at_rate
+from lorikeet.bench.conversations import (
+    flatten,
+    group_conversations,
+    scale_blocks,
+    scale_conversation,
+    scale_lengths,
+    take_whole,
+)
 from lorikeet.bench.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
-from lorikeet.bench.lengths import scale_blocks, scale_lengths
-from lorikeet.bench.rates import Rates
 from lorikeet.bench.shapes import SHAPES, Dialogues
-from lorikeet.bench.turns import scale_conversation
-from lorikeet.bench.workload import MADE_BLOCK_TOKENS, WorkloadRequest, block_tokens_of
+from lorikeet.bench.workload import MADE_BLOCK_TOKENS, OptionError, Range, WorkloadRequest, block_tokens_of
 
 FUNCTION_ARRIVALS = "functions"
 SHAPE_NAMES = ("plain", "chat", *SHAPES)
@@ -103,16 +106,16 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """Return the requests in the order of arrival.
 
         Raises:
-            ChoiceError: the parts do not go together, or one has no meaning.
+            OptionError: the parts do not go together, or one has no meaning.
         """
         if self.shape not in SHAPE_NAMES:
-            raise ChoiceError(f"shape {self.shape!r} is none of {', '.join(SHAPE_NAMES)}")
+            raise OptionError(f"shape {self.shape!r} is none of {', '.join(SHAPE_NAMES)}")
         if self.count is not None and self.duration_s is not None:
-            raise ChoiceError("a count and a duration exclude each other")
+            raise OptionError("a count and a duration exclude each other")
         if self.shape == "chat" and not self.trace:
-            raise ChoiceError("the shape chat needs a trace of conversations")
+            raise OptionError("the shape chat needs a trace of conversations")
         if self.shape in SHAPES and self.trace:
-            raise ChoiceError(f"the shape {self.shape} makes its own requests and takes no trace")
+            raise OptionError(f"the shape {self.shape} makes its own requests and takes no trace")
         self._check_numbers()
         of_arrivals, of_adapters, of_lengths = np.random.default_rng((self.seed, self.run)).spawn(3)
         if self.trace:
@@ -135,10 +138,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("count", "duration_s", "length_scale"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
-                raise ChoiceError(f"{name} {number:g} is no positive number")
+                raise OptionError(f"{name} {number:g} is no positive number")
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name).low < 1:
-                raise ChoiceError(f"{name} begins below 1: a request has at least a token, and so has its answer")
+                raise OptionError(f"{name} begins below 1: a request has at least a token, and so has its answer")
 
     def _lengths(self, count: int, generator: np.random.Generator) -> list[tuple[int, int]]:
         """Prompt and answer of each plain request that is made."""
@@ -220,7 +223,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             units = [call._replace(at_s=call.at_s * scale) for call in calls]
         else:
             if self.rates is None:
-                raise ChoiceError("arrivals of functions need a rate")
+                raise OptionError("arrivals of functions need a rate")
             shares = popularity(adapters, chunk=self.function_chunk).tolist()
             if self.duration_s is not None:
                 until = self._call_rates(self.rates).expected(self.duration_s)

@@ -8,12 +8,11 @@ from lorikeet.core.clock import MonotonicClock, VirtualClock, WaitableClock
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica, assemble, build_replica
-from lorikeet.engine.modelled import ModelledExecutor
-from lorikeet.engine.modelled_build import build_modelled_executor
 from lorikeet.presets import resolve_preset
+from lorikeet.worker.modelled import ModelledExecutor, build_modelled_executor
 
 
-class Started(NamedTuple):
+class StartedReplica(NamedTuple):
     """A replica, its clock, and whether it runs steps together that would be planned alike (``Engine.step``)."""
 
     replica: Replica
@@ -25,14 +24,14 @@ def live_replica(
     settings: Settings,
     clock: WaitableClock | None = None,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
-) -> Started:
+) -> StartedReplica:
     """Build a replica of real arithmetic on the real clock or another one; see ``build_replica``."""
     clock = clock or MonotonicClock()
-    return Started(build_replica(settings, clock=clock, on_ran=on_ran), clock, coalesced=False)
+    return StartedReplica(build_replica(settings, clock=clock, on_ran=on_ran), clock, coalesced=False)
 
 
-class Modelled(NamedTuple):
-    """A replica on a virtual clock, with the executor that knows when its transfers end; else as ``Started``."""
+class ModelledReplica(NamedTuple):
+    """A replica on a virtual clock, with the executor that knows when its transfers end; else as ``StartedReplica``."""
 
     replica: Replica
     clock: VirtualClock
@@ -40,13 +39,13 @@ class Modelled(NamedTuple):
     coalesced: bool
 
 
-def modelled_replica(settings: Settings, profile: CostProfile) -> Started:
+def modelled_replica(settings: Settings, profile: CostProfile) -> StartedReplica:
     """Build a replica that takes its time from a profile, on a virtual clock; see ``build_modelled``."""
     replica, clock, _, coalesced = build_modelled(settings, profile)
-    return Started(replica, clock, coalesced)
+    return StartedReplica(replica, clock, coalesced)
 
 
-def build_modelled(settings: Settings, profile: CostProfile) -> Modelled:
+def build_modelled(settings: Settings, profile: CostProfile) -> ModelledReplica:
     """Build a replica that takes its time from a profile, on a virtual clock.
 
     With ``engine.num_scheduler_steps`` 1 the engine decides anew after every step, and steps that come out alike are run
@@ -63,4 +62,4 @@ def build_modelled(settings: Settings, profile: CostProfile) -> Modelled:
     coalesced = settings.engine.num_scheduler_steps == 1
     _, preset = resolve_preset(settings.engine.preset)
     executor, sizes = build_modelled_executor(settings, profile, preset, clock, coalesced=coalesced)
-    return Modelled(assemble(settings, executor, sizes, clock), clock, executor, coalesced)
+    return ModelledReplica(assemble(settings, executor, sizes, clock), clock, executor, coalesced)

@@ -15,7 +15,7 @@ from lorikeet.bench.function_trace import Call
 from lorikeet.bench.workload import WorkloadRequest
 
 
-class Lengths(NamedTuple):
+class LengthRange(NamedTuple):
     """Log-normal lengths, as lengths of texts roughly are.
 
     Attributes:
@@ -44,7 +44,7 @@ class Translation(msgspec.Struct, frozen=True):
     """
 
     instruction_blocks: int = 1
-    sentence: Lengths = Lengths(24, 0.7, 256)
+    sentence: LengthRange = LengthRange(24, 0.7, 256)
     growth: float = 0.25
 
     def requests(
@@ -93,8 +93,8 @@ class Dialogues(msgspec.Struct, frozen=True):
     scene_blocks: int = 4
     turns: float = 11.5
     least_turns: int = 1
-    utterance: Lengths = Lengths(16, 0.7, 128)
-    answer: Lengths | None = None
+    utterance: LengthRange = LengthRange(16, 0.7, 128)
+    answer: LengthRange | None = None
     pause_s: float = 15.0
 
     def requests(
@@ -152,14 +152,18 @@ SHAPES: dict[str, Translation | Dialogues] = {
     "translation": Translation(),
     "agent": Dialogues(),
     "chatbot": Dialogues(
-        scene_blocks=0, turns=3.0, utterance=Lengths(50, 0.9, 1024), answer=Lengths(150, 0.8, 1024), pause_s=45.0
+        scene_blocks=0,
+        turns=3.0,
+        utterance=LengthRange(50, 0.9, 1024),
+        answer=LengthRange(150, 0.8, 1024),
+        pause_s=45.0,
     ),
     "conversations": Dialogues(
         scene_blocks=1,
         turns=5.0,
         least_turns=3,
-        utterance=Lengths(48, 0.8, 256),
-        answer=Lengths(24, 0.7, 128),
+        utterance=LengthRange(48, 0.8, 256),
+        answer=LengthRange(24, 0.7, 128),
         pause_s=20.0,
     ),
 }

@@ -1,23 +1,60 @@
-"""Workloads: one request per line of JSON, whoever wrote it.
-
-    {"arrival_s": 0.4, "adapter": "french", "input_tokens": 120, "output_tokens": 64}
-
-Optional: ``prefix_blocks`` and ``prefix_block_tokens``, ``conversation``, ``tenant``, ``priority``, ``slo``. The
-server's request log uses the same names and adds its own; fields that are not named here are skipped. Two public
-traces are read directly: Azure's LLM inference dataset of 2023 (https://github.com/Azure/AzurePublicDataset, CC-BY 4.0)
-and Mooncake's (https://github.com/kvcache-ai/Mooncake, Apache-2.0). Neither names adapters: whoever uses them adds
-adapters, and says how.
-"""
+"""Workloads: one request per line of JSON. Also reads Azure CSV and Mooncake JSON Lines."""
 
 import csv
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
-from lorikeet.core.slo import Slo
+from lorikeet.core import request
+from lorikeet.core.request import Slo
+
+
+class OptionError(ValueError):
+    """An option has no meaning, or none for so many requests."""
+
+
+class Range(NamedTuple):
+    """Whole numbers from ``low`` to ``high``, both included, all equally likely."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Range":
+        """Read ``128`` or ``64-256``.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        low, dash, high = text.partition("-")
+        try:
+            found = cls(int(low), int(high if dash else low))
+        except ValueError:
+            found = cls(1, 0)
+        if not 0 <= found.low <= found.high:
+            raise OptionError(f"{text!r} is neither a number nor a range such as 64-256")
+        return found
+
+    def draw(self, count: int, generator: np.random.Generator) -> list[int]:
+        """Return ``count`` of them."""
+        return generator.integers(self.low, self.high, count, endpoint=True).tolist()
+
+
+def parse_slo(text: str) -> Slo:
+    """Read limits, see ``request.parse_slo``.
+
+    Raises:
+        OptionError: they cannot be read.
+    """
+    try:
+        return request.parse_slo(text)
+    except request.SloError as error:
+        raise OptionError(str(error)) from None
+
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of one prefix block in Mooncake's traces, and in workloads that do not say."""

@@ -9,7 +9,7 @@ import numpy as np
 from lorikeet.bench.workload import WorkloadRequest
 
 
-class Lengths(NamedTuple):
+class LengthSummary(NamedTuple):
     """One kind of length, in tokens: sum, mean, percentiles and maximum."""
 
     total: int
@@ -19,7 +19,7 @@ class Lengths(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, tokens: Sequence[int]) -> "Lengths":
+    def of(cls, tokens: Sequence[int]) -> "LengthSummary":
         """Return the figures of at least one length."""
         p50, p99 = np.percentile(tokens, [50, 99]).tolist()
         return cls(sum(tokens), sum(tokens) / len(tokens), p50, p99, max(tokens))
@@ -44,13 +44,13 @@ class WorkloadSummary(NamedTuple):
     span_s: float
     rate: float | None
     variation: float | None
-    input_tokens: Lengths
-    output_tokens: Lengths
+    input_tokens: LengthSummary
+    output_tokens: LengthSummary
     known_share: float | None
     shares: list[tuple[str | None, float]]
 
 
-def summarise(requests: Sequence[WorkloadRequest]) -> WorkloadSummary:
+def summarise_workload(requests: Sequence[WorkloadRequest]) -> WorkloadSummary:
     """Return the figures of at least one request, in the order of arrival."""
     times_s = np.array([request.arrival_s for request in requests])
     span_s, gaps_s = float(times_s[-1] - times_s[0]), np.diff(times_s)
@@ -61,8 +61,8 @@ def summarise(requests: Sequence[WorkloadRequest]) -> WorkloadSummary:
         span_s=span_s,
         rate=(len(requests) - 1) / span_s if span_s > 0 else None,
         variation=float(gaps_s.std() / gaps_s.mean()) if len(gaps_s) > 1 and span_s > 0 else None,
-        input_tokens=Lengths.of([request.input_tokens for request in requests]),
-        output_tokens=Lengths.of([request.output_tokens for request in requests]),
+        input_tokens=LengthSummary.of([request.input_tokens for request in requests]),
+        output_tokens=LengthSummary.of([request.output_tokens for request in requests]),
         known_share=_known_share(requests),
         shares=[(adapter, count / len(requests)) for adapter, count in counts.most_common()],
     )

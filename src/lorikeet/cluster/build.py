@@ -1,4 +1,4 @@
-"""From a preset to the policies of a cluster: who serves which adapter, and who gets which request."""
+"""Builds the policies of a cluster from a preset: routing, placement and co-migration."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
@@ -6,22 +6,21 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lorikeet.cluster.comigration.times import MoveTimes
-from lorikeet.cluster.fetch_times import CopyCosts
-from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.adapters.copy_times import CopyCosts
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
+from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import Router, RoutingOptions
-from lorikeet.cluster.routing.performance import PerformanceModel, fit_performance
+from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_performance
 from lorikeet.config import ConfigError, EngineSettings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo, slo_words
+from lorikeet.core.request import Slo, format_slo
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
-from lorikeet.costs.transfers import TransferModel, Way
+from lorikeet.costs.transfers import LinkDirection, TransferModel
 from lorikeet.presets import Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
@@ -155,7 +154,9 @@ def build_migration(
     return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
 
 
-def build_points(preset: Preset, profile: CostProfile | None, options: ClusterOptions, what_for: str) -> OperatingPoints:
+def build_points(
+    preset: Preset, profile: CostProfile | None, options: ClusterOptions, what_for: str
+) -> OperatingPoints:
     """Return the operating points of a replica.
 
     Args:
@@ -245,7 +246,7 @@ def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterO
 def _for_pending_time(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
     known = _needed(profile, "routing dlora needs to know what it takes to load an adapter")
     try:
-        link = TransferModel(known, 1, options.link_bytes_per_s).link(Way.IN)
+        link = TransferModel(known, 1, options.link_bytes_per_s).link(LinkDirection.IN)
     except ProfileError as error:
         raise ConfigError(f"routing dlora: {error}") from error
     return RoutingOptions(options.seed, load_s=link.fixed.value, load_bytes_per_s=link.bandwidth.value)
@@ -297,7 +298,7 @@ def _needed(profile: CostProfile | None, why: str) -> CostProfile:
 
 
 def _no_points(preset: Preset, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
-    what = f"of the kernel form {preset.kernel_form} under {slo_words(slo)}" if slo != Slo() else "and so an SLO"
+    what = f"of the kernel form {preset.kernel_form} under {format_slo(slo)}" if slo != Slo() else "and so an SLO"
     there = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
     return (
         f"{what_for} needs operating points {what}{there}: run lorikeet profile --operating-points, and name its file "
@@ -306,4 +307,4 @@ def _no_points(preset: Preset, profile: CostProfile | None, slo: Slo, what_for: 
 
 
 def _kinds(profile: CostProfile) -> Iterable[str]:
-    return dict.fromkeys(f"{loads.kernel_form} under {slo_words(loads.slo)}" for loads in profile.operating_points)
+    return dict.fromkeys(f"{loads.kernel_form} under {format_slo(loads.slo)}" for loads in profile.operating_points)

@@ -1,4 +1,4 @@
-"""From settings to the client of a cluster."""
+"""Builds the client of a cluster from the settings: local replicas, or replicas that Ray starts."""
 
 import socket
 import tempfile
@@ -9,23 +9,23 @@ from functools import partial
 from pathlib import Path
 
 from lorikeet.adapters.catalog import registry_url
+from lorikeet.client.supervisor import LocalHost
+from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.build import ClusterOptions, build_migration, build_placement, build_points, build_router
-from lorikeet.cluster.client import ClusterClient
-from lorikeet.cluster.local_transport import LocalTransport
-from lorikeet.cluster.locations import Locations
-from lorikeet.cluster.migrating import Migration
-from lorikeet.cluster.moves import KvSpeed
-from lorikeet.cluster.operating_points import OperatingPoints
-from lorikeet.cluster.orchestrator import Orchestrator
-from lorikeet.cluster.placing import InProcess, PlacementService
-from lorikeet.cluster.registry import ClusterRegistry
-from lorikeet.cluster.scaler import Scaler
-from lorikeet.cluster.scaling import Scaling
+from lorikeet.cluster.controller.autoscaler import Autoscaler
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.co_migration import CoMigrationController
+from lorikeet.cluster.controller.registry import ClusterRegistry
+from lorikeet.cluster.controller.registry_writer import RegistryWriter
+from lorikeet.cluster.controller.request_moves import KvBandwidth
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.orchestrator import Orchestrator
+from lorikeet.cluster.placement.scaling import ScalingPolicy
+from lorikeet.cluster.placement.service import LocalPlacementService, PlacementService
 from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
-from lorikeet.engine.connection import LocalHost
 from lorikeet.presets import Preset, resolve_preset
 
 
@@ -72,7 +72,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     options = cluster_options(settings)
     router = build_router(preset, profile, options)
-    kv_speed = KvSpeed()
+    kv_speed = KvBandwidth()
     migration = build_migration(settings.engine, profile, lambda: kv_speed.bytes_per_s)
     points = build_points(preset, profile, options, "scaling by load") if cluster.max_replicas else None
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
@@ -92,21 +92,21 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     stack.callback(registry.close)
     placement: PlacementService
     if cluster.start is ReplicaStart.LOCAL:
-        transport, placement = LocalTransport(pool_dir), InProcess(orchestrator)
+        transport, placement = LocalTransport(pool_dir), LocalPlacementService(orchestrator)
         stack.callback(transport.close)
         client = make_client(hosts=lambda replica: LocalHost(), transport=transport, placement=placement)
     else:
-        from lorikeet.cluster.on_ray.open import open_ray  # Ray is an extra, and takes a second to import
+        from lorikeet.cluster.ray.open import open_ray  # Ray is an extra, and takes a second to import
 
         on_ray = open_ray(settings, pool_dir, make, url, identity, stack)
         placement = on_ray.placement
         client = make_client(hosts=on_ray.host, transport=on_ray.transport, placement=placement)
-    client.beside(Locations(client, registry).run)
+    client.beside(RegistryWriter(client, registry).run)
     if migration is not None:
-        client.beside(Migration(client, migration).run)
+        client.beside(CoMigrationController(client, migration).run)
     if cluster.max_replicas:
-        scaling = Scaling(max(1, cluster.min_replicas), cluster.max_replicas)
-        client.beside(Scaler(client, placement, scaling, settings.server.drain_timeout_s).run)
+        scaling = ScalingPolicy(max(1, cluster.min_replicas), cluster.max_replicas)
+        client.beside(Autoscaler(client, placement, scaling, settings.server.drain_timeout_s).run)
     return client
 
 

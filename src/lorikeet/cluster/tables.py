@@ -17,7 +17,7 @@ SUM_TOLERANCE = 1e-9
 """The shares of an adapter add up to 1, with so much for rounding."""
 
 
-class Share(NamedTuple):
+class ReplicaShare(NamedTuple):
     """A replica's part in serving an adapter.
 
     Attributes:
@@ -40,7 +40,7 @@ class RoutingTable:
         ValueError: shares of an adapter that do not add up to 1, are not positive, or name a replica twice.
     """
 
-    def __init__(self, epoch: int, shares: Mapping[AdapterDigest, tuple[Share, ...]]) -> None:
+    def __init__(self, epoch: int, shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]]) -> None:
         self.epoch = epoch
         self.shares = shares
         # Full replication gives all adapters one and the same tuple: it is looked at once.
@@ -79,7 +79,7 @@ class RoutingTable:
         return {adapter: dict(shares) for adapter, shares in self.shares.items()}
 
 
-def _check(adapter: AdapterDigest, shares: tuple[Share, ...]) -> None:
+def _check(adapter: AdapterDigest, shares: tuple[ReplicaShare, ...]) -> None:
     replicas = {replica for replica, _ in shares}
     parts = [part for _, part in shares]
     if not isclose(sum(parts), 1, abs_tol=SUM_TOLERANCE) or len(replicas) < len(shares) or min(parts) <= 0:

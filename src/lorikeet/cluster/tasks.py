@@ -1,4 +1,4 @@
-"""Work that goes on beside whoever began it."""
+"""Background tasks of asyncio whose failures are logged."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,7 +9,7 @@ import structlog
 log = structlog.get_logger("lorikeet")
 
 
-class Tasks:
+class BackgroundTasks:
     """Tasks that nobody waits for. One that fails says so in the log."""
 
     def __init__(self) -> None:

@@ -1,1 +1,4 @@
-"""The vocabulary that every room shares. Imports nothing else of Lorikeet."""
+"""Values that all packages share:
+
+requests, step plans and results, messages, events, clocks, the executor protocol. Imports nothing else of Lorikeet.
+"""

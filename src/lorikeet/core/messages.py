@@ -1,6 +1,6 @@
 """The one message channel between an API process and an engine process.
 
-Messages are encoded with MessagePack. Both ends run the same version of Lorikeet; ``Hello`` carries it.
+Messages are encoded with MessagePack. Both ends run the same version of Lorikeet; ``EngineReady`` carries it.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-class LetGo(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request that goes on elsewhere, and hand over its KV as ``Departed``. Unknown ids are ignored."""
+class ExportRequest(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request that goes on elsewhere, and hand over its KV as ``RequestExported``. Unknown ids are ignored."""
 
     request_id: RequestId
 
 
-class BringKv(msgspec.Struct, frozen=True, tag=True):
+class ImportKv(msgspec.Struct, frozen=True, tag=True):
     """KV that another engine has computed, for a request that follows.
 
     Attributes:
@@ -53,7 +53,7 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     digest: AdapterDigest
 
 
-class KnowAdapters(msgspec.Struct, frozen=True, tag=True):
+class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
     """Versions that requests may come for: they may be read into the host tier and prefetched."""
 
     adapters: tuple[AdapterRef, ...]
@@ -63,7 +63,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop at once."""
 
 
-ToEngine = Submit | Abort | LetGo | BringKv | KnowAdapters | DropAdapter | Shutdown
+ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready.
 
     Attributes:
@@ -305,12 +305,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     assist: AssistCounters | None = None
 
 
-class Departed(msgspec.Struct, frozen=True):
+class Exported(msgspec.Struct, frozen=True):
     """A request that was let go is gone, and this is the KV of its first blocks, as far as it could be had.
 
     Attributes:
         request_id: of the request.
-        keys, blocks: see ``BringKv``.
+        keys, blocks: see ``ImportKv``.
     """
 
     request_id: RequestId
@@ -321,14 +321,14 @@ class Departed(msgspec.Struct, frozen=True):
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """All that one turn of the loop has to tell.
 
-    Tokens of a request come together, and before its ``Finished`` or ``Departed``.
+    Tokens of a request come together, and before its ``Finished`` or ``RequestExported``.
     """
 
     tokens: tuple[TokenOutput, ...]
     events: tuple[RequestEvent, ...]
     adapter_events: tuple[AdapterEvent, ...]
     stats: EngineStats | None = None
-    departed: tuple[Departed, ...] = ()
+    exported_kv: tuple[Exported, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -337,4 +337,4 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Progress | Hello | StepOutputs | Fatal
+FromEngine = Progress | EngineReady | StepOutputs | Fatal

@@ -1,11 +1,216 @@
-"""Profiles by name: composed ones, or a file."""
+"""Profiles by name, or from a file.
 
+A named profile is of a device that one need not have: it is composed from measured tables and data sheets.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
-from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
-from lorikeet.costs.hardware import compose_profile, pool_bytes, profile_name
-from lorikeet.costs.profile import CostProfile, ProfileError, read_profile
-from lorikeet.costs.published_lora import LoraPaper
+import numpy as np
+
+from lorikeet import __version__
+from lorikeet.core.geometry import ModuleShape
+from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, MODELS, Device, Model
+from lorikeet.costs.operators import (
+    EMBEDDING,
+    OPERATORS_OF_A_LAYER,
+    SOURCE,
+    RooflineShares,
+    all_reduce,
+    gemm_s,
+    gemms,
+    measured_shares,
+    operator_medians,
+    operator_ratio,
+)
+from lorikeet.costs.profile import (
+    Constant,
+    CostProfile,
+    Curve,
+    Link,
+    ProfileError,
+    StepCosts,
+    Switching,
+    Transfers,
+    read_profile,
+)
+from lorikeet.costs.published_lora import MODULES, LoraPaper, Setting, host_lora, lora_costs
+
+_NOT_MODELLED = "not modelled"
+_MOST_ROWS = 4096
+
+
+def profile_name(device: Device, model: Model, tensor_parallel: int) -> str:
+    """Return the name of a profile, such as ``h100x8-llama-2-70b``."""
+    degree = f"x{tensor_parallel}" if tensor_parallel > 1 else ""
+    return f"{device.name}{degree}-{model.name}"
+
+
+def pool_bytes(device: Device, model: Model, tensor_parallel: int) -> int:
+    """Return what the weights leave of the usable device memory over all ranks; negative if they do not fit."""
+    return int(tensor_parallel * device.memory_bytes * DEVICE_MEMORY_SHARE) - model.weight_bytes
+
+
+def compose_profile(
+    device: Device, model: Model, tensor_parallel: int, lora_paper: LoraPaper | None = None
+) -> CostProfile:
+    """Compose the profile of a device, a model and a tensor-parallel degree.
+
+    Args:
+        device: one rank's.
+        model: the base model.
+        tensor_parallel: ranks.
+        lora_paper: whose LoRA constants; None for those of the nearest settings.
+
+    Raises:
+        ProfileError: the weights do not fit.
+    """
+    name = profile_name(device, model, tensor_parallel)
+    pool = pool_bytes(device, model, tensor_parallel)
+    if pool <= 0:
+        raise ProfileError(f"{name}: the weights do not fit, {-pool / 1e9:.1f} GB are missing")
+    shares = measured_shares(DEVICES[device.measured], model, tensor_parallel)
+    step = _step_costs(device, model, tensor_parallel, shares)
+    setting = Setting(device, model, tensor_parallel, shares, _prefill_s(step), _interpolation(step.tokens))
+    return CostProfile(
+        name=f"{name}@{lora_paper}" if lora_paper else name,
+        device=f"{tensor_parallel} × {device.words}" if tensor_parallel > 1 else device.words,
+        model=model.words,
+        tensor_parallel=tensor_parallel,
+        origin=_origin(device),
+        made=f"composed by lorikeet {__version__}",
+        geometry=model.geometry,
+        vocabulary=model.vocabulary,
+        max_model_len=model.max_model_len,
+        pool_bytes=pool,
+        lora_modules=MODULES,
+        step=step,
+        lora=lora_costs(setting, lora_paper),
+        transfers=_transfers(device, tensor_parallel),
+        switching=_switching(device, model, tensor_parallel, shares),
+        host_lora=host_lora(device, model),
+        weight_bytes=model.weight_bytes,
+        kernel_efficiency=_kernel_efficiency(device, shares),
+    )
+
+
+def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
+    """Return the time of a step's operators that work on each token alone, at every measured number of tokens.
+
+    It is layers × (operators of a layer + two all-reduces) + the embedding, as Vidur adds them up.
+    """
+    reduce_s, reduce_source = all_reduce(device, tensor_parallel)
+    operator_s = _operators(device, model, tensor_parallel)
+    medians = operator_medians(device.measured, model.name, tensor_parallel)
+    points = []
+    for tokens in medians:
+        message_bytes = tokens * model.hidden * model.geometry.dtype_bytes
+        layer_s = sum(operator_s(name, tokens) for name in OPERATORS_OF_A_LAYER) + 2 * reduce_s(message_bytes)
+        points.append((tokens, model.geometry.layers * layer_s + operator_s(EMBEDDING, tokens)))
+    scaled = "" if device.measured == device.name else f" of {device.measured}, scaled by rooflines of data sheets"
+    return Curve("tokens", tuple(points), source=f"{SOURCE}{scaled}; {reduce_source}")
+
+
+def _operators(device: Device, model: Model, tensor_parallel: int) -> Callable[[str, int], float]:
+    """Return seconds by operator and tokens: measured, or carried over from the measured device."""
+    medians = operator_medians(device.measured, model.name, tensor_parallel)
+    if device.measured == device.name:
+        return lambda name, tokens: medians[tokens][name]
+    shapes, measured = gemms(model, tensor_parallel), DEVICES[device.measured]
+    return lambda name, tokens: medians[tokens][name] * operator_ratio(device, measured, shapes.get(name), tokens)
+
+
+def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> StepCosts:
+    kv_bytes = model.geometry.kv_elements_per_token() * model.geometry.dtype_bytes / tensor_parallel
+    # Two products over the query heads: queries with keys, their weights with values.
+    pair_operations = 4 * model.query_features * model.geometry.layers / tensor_parallel
+    peak = device.flops * device.prefill_attention.value
+    nothing = Constant(0.0, "s", source=_NOT_MODELLED)
+    return StepCosts(
+        tokens=token_curve(device, model, tensor_parallel),
+        sampled_rows=_head_curve(device, model, tensor_parallel, shares),
+        decode_attention=Constant(
+            kv_bytes / (device.bandwidth_bytes_per_s * shares.bandwidth),
+            "s/token",
+            source="bytes of KV over memory bandwidth, at the share that products reach at one token",
+        ),
+        decode_sequence=nothing,
+        prefill_attention=Constant(
+            pair_operations / peak, "s/pair", source=f"operations over peak; share: {device.prefill_attention.source}"
+        ),
+        prefill_sequence=nothing,
+        loop=nothing,
+        loop_sequence=nothing,
+    )
+
+
+def _head_curve(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Curve:
+    """Return the head as one product, at the shares that the measured products reach; choosing costs nothing."""
+    shape = ModuleShape(model.hidden, model.vocabulary // tensor_parallel)
+    rows = [2**exponent for exponent in range(_MOST_ROWS.bit_length())]
+    return Curve(
+        "rows",
+        tuple((count, gemm_s(device, shape, count, shares)) for count in rows),
+        source="the head is not in the tables: larger of bytes over bandwidth and operations over peak, at the shares "
+        "that products reach; sampling not modelled",
+    )
+
+
+def _interpolation(curve: Curve) -> Callable[[int], float]:
+    counts, seconds = zip(*curve.points, strict=True)
+    return lambda count: float(np.interp(count, counts, seconds))
+
+
+def _prefill_s(step: StepCosts) -> Callable[[int], float]:
+    """Return the time of a step that is one sequence's whole prompt."""
+    tokens_s, head_s = _interpolation(step.tokens), step.sampled_rows.points[0][1]
+    return lambda count: tokens_s(count) + head_s + step.prefill_attention.value * count * (count + 1) / 2
+
+
+def _transfers(device: Device, tensor_parallel: int) -> Transfers:
+    host = _link(
+        device.host_bytes_per_s * tensor_parallel,
+        "16 lanes of PCI Express by data sheet, every rank its part",
+    )
+    source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
+    return Transfers(source_to_device=source, source_to_host=source, host_to_device=host, device_to_host=host)
+
+
+def _switching(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Switching:
+    """A merge reads the pristine weights and writes new ones, and multiplies A and B; a restore only copies.
+
+    dLoRA says what a switch does (section 2), and prints no time of it.
+    """
+    shapes = [model.geometry.modules[module] for module in MODULES]
+    weights = model.geometry.layers * sum(shape.in_features * shape.out_features for shape in shapes) / tensor_parallel
+    moved_s = 2 * weights * model.geometry.dtype_bytes / (device.bandwidth_bytes_per_s * shares.bandwidth)
+    source = "weights read and written, over the bandwidth that products reach"
+    return Switching(
+        merge=Constant(moved_s, "s", source=source),
+        merge_rank=Constant(
+            2 * weights / (device.flops * shares.flops), "s/rank", source="operations of A·B over the reached peak"
+        ),
+        restore=Constant(moved_s, "s", source=source),
+    )
+
+
+def _link(bytes_per_s: float, source: str) -> Link:
+    return Link(Constant(0.0, "s", source=_NOT_MODELLED), Constant(bytes_per_s, "bytes/s", source=source))
+
+
+def _kernel_efficiency(device: Device, shares: RooflineShares) -> dict[str, Constant]:
+    measured = f"largest product of a layer in the tables of {device.measured}"
+    return {
+        "gemm_bandwidth": Constant(shares.bandwidth, "share of bandwidth", source=f"{measured}, fewest tokens"),
+        "gemm_flops": Constant(shares.flops, "share of peak", source=f"{measured}, most tokens"),
+        "prefill_attention": device.prefill_attention,
+    }
+
+
+def _origin(device: Device) -> str:
+    if device.measured == device.name:
+        return "Vidur's tables, data sheet, papers"
+    return f"scaled from {device.measured} by data sheets"
 
 
 def _composed() -> dict[str, tuple[Device, Model, int]]:

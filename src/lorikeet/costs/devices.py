@@ -7,7 +7,7 @@ Rates are of dense bf16 on the tensor cores. PCI Express and NVLink count one di
 from dataclasses import dataclass
 
 from lorikeet.core.geometry import ModelGeometry, ModuleShape
-from lorikeet.costs.profile import Figure
+from lorikeet.costs.profile import Constant
 
 _GIB = 2**30
 _PCIE_4_LANE, _PCIE_5_LANE = (transfers * 128 / 130 / 8 for transfers in (16e9, 32e9))
@@ -44,7 +44,7 @@ class Device:
     peer_bytes_per_s: float
     measured: str
     degrees: tuple[int, ...]
-    prefill_attention: Figure
+    prefill_attention: Constant
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ MODELS = {
     )
 }
 
-_AMPERE_ATTENTION = Figure(
+_AMPERE_ATTENTION = Constant(
     0.615,
     "share of peak",
     error=0.115,
     source="FlashAttention-2 (Dao, 2023): 50 to 73 % of the peak on A100, the middle taken",
 )
-_HOPPER_ATTENTION = Figure(
+_HOPPER_ATTENTION = Constant(
     0.35, "share of peak", source="FlashAttention-3 (Shah et al., 2024): FlashAttention-2 reaches 35 % on H100"
 )
 

@@ -17,7 +17,7 @@ import tomli_w
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 
 FORMAT = 1
 """Version of the file format; others are refused."""
@@ -29,7 +29,7 @@ class ProfileError(ValueError):
     """A profile cannot be read, or lacks a constant that is needed; the message names profile and field."""
 
 
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One constant.
 
     Attributes:
@@ -63,7 +63,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     errors: tuple[float, ...] = ()
 
 
-class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FitQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How well a model meets the measurements it was made from.
 
     Attributes:
@@ -96,14 +96,14 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     tokens: Curve
     sampled_rows: Curve
-    decode_attention: Figure
-    decode_sequence: Figure
-    prefill_attention: Figure
-    prefill_sequence: Figure
-    loop: Figure
-    loop_sequence: Figure
-    average: Figure | None = None
-    fit: Fit | None = None
+    decode_attention: Constant
+    decode_sequence: Constant
+    prefill_attention: Constant
+    prefill_sequence: Constant
+    loop: Constant
+    loop_sequence: Constant
+    average: Constant | None = None
+    fit: FitQuality | None = None
 
 
 class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -124,15 +124,15 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         decode_fit, prefill_fit: of what adapters add, the largest error relative to the whole step; None if published.
     """
 
-    fixed: Figure
-    decode_row_rank: Figure
-    prefill_token_rank: Figure
-    adapter_rank: Figure
-    row: Figure | None = None
-    adapter: Figure | None = None
-    prefill: Figure | None = None
-    decode_fit: Fit | None = None
-    prefill_fit: Fit | None = None
+    fixed: Constant
+    decode_row_rank: Constant
+    prefill_token_rank: Constant
+    adapter_rank: Constant
+    row: Constant | None = None
+    adapter: Constant | None = None
+    prefill: Constant | None = None
+    decode_fit: FitQuality | None = None
+    prefill_fit: FitQuality | None = None
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -144,9 +144,9 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         fit: None if from a data sheet.
     """
 
-    fixed: Figure
-    bandwidth: Figure
-    fit: Fit | None = None
+    fixed: Constant
+    bandwidth: Constant
+    fit: FitQuality | None = None
 
     def seconds(self, moved_bytes: float) -> float:
         """Return the time of a transfer of so many bytes."""
@@ -181,10 +181,10 @@ class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         merge_fit: of merges over ranks; None if composed.
     """
 
-    merge: Figure
-    merge_rank: Figure
-    restore: Figure
-    merge_fit: Fit | None = None
+    merge: Constant
+    merge_rank: Constant
+    restore: Constant
+    merge_fit: FitQuality | None = None
 
 
 class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -200,9 +200,9 @@ class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         core_tokens: rows that suit one core; a longer prompt than all cores so take is cut evenly.
     """
 
-    fixed: Figure
-    token: Figure
-    token_rank: Figure
+    fixed: Constant
+    token: Constant
+    token_rank: Constant
     cores: int
     core_tokens: int
 
@@ -273,7 +273,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     host_lora: HostLora | None = None
     weight_bytes: int | None = None
     overlapped: bool = False
-    kernel_efficiency: dict[str, Figure] = {}
+    kernel_efficiency: dict[str, Constant] = {}
     operating_points: tuple[OperatingLoads, ...] = ()
     format: int = FORMAT
 
@@ -329,7 +329,7 @@ def decode_profile(text: str, where: str) -> CostProfile:
 def _problems(value: object, field: str) -> Iterator[str]:
     """Yield what no profile can say, as somebody may write it by hand."""
     match value:
-        case Figure(value=number) if isnan(number):
+        case Constant(value=number) if isnan(number):
             yield f"{field}: {number} is no figure"
         case Curve(points=points):
             counts = [count for count, _ in points]

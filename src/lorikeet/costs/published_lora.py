@@ -1,7 +1,6 @@
-"""LoRA costs as the papers print them, each tied to its setting (docs/decisions/published-lora-costs.md).
+"""LoRA costs as the papers print them, on the device and on host cores, each tied to its setting.
 
-No paper prints all constants, and those printed twice disagree by a factor of ten. So every constant says which paper
-and which setting it is from, and what no paper prints is computed from the device's limits.
+See docs/decisions/published-lora-costs.md. Host costs are TOPPINGS', carried to other models by their sizes.
 """
 
 import math
@@ -9,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
-from lorikeet.costs.profile import Figure, LoraCosts
-from lorikeet.costs.rooflines import Shares
+from lorikeet.costs.operators import RooflineShares
+from lorikeet.costs.profile import Constant, HostLora, LoraCosts
 
 MODULES = ("q", "k", "v", "o")
 """Modules over which a rank counts as one; Chameleon and LoRAServe adapt these, TOPPINGS all but the last."""
@@ -42,7 +43,7 @@ class Setting:
     device: Device
     model: Model
     tensor_parallel: int
-    shares: Shares
+    shares: RooflineShares
     prefill_s: Callable[[int], float]
     tokens_s: Callable[[int], float]
 
@@ -86,7 +87,7 @@ _TOPPINGS_CALL_S = 1.37e-3 / (32 * 3)
 """By how much the intercept of the unpadded kernel's line is higher, per layer and adapted module."""
 
 
-def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Figure) -> LoraCosts:
+def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Constant) -> LoraCosts:
     """TOPPINGS on other devices: its kernels are bound by memory bandwidth (section 5), so they go with it."""
     value, error = _TOPPINGS_DECODE_S[form]
     a100 = DEVICES["a100-80"]
@@ -95,25 +96,25 @@ def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Figure) -> 
     source = "TOPPINGS, Fig. 6 (Llama-2-7B, A100, q, k, v), in proportion to bytes of a rank over bandwidth"
     if form is KernelForm.UNPADDED:
         calls = setting.model.geometry.layers * len(MODULES)
-        fixed = Figure(_TOPPINGS_CALL_S * calls, "s", source="TOPPINGS, Fig. 6: beyond padded, by layer and module")
+        fixed = Constant(_TOPPINGS_CALL_S * calls, "s", source="TOPPINGS, Fig. 6: beyond padded, by layer and module")
     else:
-        fixed = Figure(0.0, "s", source="not known apart from the step in TOPPINGS, Fig. 6")
+        fixed = Constant(0.0, "s", source="not known apart from the step in TOPPINGS, Fig. 6")
     return LoraCosts(
         fixed=fixed,
-        decode_row_rank=Figure(value * scale, "s/rank", error * scale, source),
+        decode_row_rank=Constant(value * scale, "s/rank", error * scale, source),
         prefill_token_rank=prefill,
-        adapter_rank=Figure(0.0, "s/rank", source="in decode_row_rank, as TOPPINGS counts"),
+        adapter_rank=Constant(0.0, "s/rank", source="in decode_row_rank, as TOPPINGS counts"),
     )
 
 
-def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Figure) -> LoraCosts:
+def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Constant) -> LoraCosts:
     """Each adapter of the step is read once, and each row computed at the share of the peak that products reach."""
     bandwidth = setting.device.bandwidth_bytes_per_s * setting.shares.bandwidth
     return LoraCosts(
-        fixed=Figure(0.0, "s", source="not printed"),
-        decode_row_rank=Figure(_operations_s(setting), "s/rank", source="operations over the reached peak"),
+        fixed=Constant(0.0, "s", source="not printed"),
+        decode_row_rank=Constant(_operations_s(setting), "s/rank", source="operations over the reached peak"),
         prefill_token_rank=prefill,
-        adapter_rank=Figure(setting.rank_bytes / bandwidth, "s/rank", source="bytes over the reached bandwidth"),
+        adapter_rank=Constant(setting.rank_bytes / bandwidth, "s/rank", source="bytes over the reached bandwidth"),
     )
 
 
@@ -122,9 +123,9 @@ def _operations_s(setting: Setting) -> float:
     return setting.rank_bytes / (setting.device.flops * setting.shares.flops)
 
 
-def _prefill_of_toppings(setting: Setting) -> Figure:
+def _prefill_of_toppings(setting: Setting) -> Constant:
     source = "TOPPINGS prints none: operations over the reached peak"
-    return Figure(_operations_s(setting), "s/(token·rank)", source=source)
+    return Constant(_operations_s(setting), "s/(token·rank)", source=source)
 
 
 _LORASERVE_RATIOS = {"llama-2-7b": ((1, 2.7), (8, 1.2)), "llama-2-70b": ((8, 1.45),)}
@@ -134,12 +135,12 @@ The degree of the first is not printed; 1 is assumed.
 """
 
 
-def _prefill_of_loraserve(setting: Setting) -> Figure:
+def _prefill_of_loraserve(setting: Setting) -> Constant:
     """A prefill with rank r takes 1 + c r times the base's, so (1 + 128 c) / (1 + 8 c) is the printed ratio."""
     growth = {tp: (ratio - 1) / (128 - 8 * ratio) for tp, ratio in _LORASERVE_RATIOS[setting.model.name]}
     per_rank = _between(growth, setting.tensor_parallel)
     source = "LoRAServe, Figs. 3 to 5 (A100, q, k, v, o, 2,000 tokens; rank 128 beside 8), times this base's prefill"
-    return Figure(per_rank * setting.prefill_s(2000) / 2000, "s/(token·rank)", source=source)
+    return Constant(per_rank * setting.prefill_s(2000) / 2000, "s/(token·rank)", source=source)
 
 
 def _between(values: dict[int, float], degree: int) -> float:
@@ -155,16 +156,16 @@ _CHAMELEON_COMPUTE, _CHAMELEON_BASE = 0.60 - 0.175, 0.40
 """Shares of the TTFT of one request of rank 128 (Fig. 2): loading and computing take 60 %, loading up to 17.5 %."""
 
 
-def _prefill_of_chameleon(setting: Setting) -> Figure:
+def _prefill_of_chameleon(setting: Setting) -> Constant:
     per_rank = _CHAMELEON_COMPUTE / _CHAMELEON_BASE / 128
     source = (
         "Chameleon, Fig. 2 (Llama-7B, A40, q, k, v, o, rank 128, a medium input, taken as 1,024 tokens), "
         "times this base's prefill"
     )
-    return Figure(per_rank * setting.prefill_s(1024) / 1024, "s/(token·rank)", source=source)
+    return Constant(per_rank * setting.prefill_s(1024) / 1024, "s/(token·rank)", source=source)
 
 
-_PREFILL: dict[LoraPaper, Callable[[Setting], Figure]] = {
+_PREFILL: dict[LoraPaper, Callable[[Setting], Constant]] = {
     LoraPaper.CHAMELEON: _prefill_of_chameleon,
     LoraPaper.LORASERVE: _prefill_of_loraserve,
     LoraPaper.TOPPINGS: _prefill_of_toppings,
@@ -186,9 +187,68 @@ def _einsum_of_dlora(setting: Setting) -> LoraCosts:
     source = "dLoRA, section 4.1 (rank 8, A800): 38.9 % of this base's operators"
     multiplied = "operations over the reached peak, each row with each adapter"
     return LoraCosts(
-        fixed=Figure(_DLORA_SHARE * once_s, "s", source=source),
-        row=Figure(_DLORA_SHARE * token_s, "s/token", source=source),
-        decode_row_rank=Figure(_operations_s(setting), "s/rank", source=multiplied),
-        prefill_token_rank=Figure(_operations_s(setting), "s/(token·rank)", source=multiplied),
-        adapter_rank=Figure(0.0, "s/rank", source="in the others"),
+        fixed=Constant(_DLORA_SHARE * once_s, "s", source=source),
+        row=Constant(_DLORA_SHARE * token_s, "s/token", source=source),
+        decode_row_rank=Constant(_operations_s(setting), "s/rank", source=multiplied),
+        prefill_token_rank=Constant(_operations_s(setting), "s/(token·rank)", source=multiplied),
+        adapter_rank=Constant(0.0, "s/rank", source="in the others"),
     )
+
+
+_HOST_S = {64: 0.061, 256: 0.126}
+"""Seconds of a prefill with the host's part on every layer, by tokens (section 7.3, without explicit waits)."""
+_DEVICE_S = {256: 0.044, 1000: 0.090}
+"""Of one without (Fig. 4); that of 64 tokens is not printed and lies on the line through these."""
+_RANK, _CORE_TOKENS, _CORES = 64, 16, 16
+"""The rank is not printed there; 64 is that of most of the paper's settings."""
+
+_MODEL = MODELS["llama-2-7b"]
+
+
+def host_lora(device: Device, model: Model) -> HostLora | None:
+    """Return what host cores add to a layer; None beside devices that nobody measured it on.
+
+    Args:
+        device: A100s alone: the rows go over its link, and the host is that of such machines.
+        model: rows are carried over by their bytes, computation by its operations. Under tensor parallelism one rank
+            exports the rows and each reads its columns, so the degree does not matter.
+    """
+    if device.measured != DEVICES["a100-80"].name:
+        return None
+    few, many = _HOST_S
+    added = {tokens: (seconds - _device_s(tokens)) / _MODEL.geometry.layers for tokens, seconds in _HOST_S.items()}
+    token_s = (added[many] - added[few]) / (many - few)
+    once_s = added[few] - few * token_s
+    own, theirs = model.geometry, _MODEL.geometry
+    source = (
+        "TOPPINGS, section 7.3 and Fig. 4 (Llama-2-7B, A100, 64 and 256 tokens, 16 of them for a core): added to a "
+        "prefill, over its layers"
+    )
+    return HostLora(
+        fixed=Constant(0.0, "s", source="not known apart from token_rank"),
+        token=Constant(token_s * _row_elements(own) / _row_elements(theirs), "s/token", source=f"{source}, by bytes"),
+        token_rank=Constant(
+            once_s / (_CORE_TOKENS * _RANK) * _rank_operations(own) / _rank_operations(theirs),
+            "s/(token·rank)",
+            source=f"{source}; rank {_RANK} assumed, by operations",
+        ),
+        cores=_CORES,
+        core_tokens=_CORE_TOKENS,
+    )
+
+
+def _device_s(tokens: int) -> float:
+    (few, few_s), (many, many_s) = _DEVICE_S.items()
+    return few_s + (many_s - few_s) * (tokens - few) / (many - few)
+
+
+def _row_elements(geometry: ModelGeometry) -> int:
+    """Elements of a row on its way to the host, and of q, k and v on theirs back."""
+    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    return shapes[0].in_features + sum(shape.out_features for shape in shapes)
+
+
+def _rank_operations(geometry: ModelGeometry) -> int:
+    """Multiplications of one token and rank."""
+    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    return sum(shape.in_features + shape.out_features for shape in shapes)

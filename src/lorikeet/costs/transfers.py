@@ -1,15 +1,18 @@
-"""What transfers cost: the directions that they go in, and the seconds in each."""
+"""What moves cost: transfers between the tiers, and merging another adapter into the base weights."""
 
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from typing import NamedTuple
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.costs.model import adapter_elements
-from lorikeet.costs.profile import CostProfile, Figure, Link
+from lorikeet.costs.profile import Constant, CostProfile, Link
+from lorikeet.presets import MergeBy
 
 
-class Way(StrEnum):
+class LinkDirection(StrEnum):
     """A direction. What goes in one does not wait for what goes in another."""
 
     IN = "in"
@@ -20,14 +23,14 @@ class Way(StrEnum):
     """From an adapter's files."""
 
 
-class Leg(NamedTuple):
+class TransferLeg(NamedTuple):
     """The seconds that something takes alone, in one direction."""
 
-    way: Way
+    way: LinkDirection
     seconds: float
 
 
-class Course(NamedTuple):
+class TransferPath(NamedTuple):
     """How a transfer goes.
 
     Attributes:
@@ -37,7 +40,7 @@ class Course(NamedTuple):
             its one leg says where.
     """
 
-    legs: tuple[Leg, ...]
+    legs: tuple[TransferLeg, ...]
     parts: int = 1
     groups_s: tuple[float, ...] = ()
 
@@ -71,7 +74,7 @@ class TransferModel:
         self.block_bytes = block_bytes
         self._declared_bytes_per_s = link_bytes_per_s * profile.tensor_parallel
 
-    def course(self, transfer: Transfer) -> Course:
+    def course(self, transfer: Transfer) -> TransferPath:
         """Return how a transfer goes.
 
         A copy in groups pays a link's fixed part for each.
@@ -85,19 +88,21 @@ class TransferModel:
         """
         if transfer.groups:
             assert transfer.source is Tier.HOST, "only what lies on the host arrives in groups"
-            groups_s = tuple(self.copy_s(Way.IN, stop - first) for first, stop in transfer.groups)
-            return Course((Leg(Way.IN, sum(groups_s)),), groups_s=groups_s)
+            groups_s = tuple(self.copy_s(LinkDirection.IN, stop - first) for first, stop in transfer.groups)
+            return TransferPath((TransferLeg(LinkDirection.IN, sum(groups_s)),), groups_s=groups_s)
         if transfer.source is not Tier.SOURCE:
-            way = Way.IN if transfer.target is Tier.DEVICE else Way.OUT
-            return Course((Leg(way, self.copy_s(way, len(transfer.device_blocks))),))
+            way = LinkDirection.IN if transfer.target is Tier.DEVICE else LinkDirection.OUT
+            return TransferPath((TransferLeg(way, self.copy_s(way, len(transfer.device_blocks))),))
         assert transfer.adapter is not None, "only adapters have files"
         if not (transfer.host_blocks or self._declared_bytes_per_s):
-            return Course((Leg(Way.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))
+            return TransferPath((TransferLeg(LinkDirection.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))
         read_s, blocks = self.source_s(transfer.adapter, Tier.HOST), len(transfer.device_blocks)
         if transfer.target is Tier.HOST:
-            return Course((Leg(Way.READ, read_s),))
-        copy_s = self.copy_s(Way.IN, blocks)
-        return Course((Leg(Way.READ, read_s / blocks), Leg(Way.IN, copy_s / blocks)), blocks)
+            return TransferPath((TransferLeg(LinkDirection.READ, read_s),))
+        copy_s = self.copy_s(LinkDirection.IN, blocks)
+        return TransferPath(
+            (TransferLeg(LinkDirection.READ, read_s / blocks), TransferLeg(LinkDirection.IN, copy_s / blocks)), blocks
+        )
 
     def source_s(self, ref: AdapterRef, target: Tier) -> float:
         """Return the time from an adapter's files into blocks of a tier.
@@ -114,7 +119,7 @@ class TransferModel:
         geometry = self.profile.geometry
         return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
 
-    def copy_s(self, way: Way, blocks: int) -> float:
+    def copy_s(self, way: LinkDirection, blocks: int) -> float:
         """Return the time to copy so many blocks between the tiers.
 
         Raises:
@@ -128,17 +133,70 @@ class TransferModel:
         Raises:
             ProfileError: the profile does not know its size, or the link, and none is declared.
         """
-        return self.link(Way.IN).seconds(self.profile.need(self.profile.weight_bytes, "weight_bytes"))
+        return self.link(LinkDirection.IN).seconds(self.profile.need(self.profile.weight_bytes, "weight_bytes"))
 
-    def link(self, way: Way) -> Link:
+    def link(self, way: LinkDirection) -> Link:
         """Return the link between the tiers in one direction.
 
         Raises:
             ProfileError: the profile does not know it, and none is declared.
         """
         if self._declared_bytes_per_s:
-            return Link(Figure(0.0, "s"), Figure(self._declared_bytes_per_s, "bytes/s"))
+            return Link(Constant(0.0, "s"), Constant(self._declared_bytes_per_s, "bytes/s"))
         known, need = self.profile.transfers, self.profile.need
-        if way is Way.IN:
+        if way is LinkDirection.IN:
             return need(known.host_to_device, "transfers.host_to_device")
         return need(known.device_to_host, "transfers.device_to_host")
+
+
+Touched = Set[tuple[str, int]]
+"""Weights of the base model: module and layer."""
+
+_WRITTEN_WITH = {module: modules for modules in PRODUCTS.values() for module in modules}
+"""Modules whose weights are held as one, and written as one."""
+
+
+class MergeModel:
+    """Seconds of switches, by one profile.
+
+    Args:
+        profile: its ``switching`` counts the weights that a switch touches; see there.
+        by: whether the weights are computed anew, or a whole merged model takes the place of another.
+        transfers: bring that model from the host.
+    """
+
+    def __init__(self, profile: CostProfile, by: MergeBy, transfers: TransferModel) -> None:
+        self._profile = profile
+        self._by = by
+        self._transfers = transfers
+        geometry, modules = profile.geometry, profile.lora_modules
+        self._all_weights = _weights(_touched(dict.fromkeys(modules, (1,) * geometry.layers)), geometry)
+        self._rank_elements = adapter_elements(dict.fromkeys(modules, (1,) * geometry.layers), geometry)
+
+    def switch_s(self, old: AdapterRef | None, new: AdapterRef | None) -> float:
+        """Return the time from ``old`` merged to ``new`` merged; None is the base model as it is.
+
+        Raises:
+            ProfileError: the profile does not know it.
+        """
+        if self._by is MergeBy.MODEL:
+            return self._transfers.model_s()
+        costs, geometry = self._profile.need(self._profile.switching, "switching"), self._profile.geometry
+        touched, before = (_touched({} if each is None else each.ranks) for each in (new, old))
+        seconds = costs.restore.value * _weights(before - touched, geometry) / self._all_weights
+        if new is not None:
+            rank = adapter_elements(new.ranks, geometry) / self._rank_elements
+            seconds += costs.merge.value * _weights(touched, geometry) / self._all_weights
+            seconds += costs.merge_rank.value * rank
+        return seconds
+
+
+def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
+    """Return what an adapter of these ranks has written, with what is held together with it."""
+    changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
+    return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH[module]}
+
+
+def _weights(touched: Touched, geometry: ModelGeometry) -> int:
+    shapes = geometry.modules
+    return sum(shapes[module].in_features * shapes[module].out_features for module, _ in touched)

@@ -1,1 +1,1 @@
-"""The loop of one replica, its executors, and the channel to the API process."""
+"""One replica: its loop, how it is built, its process, and recording and replay."""

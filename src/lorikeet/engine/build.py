@@ -1,6 +1,7 @@
-"""From settings to a replica that runs."""
+"""Builds a replica from settings: memory, scheduler, executor and loop."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -8,21 +9,119 @@ import msgspec
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
-from lorikeet.core.plan import StepPlan, StepResult
-from lorikeet.engine.executor import EngineSizes, Executor
+from lorikeet.core.executor import EngineSizes, Executor
+from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, StepResult
 from lorikeet.engine.loop import Engine
-from lorikeet.engine.memory_build import build_memory
-from lorikeet.engine.modelled_build import build_paced_executor
-from lorikeet.engine.recording import FileRecorder
-from lorikeet.engine.records import Header
-from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.memory.tree import Kind
-from lorikeet.presets import ColdStart, KvAfterFinish, MemorySplit, resolve_preset
+from lorikeet.engine.recording import FileRecorder, Header
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Assist, Memory
+from lorikeet.memory.packing import block_runs, pack
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.tree import NodeKind
+from lorikeet.presets import ColdStart, KvAfterFinish, MemorySplit, Preset, resolve_preset
 from lorikeet.scheduling.batching import BATCHING
-from lorikeet.scheduling.limits import Limits
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
+from lorikeet.scheduling.state import SchedulerLimits
+from lorikeet.worker.modelled import build_paced_executor
+from lorikeet.worker.torch_executor import build_torch_executor
+
+_Ranks = tuple[tuple[str, tuple[int, ...]], ...]
+_KEPT = 1024
+"""Results by ranks: versions with ranks of their own on every layer must not add up for ever."""
+
+
+def build_memory(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Memory:
+    """Build the memory of a replica.
+
+    Args:
+        preset: says how it behaves.
+        sizes: of the engine.
+        max_num_batched_tokens: of a step.
+
+    Raises:
+        ConfigError: the preset names a policy that does not exist.
+    """
+    return Memory(
+        sizes.total_blocks,
+        sizes.host_blocks,
+        sizes.block_size,
+        sizes.block_bytes,
+        _adapter_sizes(sizes),
+        preset.eviction,
+        preset.prefetch,
+        memory_rules(preset),
+        _assist(preset, sizes, max_num_batched_tokens),
+    )
+
+
+def memory_rules(preset: Preset) -> MemoryRules:
+    """Return what a preset says of the memory.
+
+    Raises:
+        ConfigError: it names a policy that does not exist.
+    """
+    for policy, table in ((preset.eviction, EVICTION), (preset.prefetch, PREFETCH)):
+        if policy not in table:
+            raise ConfigError(f"preset: no policy is called {policy!r}; there are: {', '.join(table)}")
+    return MemoryRules(
+        keep_kv=preset.kv_after_finish is KvAfterFinish.KEPT,
+        host_kv=preset.host_kv,
+        dependent=preset.dependency_tree,
+        adapter_share=preset.adapter_share if preset.memory_split is MemorySplit.STATIC else None,
+        padded_slots=preset.padded_slots,
+        keep_adapters=preset.keep_adapters,
+        tick_s=preset.swap_interval_s,
+        prefetch_below=preset.prefetch_below,
+        evict_to=preset.evict_to,
+    )
+
+
+def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
+    """Return a function that tells what an adapter takes. Thousands of versions share a few sizes, computed once."""
+    geometry = sizes.local_geometry
+    block_elements = geometry.block_elements(sizes.block_size)
+
+    @lru_cache(_KEPT)
+    def size(ranks: _Ranks) -> AdapterSize:
+        packing = pack(dict(ranks), geometry, block_elements)
+        return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
+
+    return lambda ref: size(tuple(ref.ranks.items()))
+
+
+def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Assist:
+    """Return a function that tells how an adapter is to arrive whose prefill is assisted.
+
+    What counts is the first step's part of the prompt: the sooner that is done, the sooner is all of it, and an adapter
+    arrives during one part or two.
+    """
+    costs = sizes.assist
+    if costs is None or preset.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
+        return lambda ref, tokens: AS_THEY_LIE
+    geometry = sizes.local_geometry
+    block_elements = geometry.block_elements(sizes.block_size)
+    is_wanted = costs.pays if preset.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
+
+    @lru_cache(_KEPT)
+    def planned(ranks: _Ranks, tokens: int) -> Order:
+        ref = AdapterRef(AdapterName(""), AdapterDigest(""), "", dict(ranks), 0)
+        groups = costs.layer_groups(ref, tokens)
+        runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
+        return Order(runs, groups[-1] if costs.is_static else (0, 0))
+
+    def order(ref: AdapterRef, tokens: int) -> Order:
+        tokens = min(tokens, max_num_batched_tokens)
+        if not is_wanted(ref, tokens):
+            return AS_THEY_LIE
+        return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # all that the groups depend on
+
+    return order
+
 
 T = TypeVar("T")
 
@@ -84,16 +183,16 @@ def assemble(
     """
     name, preset = resolve_preset(settings.engine.preset)
     memory = build_memory(preset, sizes, settings.engine.max_num_batched_tokens)
-    sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.room.limit(Kind.ADAPTER)))
+    sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=settings.engine.max_num_seqs,
         max_num_batched_tokens=settings.engine.max_num_batched_tokens,
         max_model_len=sizes.max_model_len,
         num_scheduler_steps=settings.engine.num_scheduler_steps,
         multi_step_limit_s=settings.engine.multi_step_limit_s,
-        overlaps=sizes.overlaps,
+        async_scheduling=sizes.async_scheduling,
     )
     admission = _policy(name, "admission", preset.admission, ADMISSION)
     batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
@@ -102,7 +201,11 @@ def assemble(
             f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step by itself: it goes with "
             "neither max_step_adapters nor a static split of the memory"
         )
-    if preset.memory_split is MemorySplit.STATIC and preset.dependency_tree and preset.kv_after_finish is KvAfterFinish.KEPT:
+    if (
+        preset.memory_split is MemorySplit.STATIC
+        and preset.dependency_tree
+        and preset.kv_after_finish is KvAfterFinish.KEPT
+    ):
         raise ConfigError(
             f"preset {name}: an adapter would leave its part of the memory after its KV alone, and nothing in that part "
             "makes KV leave the other: a static split goes with dependency_tree=false or kv_after_finish=dropped"

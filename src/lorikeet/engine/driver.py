@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from lorikeet.core.clock import WaitableClock
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.request import Request
-from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
 
 
-class Arrivals(Protocol):
+class RequestSource(Protocol):
     """Requests that come by and by; some of them perhaps only after others have been answered."""
 
     def next_s(self) -> float:
@@ -24,7 +24,7 @@ class Arrivals(Protocol):
         ...
 
 
-class InOrder:
+class ScheduledRequests:
     """Arrivals that depend on nothing.
 
     Args:
@@ -36,20 +36,20 @@ class InOrder:
         self._coming = deque[Request]()
 
     def next_s(self) -> float:
-        """See ``Arrivals``."""
+        """See ``RequestSource``."""
         if not self._coming:
             self._coming.extend(request for request in [next(self._arriving, None)] if request is not None)
         return self._coming[0].arrival_s if self._coming else math.inf
 
     def take(self) -> Request:
-        """See ``Arrivals``."""
+        """See ``RequestSource``."""
         return self._coming.popleft()
 
 
 def drive(
     engine: Engine,
     clock: WaitableClock,
-    arrivals: Arrivals,
+    arrivals: RequestSource,
     *,
     coalesced: bool = False,
 ) -> Iterator[StepOutputs]:

@@ -1,4 +1,4 @@
-"""The loop of one replica: receive, plan, run, commit, send."""
+"""Requests that leave an engine with their KV."""
 
 import math
 from collections.abc import Callable
@@ -7,29 +7,77 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
+from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import (
     Abort,
-    BringKv,
-    Departed,
     DropAdapter,
     EngineStats,
-    KnowAdapters,
-    LetGo,
+    Exported,
+    ExportRequest,
+    ImportKv,
     MemoryStats,
+    RegisterAdapters,
     StepOutputs,
     Submit,
 )
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
-from lorikeet.engine.departures import Departures
-from lorikeet.engine.executor import Executor
-from lorikeet.engine.records import Exported, Message, NoRecorder, Planned, Ran, Received, Recorder, Told, Transferred
+from lorikeet.engine.recording import (
+    EventsSent,
+    Message,
+    NoRecorder,
+    Planned,
+    PlanRan,
+    Received,
+    Recorder,
+    RequestExported,
+    Transferred,
+)
+from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import Memory
-from lorikeet.memory.tree import BASE, Kind
+from lorikeet.memory.tree import BASE, NodeKind
 from lorikeet.presets import ColdStart
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
+
+
+class PendingExports:
+    """Those that have been let go, and whose KV is on its way to the host tier, from where it is handed over.
+
+    Args:
+        memory: holds the KV meanwhile.
+        executor: reads it.
+    """
+
+    def __init__(self, memory: Memory, executor: Executor) -> None:
+        self._memory = memory
+        self._executor = executor
+        self._leaving: dict[RequestId, SequenceLease] = {}
+
+    def begin(self, request: Request, now: float) -> None:
+        """Gather the KV of a request that is no longer here."""
+        memory = self._memory
+        adapter = BASE if request.adapter is None else memory.register(request.adapter)
+        keys = memory.keys_of(request.digest, request.prompt_token_ids + request.output_token_ids)
+        self._leaving[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
+
+    def adapters(self) -> set[AdapterDigest | None]:
+        """Return the versions whose KV is held."""
+        return {self._memory.tree.digest(lease.adapter) for lease in self._leaving.values()}
+
+    def take(self, now: float) -> tuple[Exported, ...]:
+        """Return those whose KV has been gathered since the last call; some or all of it may be lacking."""
+        ready = [request_id for request_id, lease in self._leaving.items() if lease.is_ready]
+        return tuple(self._hand_over(request_id, now) for request_id in ready)
+
+    def _hand_over(self, request_id: RequestId, now: float) -> Exported:
+        lease = self._leaving.pop(request_id)
+        blocks = self._memory.kv_migration.exported_blocks(lease)
+        contents = self._executor.read_host(blocks)
+        self._memory.release(lease, now)
+        return Exported(request_id, tuple(lease.keys[: len(blocks)]), contents)
+
 
 _NOTHING = StepPlan(step=-1)
 
@@ -64,7 +112,7 @@ class Engine:
         self._cold_start = cold_start
         self._on_ran = on_ran
         self._recorder: Recorder = recorder or NoRecorder()
-        self._departures = Departures(memory, executor)
+        self._departures = PendingExports(memory, executor)
         self._unwanted: set[AdapterDigest] = set()
         self._has_news = False
         self._last_plan = _NOTHING
@@ -83,16 +131,16 @@ class Engine:
 
     def export_request(self, request_id: RequestId) -> Request:
         """Take a request out as plain data, to be resumed by :meth:`submit` here or elsewhere."""
-        now = self._receive(Exported(request_id))
+        now = self._receive(RequestExported(request_id))
         return self._scheduler.export_request(request_id, now)
 
-    def let_go(self, request_id: RequestId) -> Request | None:
+    def export_with_kv(self, request_id: RequestId) -> Request | None:
         """Take a request out with its KV, to be resumed elsewhere; None if it is not here.
 
-        Its KV goes to the host tier while the engine goes on; then ``StepOutputs.departed`` has it, for
-        :meth:`bring_kv` of another engine with the same settings.
+        Its KV goes to the host tier while the engine goes on; then ``StepOutputs.exported_kv`` has it, for
+        :meth:`import_kv` of another engine with the same settings.
         """
-        now = self._receive(LetGo(request_id))
+        now = self._receive(ExportRequest(request_id))
         try:
             request = self._scheduler.export_request(request_id, now, keep_kv=True)
         except KeyError:  # it may just have finished
@@ -100,20 +148,20 @@ class Engine:
         self._departures.begin(request, now)
         return request
 
-    def bring_kv(self, message: BringKv) -> None:
+    def import_kv(self, message: ImportKv) -> None:
         """Take KV in that another engine has computed, as far as the host tier has room for it."""
         now = self._receive(msgspec.structs.replace(message, blocks=()))
-        adapter = BASE if message.adapter is None else self._memory.know(message.adapter)
-        places = self._memory.travel.put(adapter, message.keys, now)
+        adapter = BASE if message.adapter is None else self._memory.register(message.adapter)
+        places = self._memory.kv_migration.import_kv(adapter, message.keys, now)
         if message.blocks:  # a replay has none
             contents = [message.blocks[index] for index, _ in places]
             self._executor.write_host([block for _, block in places], contents)
 
-    def know_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
+    def register_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
         """Take note of versions that requests may come for, so that they can be read and prefetched."""
-        self._receive(KnowAdapters(refs))
+        self._receive(RegisterAdapters(refs))
         for ref in refs:
-            self._memory.know(ref)
+            self._memory.register(ref)
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when.
@@ -137,10 +185,10 @@ class Engine:
             ExecutorError: the step failed; the engine cannot go on.
         """
         now = self._take_transfers()
-        departed: tuple[Departed, ...] = ()
-        plan = _NOTHING if self._is_held else self._scheduler.go_on(further=not self._has_news)
+        exported_kv: tuple[Exported, ...] = ()
+        plan = _NOTHING if self._is_held else self._scheduler.continue_plan(further=not self._has_news)
         if plan is None:
-            departed = self._departures.take(now)
+            exported_kv = self._departures.take(now)
             self._free_unwanted(now)
             self._memory.swapper.tick(now)
             plan, self._has_news = self._scheduler.plan(now, until_s), False
@@ -148,7 +196,7 @@ class Engine:
         if not plan.is_empty:
             result = self._executor.execute(plan)
             now = self._clock.now()
-            self._recorder.note(Ran(now, result))
+            self._recorder.note(PlanRan(now, result))
             self._scheduler.commit(plan, result, now)
             self._steps += result.steps_run if plan.sequences else 0
             if self._on_ran is not None:
@@ -157,8 +205,8 @@ class Engine:
         tokens, events = self._scheduler.take_outputs()
         adapter_events = self._memory.take_events()
         if events or adapter_events:
-            self._recorder.note(Told(events, adapter_events))
-        return StepOutputs(tokens, events, adapter_events, departed=departed)
+            self._recorder.note(EventsSent(events, adapter_events))
+        return StepOutputs(tokens, events, adapter_events, exported_kv=exported_kv)
 
     @property
     def is_busy(self) -> bool:
@@ -222,7 +270,7 @@ class Engine:
             adapter_blocks=counts.adapter,
             inflight_blocks=counts.inflight,
             total_blocks=self._memory.total_blocks,
-            kv_limit_blocks=self._memory.room.limit(Kind.KV),
+            kv_limit_blocks=self._memory.evictor.limit(NodeKind.KV),
             resident_adapters=self._memory.resident(),
             running_adapters=tuple(sorted(running)),
             waiting_adapters=tuple(sorted(waiting)),

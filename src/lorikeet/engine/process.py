@@ -17,25 +17,25 @@ import zmq
 
 from lorikeet import __version__
 from lorikeet.config import Settings
-from lorikeet.core.garbage import long_lived
+from lorikeet.core.clock import boot_id
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.messages import (
     Abort,
-    BringKv,
     DropAdapter,
+    EngineReady,
+    ExportRequest,
     Fatal,
     FromEngine,
-    Hello,
-    KnowAdapters,
-    LetGo,
+    ImportKv,
     Progress,
+    RegisterAdapters,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
 )
+from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.engine.clocks import boot_id
-from lorikeet.engine.executor import ExecutorError
 from lorikeet.engine.loop import Engine
 
 STATS_EVERY_S = 0.1
@@ -98,12 +98,12 @@ def serve(channel: Channel, engine: Engine) -> None:
                     engine.submit(request)
                 case Abort(request_id):
                     engine.abort(request_id)
-                case LetGo(request_id):
-                    engine.let_go(request_id)
-                case BringKv():
-                    engine.bring_kv(message)
-                case KnowAdapters(adapters):
-                    engine.know_adapters(adapters)
+                case ExportRequest(request_id):
+                    engine.export_with_kv(request_id)
+                case ImportKv():
+                    engine.import_kv(message)
+                case RegisterAdapters(adapters):
+                    engine.register_adapters(adapters)
                 case DropAdapter(digest):
                     engine.drop_adapter(digest)
                 case Shutdown():
@@ -136,16 +136,16 @@ def main() -> None:
     channel.send(_hello(replica))
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # gauges exist before the first request
     try:
-        with long_lived():
+        with frozen_gc():
             serve(channel, replica.engine)
     finally:
         replica.engine.close()
         channel.close()
 
 
-def _hello(replica: Replica) -> Hello:
+def _hello(replica: Replica) -> EngineReady:
     sizes = replica.sizes
-    return Hello(
+    return EngineReady(
         version=__version__,
         geometry=sizes.geometry,
         total_blocks=sizes.total_blocks,

@@ -1,19 +1,117 @@
-"""Recordings as files: written as things happen, read record by record.
-
-A file begins with one line of text that names the format. Records follow, the header first, each as MessagePack behind
-its length in four bytes, little-endian. docs/recording.md describes them.
-"""
+"""Recordings of an engine: all that its plans depend on, in order, and the files that hold them."""
 
 import logging
 from collections.abc import Iterator
 from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Protocol, Self
 
 import msgspec
 
-from lorikeet.engine.records import Header, Record
+from lorikeet.config import EngineSettings
+from lorikeet.core.events import AdapterEvent, RequestEvent
+from lorikeet.core.executor import EngineSizes
+from lorikeet.core.ids import RequestId
+from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, RegisterAdapters, Submit
+from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first record: which engine it was.
+
+    Attributes:
+        version: Lorikeet's version.
+        engine: its settings, the row by its full name.
+        sizes: of its executor.
+    """
+
+    version: str
+    engine: EngineSettings
+    sizes: EngineSizes
+
+
+class RequestExported(msgspec.Struct, frozen=True, tag=True):
+    """A request was taken out, to go on elsewhere or later."""
+
+    request_id: RequestId
+
+
+Message = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | RequestExported
+"""Of ``ImportKv`` only what plans depend on, the keys: a replay needs no bytes."""
+
+
+class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine was told something.
+
+    Attributes:
+        at_s: the engine's clock, as in all records.
+        message: what.
+    """
+
+    at_s: float
+    message: Message
+
+
+class Transferred(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine took finished transfers in, failed ones among them."""
+
+    at_s: float
+    transfers: tuple[TransferDone, ...]
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine is about to run a plan. One is written for every turn of the loop; an empty plan is not run.
+
+    Attributes:
+        at_s: the time that it was planned with.
+        until_s: argument of ``Engine.step``.
+        plan: what was decided.
+    """
+
+    at_s: float
+    until_s: float | None
+    plan: StepPlan
+
+
+class PlanRan(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The plan of the record before has run; ``at_s`` is the time that its result was committed with."""
+
+    at_s: float
+    result: StepResult
+
+
+class EventsSent(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The events that a turn of the loop brought."""
+
+    events: tuple[RequestEvent, ...]
+    adapter_events: tuple[AdapterEvent, ...]
+
+
+Record = Received | Transferred | Planned | PlanRan | EventsSent
+
+
+class Recorder(Protocol):
+    """Is told of everything as it happens."""
+
+    def note(self, record: Record) -> None:
+        """Keep a record."""
+        ...
+
+    def close(self) -> None:
+        """There will be no more."""
+        ...
+
+
+class NoRecorder:
+    """Keeps nothing."""
+
+    def note(self, record: Record) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 FORMAT = b"lorikeet recording 3\n"
 """Rises with every change to the records that older readers would misunderstand."""

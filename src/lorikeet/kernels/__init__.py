@@ -1,1 +1,4 @@
-"""The arithmetic behind one interface. Backends: reference (torch)."""
+"""The arithmetic of a model behind one interface, with three backends:
+
+reference (torch), native (C++ on CPUs) and Triton (GPUs).
+"""

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from lorikeet.kernels.base import Kernels
-from lorikeet.kernels.library import NativeUnavailableError, best_library
-from lorikeet.kernels.native import DTYPES, NativeKernels
+from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels
 
 NAMES = ("auto", "native", "triton", "reference")

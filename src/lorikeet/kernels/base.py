@@ -1,7 +1,4 @@
-"""What a kernel backend computes, and the batch it computes on.
-
-All tensors of a batch lie on the executor's device. ``T`` is the number of tokens (rows) of the step.
-"""
+"""The interface of a kernel backend, and the batch and the layer weights that it computes on."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -9,20 +6,67 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.kernels.parts import Part, parts_of
-from lorikeet.kernels.segments import MOST_ROWS, Segment, cut_segments
-from lorikeet.kernels.sending import send
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.tensors import to_device
 
-if TYPE_CHECKING:
-    from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
+LONG_TOKENS = 8192
+"""A context that may be longer is worth more programs, whoever shares its step; graphs for such are others."""
+
+
+class BatchPart(NamedTuple):
+    """Some sequences of a batch.
+
+    Attributes:
+        numbers: int64 on the device, which of the batch's they are; None: all of them.
+        sequences: how many they are.
+        most_rows: of any of them, at most.
+        longest: context of any of them, at most; None if nobody knows before the device does.
+    """
+
+    numbers: Tensor | None
+    sequences: int
+    most_rows: int
+    longest: int | None
+
+
+def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tuple[BatchPart, ...]:
+    """Part a batch of which the host knows this; the numbers are sent to the device, which is not waited for."""
+    rows = row_starts.diff()
+    ones = int((rows == 1).sum())
+    if not len(rows):
+        return ()
+    if ones in (0, len(rows)):
+        return (BatchPart(None, len(rows), int(rows.amax()), int(contexts.amax())),)
+    order = (rows != 1).argsort(stable=True)
+    numbers, ordered = to_device(order, device), contexts[order]
+    return (
+        BatchPart(numbers[:ones], ones, 1, int(ordered[:ones].amax())),
+        BatchPart(numbers[ones:], len(rows) - ones, int(rows.amax()), int(ordered[ones:].amax())),
+    )
+
+
+Segment = tuple[int, int, int, int]
+"""First row, the row after the last, address of the table of its adapter's weights, address of their index."""
+
+MOST_ROWS = 64
+"""Of a segment in a table on a device: a launch has as many programs for each as the longest has work for."""
+
+
+def cut_segments(segments: Sequence[Segment], most: int) -> list[Segment]:
+    """Cut segments of more than ``most`` rows."""
+    return [
+        (start, min(stop, start + most), table, index)
+        for first, stop, table, index in segments
+        for start in range(first, stop, most)
+    ]
+
 
 LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 """(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
@@ -84,7 +128,7 @@ class LoraWeights:
         if device.type == "cpu":
             return self.table, self.index
         if self._on_device is None:
-            self._on_device = send(self.table, device), send(self.index, device)
+            self._on_device = to_device(self.table, device), to_device(self.index, device)
         return self._on_device
 
 
@@ -125,7 +169,7 @@ class LoraTargets:
     def on(self, device: torch.device) -> Tensor:
         """Return :attr:`numbers` where kernels on a device can read them; copied once."""
         if self._on_device is None:
-            self._on_device = send(self.numbers, device)
+            self._on_device = to_device(self.numbers, device)
         return self._on_device
 
 
@@ -199,7 +243,7 @@ class LoraBatch:
         """Return :attr:`table` where kernels on a device can read it and what it names; cut and copied once."""
         if self._on_device is None:
             rows = cut_segments(self.rows_on(device), MOST_ROWS)
-            self._on_device = send(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
+            self._on_device = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
         return self._on_device
 
     def rows_on(self, device: torch.device) -> list[Segment]:
@@ -286,11 +330,11 @@ class Batch:
     host: HostFacts | None = None
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[BatchPart, ...]:
         """Its sequences of one row, and those of more; of a graph's step all of them, as the host knows nothing."""
         if self.host is None:
-            return (Part(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
-        return parts_of(self.host.row_starts, self.host.contexts, self.contexts.device)
+            return (BatchPart(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
+        return split_batch(self.host.row_starts, self.host.contexts, self.contexts.device)
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:
@@ -380,7 +424,7 @@ class Kernels(Protocol):
         """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
         ...
 
-    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Choose one token per row of ``logits [S, vocab]``; see ``kernels.choose.choose``."""
         ...
 
@@ -397,3 +441,66 @@ def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim
     """See ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` without a copy."""
     blocks = arena.shape[0]
     return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; ``None`` where the model has no such tensor.
+
+    Linear weights are ``[out, in]``, plain as they are loaded or packed by ``Kernels.pack``.
+
+    Attributes:
+        input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
+        qkv, qkv_bias: queries, keys and values, one below the other.
+        q_norm, k_norm: ``[head_dim]``.
+        o, o_bias: split by input; the bias is held by rank 0 alone, since partial products are summed.
+        gate_up, gate_up_bias: gate, and up below it.
+        down, down_bias: as ``o``.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+class LayersShape(NamedTuple):
+    """What the weights of layers do not tell.
+
+    Attributes:
+        heads, kv_heads, head_dim: of attention.
+        eps: of all norms.
+        scale: of attention's scores.
+        windows: of each layer; None where a token sees all before it.
+        targets: what adapters change, of q, k and v, of o, of gate and up, and of down.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    windows: tuple[int | None, ...]
+    targets: tuple[LoraTargets, ...]
+
+
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
+"""Computes the layers of a batch that :func:`fits_one_call`.
+
+Arguments are x ``[T, hidden]``, changed, cos and sin ``[T, head_dim]``, the arena as ``kernels.base.kv_view`` shows it,
+changed, and the batch. Of its sample rows it returns x before the last layer's MLP is added, and what that adds, both
+``[S, hidden]``.
+"""
+
+
+def fits_one_call(batch: Batch) -> bool:
+    """Whether nothing in the batch has to be done between kernels."""
+    return batch.assist is None and (batch.lora is None or batch.lora.form is not KernelForm.EINSUM)

@@ -1,21 +1,281 @@
-"""The fast backend on CPUs: the C++ functions of ``native/``, called with addresses of tensors."""
+"""The fast backend on CPUs:
+
+loads the C++ library that suits this machine and calls its functions with addresses of tensors.
+"""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraDelta, Weight
-from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.kernels.einsum import add_lora_einsum
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    Layers,
+    LayersShape,
+    LayerWeights,
+    LoraBatch,
+    LoraDelta,
+    LoraTargets,
+    Weight,
+)
 from lorikeet.kernels.huge_pages import Slabs
-from lorikeet.kernels.layers import Layers, LayersShape, LayerWeights
-from lorikeet.kernels.native_choose import native_choose
-from lorikeet.kernels.native_layers import NativeLayers
-from lorikeet.kernels.panels import PanelWeight
+from lorikeet.kernels.reference import add_lora_einsum
+from lorikeet.kernels.sampling import SamplingTensors
+
+INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
+"""Best first."""
+
+_ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_SIGNATURES = {
+    "lorikeet_supported": (),
+    "lorikeet_packed_elements": (_INT,) * 3,
+    "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
+    "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
+    "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
+    "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
+    "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
+    + (_INT,) * 3,
+    "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
+    "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
+    + (_INT,) * 3,
+    "lorikeet_layers": (_ADDRESS, _ADDRESS, _FLOAT, _FLOAT, _INT),
+    "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
+    "lorikeet_place": (_ADDRESS, _INT, _INT),
+    "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
+}
+_RESULTS = {"lorikeet_supported": _INT, "lorikeet_packed_elements": _INT, "lorikeet_linear_gated": ctypes.c_bool}
+
+
+class NativeUnavailableError(RuntimeError):
+    """No native library can be used; the message says why."""
+
+
+@cache
+def load_library(instruction_set: str) -> ctypes.CDLL:
+    """Return the library built for one of ``INSTRUCTION_SETS``, its functions ready to be called.
+
+    Raises:
+        NativeUnavailableError: it was not built, does not load, or needs instructions that this CPU lacks.
+    """
+    folder = Path(__file__).parent
+    paths = [folder / f"_cpu_{instruction_set}{suffix}" for suffix in EXTENSION_SUFFIXES]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise NativeUnavailableError(f"the native module for {instruction_set} was not built with the package")
+    # The OpenMP functions that it calls are those of the runtime that torch has loaded by now, for everybody.
+    assert torch.get_num_threads() > 0
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"the native module does not load: {error}") from error
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = _RESULTS.get(name)
+    if not library.lorikeet_supported():
+        raise NativeUnavailableError(f"this CPU lacks {instruction_set}")
+    return library
+
+
+def supported_instruction_sets() -> list[str]:
+    """Return those of ``INSTRUCTION_SETS`` that this machine can run, best first."""
+    found = []
+    for name in INSTRUCTION_SETS:
+        try:
+            load_library(name)
+        except NativeUnavailableError:
+            continue
+        found.append(name)
+    return found
+
+
+def best_library() -> tuple[str, ctypes.CDLL]:
+    """Return the best instruction set that this machine can run, and its library.
+
+    Raises:
+        NativeUnavailableError: there is none; the message has the reason of each.
+    """
+    reasons = []
+    for name in INSTRUCTION_SETS:
+        try:
+            return name, load_library(name)
+        except NativeUnavailableError as error:
+            reasons.append(str(error))
+    raise NativeUnavailableError("; ".join(dict.fromkeys(reasons)))
+
+
+class PanelWeight:
+    """A weight packed in panels (``native/linear_tiles.h``), which stay where they are when the weight changes.
+
+    Attributes:
+        shape: ``[out, in]``.
+        outputs: the first of them.
+        panels: their elements.
+        address: of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
+    """
+
+    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
+        self.shape = shape
+        self.outputs, inputs = shape
+        self.panels = panels
+        numbers = [panels.data_ptr(), inputs, self.outputs, panels.element_size()]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        self.address = self._numbers.data_ptr()
+
+
+def native_copy(
+    library: ctypes.CDLL,
+    source: Tensor,
+    source_blocks: Sequence[int],
+    target: Tensor,
+    target_blocks: Sequence[int],
+    until_s: float,
+) -> None:
+    """Copy blocks of an arena to those of another, past the caches: for what is not read again soon.
+
+    Args:
+        library: see ``kernels.library``.
+        source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
+        source_blocks, target_blocks: which.
+        until_s: time of the monotonic clock until which it gives way to every other thread.
+
+    Raises:
+        RuntimeError: the arenas or the blocks do not go together, or a block is not there; nothing is copied then.
+    """
+    if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise RuntimeError(
+            f"blocks {list(source.shape[1:])} of {source.dtype} cannot be copied to {list(target.shape[1:])} of "
+            f"{target.dtype}"
+        )
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise RuntimeError("only contiguous arenas can be copied")
+    if len(source_blocks) != len(target_blocks):
+        raise RuntimeError(f"{len(source_blocks)} blocks cannot be copied to {len(target_blocks)}")
+    blocks = np.array((source_blocks, target_blocks), dtype=np.int64)
+    if blocks.size and (blocks.min() < 0 or (blocks.max(axis=1) >= (len(source), len(target))).any()):
+        raise RuntimeError(f"blocks of arenas of {len(source)} and {len(target)} cannot be copied: one is not there")
+    library.lorikeet_copy(
+        source.data_ptr(),
+        target.data_ptr(),
+        source.shape[1] * source.itemsize,
+        blocks.ctypes.data,
+        len(source_blocks),
+        until_s,
+    )
+
+
+def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTensors, threads: int) -> Tensor:
+    """See ``kernels.choose.choose``; the same tokens but for roundings where a sum of probabilities meets top-p.
+
+    Args:
+        library: see ``kernels.library``.
+        logits: bfloat16 or fp32 ``[S, vocab]`` on the CPU; rows are contiguous.
+        parameters: how each row's token is chosen.
+        threads: that share the rows.
+    """
+    rows, vocab = logits.shape
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    library.lorikeet_choose(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab,
+        logits.element_size(),
+        parameters.temperature.data_ptr(),
+        parameters.top_k.data_ptr(),
+        parameters.top_p.data_ptr(),
+        parameters.min_p.data_ptr(),
+        parameters.seed.data_ptr(),
+        parameters.position.data_ptr(),
+        token_ids.data_ptr(),
+        threads,
+    )
+    return token_ids
+
+
+class NativeLayers:
+    """See ``kernels.layers.Layers``.
+
+    Args:
+        library: see ``kernels.library``.
+        weights: packed.
+        shape: what they do not tell.
+        threads: returns how many share a step.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, weights: Sequence[LayerWeights], shape: LayersShape, threads: Callable[[], int]
+    ) -> None:
+        self._library, self._weights, self._shape, self._threads = library, weights, shape, threads
+        records = [_record(layer, window or 0) for layer, window in zip(weights, shape.windows, strict=True)]
+        self._records = torch.tensor(records, dtype=torch.int64)
+        hidden, inner = weights[0].input_norm, weights[0].down.shape[1]
+        self._model = _int64(
+            self._records.data_ptr(), len(weights), len(hidden), shape.heads, shape.kv_heads, shape.head_dim, inner,
+            hidden.itemsize,
+        )  # fmt: skip
+        mixed = shape.heads * shape.head_dim
+        qkv = mixed + 2 * shape.kv_heads * shape.head_dim
+        self._widths = len(hidden), qkv, mixed, len(hidden), 2 * inner, inner
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute a step; intermediate results live as long as it."""
+        rows, samples = len(x), len(batch.sample_rows)
+        normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
+        assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
+        assert len(kv) == len(self._weights)
+        assert kv.dtype == x.dtype
+        step = _int64(
+            rows, samples, batch.sample_rows.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            kv.data_ptr(), kv.stride(0), kv.stride(1), kv.shape[3],
+            batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr(), batch.row_starts.data_ptr(),
+            batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
+            _numbers(batch.lora), _numbers(batch.sample_lora),
+            *(_touched(batch.lora, targets) for targets in self._shape.targets),
+            *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
+        )  # fmt: skip
+        self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
+        return x[:samples], delta[:samples]
+
+
+def _record(layer: LayerWeights, window: int) -> list[int]:
+    """Return a ``Layer`` of ``native/layers.cpp``."""
+    return [
+        _address(layer.input_norm), _packed(layer.qkv), _address(layer.qkv_bias), _address(layer.q_norm),
+        _address(layer.k_norm), _packed(layer.o), _address(layer.o_bias), _address(layer.post_norm),
+        _packed(layer.gate_up), _address(layer.gate_up_bias), _packed(layer.down), _address(layer.down_bias), window,
+    ]  # fmt: skip
+
+
+def _int64(*numbers: int) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _packed(weight: Weight) -> int:
+    assert isinstance(weight, PanelWeight)
+    return weight.address
+
+
+def _numbers(lora: LoraBatch | None) -> int:
+    return 0 if lora is None else lora.numbers.data_ptr()
+
+
+def _touched(lora: LoraBatch | None, targets: LoraTargets) -> int:
+    """Return the address of targets that any adapter changes, else 0."""
+    return targets.numbers.data_ptr() if lora is not None and lora.touches(targets) else 0
+
 
 DTYPES = (torch.bfloat16, torch.float32)
 """What the native functions compute in."""
@@ -189,6 +449,6 @@ class NativeKernels:
         )
         return out
 
-    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Nothing is sorted; threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
-from lorikeet.memory.packing import Packing, Piece, module_of, pack
+from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MOST_LAYOUTS = 128
 """Fleets have adapters of a few shapes; of all modules on 80 layers one layout takes some 100 KB."""
@@ -28,7 +28,7 @@ class AdapterLayout:
         packing, geometry: as above.
     """
 
-    def __init__(self, packing: Packing, geometry: ModelGeometry) -> None:
+    def __init__(self, packing: AdapterPacking, geometry: ModelGeometry) -> None:
         self.packing, self.geometry = packing, geometry
         numbers = {module: number for number, module in enumerate(LORA_MODULES)}
         places = [(p.layer * len(LORA_MODULES) + numbers[p.module], p.block, p.offset, p.rows) for p in packing.pieces]
@@ -64,7 +64,7 @@ class AdapterLayout:
         return LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
 
 
-class Layouts:
+class AdapterLayouts:
     """The layouts of adapters, one for all that have the same ranks.
 
     Args:
@@ -88,7 +88,7 @@ class Layouts:
         return self._layout(tuple(ref.ranks.items()))
 
 
-def _views(piece: Piece, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:
+def _views(piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:
     shape = geometry.modules[piece.module]
     block = arena[blocks[piece.block]]
     middle = piece.offset + piece.rows * shape.in_features

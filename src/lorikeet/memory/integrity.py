@@ -6,9 +6,9 @@ import numpy as np
 
 from lorikeet.core.ids import BlockId
 from lorikeet.memory.blocks import BlockError
-from lorikeet.memory.flights import BlockCounts, HostCounts
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import NO_BLOCK, Kind, Moving, Tree
+from lorikeet.memory.transfers import BlockCounts, HostCounts
+from lorikeet.memory.tree import NO_BLOCK, DependencyTree, NodeKind, NodeTransfer
 
 
 def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
@@ -25,29 +25,29 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
     owners, host_owners = list(private), []
     found = {"cached": 0, "kv": len(owners), "adapter": 0, "inflight": 0}
     host = {"kv": 0, "adapter": 0, "inflight": 0}
-    used = {Kind.KV: len(owners), Kind.ADAPTER: 0}
+    used = {NodeKind.KV: len(owners), NodeKind.ADAPTER: 0}
     resident = 0
     children = np.zeros(len(tree.kind), np.int64)
     on_device = np.zeros(len(tree.kind), np.int64)
     for node in range(tree.end):
         kind, moving = int(tree.kind[node]), int(tree.moving[node])
-        if kind in (Kind.UNUSED, Kind.BASE):
+        if kind in (NodeKind.UNUSED, NodeKind.BASE):
             continue
-        is_kv = kind == Kind.KV
+        is_kv = kind == NodeKind.KV
         entry = None if is_kv else tree.adapters[node]
         mine = [BlockId(int(tree.device[node]))] if entry is None else list(entry.device_blocks)
         mine = [block for block in mine if block != NO_BLOCK]
         hosts = [BlockId(int(tree.host[node]))] if entry is None else list(entry.host_blocks)
         hosts = [block for block in hosts if block != NO_BLOCK]
-        if (moving != Moving.NO) != (node in tiers.flight_of):
+        if (moving != NodeTransfer.NO) != (node in tiers.transfer_of):
             raise BlockError(f"node {node} moves as {moving}, its transfer is not known")
-        if bool(mine) != bool(tree.on_device[node] or moving == Moving.IN):
+        if bool(mine) != bool(tree.on_device[node] or moving == NodeTransfer.IN):
             raise BlockError(f"node {node} has device blocks {mine}, on_device {tree.on_device[node]}")
         if mine:
             owners += mine
             used[kind] += len(mine)
             resident += not is_kv
-            if moving in (Moving.IN, Moving.OUT):
+            if moving in (NodeTransfer.IN, NodeTransfer.OUT):
                 found["inflight"] += len(mine)
             elif tree.pins[node]:
                 found["kv" if is_kv else "adapter"] += len(mine)
@@ -61,10 +61,10 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
             raise BlockError(f"node {node} is on the host without blocks")
         if is_kv:
             parent = int(tree.parent[node])
-            if tree.kind[parent] == Kind.UNUSED:
+            if tree.kind[parent] == NodeKind.UNUSED:
                 raise BlockError(f"node {node} hangs below nothing")
             children[parent] += 1
-            on_device[parent] += bool(mine) and moving != Moving.OUT
+            on_device[parent] += bool(mine) and moving != NodeTransfer.OUT
     if len(set(owners)) != len(owners) or len(set(host_owners)) != len(host_owners):
         raise BlockError("a block has two owners")
     counts = BlockCounts(tiers.device.total - len(owners), **found)
@@ -79,7 +79,7 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         raise BlockError("the tree miscounts children")
 
 
-def check_tree(tree: Tree, pinned: Sequence[Sequence[int]], *, dependent: bool) -> None:
+def check_tree(tree: DependencyTree, pinned: Sequence[Sequence[int]], *, dependent: bool) -> None:
     """Compare the tree's pins with those of all leases, and see that nothing stands for nothing.
 
     Args:
@@ -95,10 +95,10 @@ def check_tree(tree: Tree, pinned: Sequence[Sequence[int]], *, dependent: bool) 
         np.add.at(pins, nodes, 1)
     if (pins != tree.pins).any():
         raise BlockError("a node is pinned by nobody, or a pin was lost")
-    for node in np.flatnonzero(tree.kind == Kind.KV).tolist():
+    for node in np.flatnonzero(tree.kind == NodeKind.KV).tolist():
         parent = int(tree.parent[node])
-        there = tree.on_device[node] and tree.moving[node] != Moving.OUT
-        if dependent and there and not (tree.on_device[parent] or tree.moving[parent] == Moving.IN):
+        there = tree.on_device[node] and tree.moving[node] != NodeTransfer.OUT
+        if dependent and there and not (tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN):
             raise BlockError(f"KV node {node} is on the device, what it depends on is not")
         if not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.children[node]):
             raise BlockError(f"node {node} stands for nothing")

@@ -10,10 +10,10 @@ from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import Tier
 from lorikeet.memory.blocks import BlockError
-from lorikeet.memory.room import Room
+from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import Kind, Moving, Nodes, Scores
+from lorikeet.memory.tree import NodeKind, Nodes, NodeTransfer, Scores
 
 
 class AdapterSize(NamedTuple):
@@ -42,14 +42,14 @@ class KnownAdapters:
     def __init__(
         self,
         tiers: Tiers,
-        room: Room,
+        room: Evictor,
         rules: MemoryRules,
         size: Callable[[AdapterRef], AdapterSize],
         block_bytes: int,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
-        self._room = room
+        self._evictor = room
         self._rules = rules
         self._size = size
         self._block_bytes = block_bytes
@@ -65,7 +65,7 @@ class KnownAdapters:
         One that could never be there does not make slots larger.
         """
         blocks = self._size(ref).blocks
-        if self._rules.padded_slots and blocks <= self._room.limit(Kind.ADAPTER):
+        if self._rules.padded_slots and blocks <= self._evictor.limit(NodeKind.ADAPTER):
             self._slot_blocks = blocks = max(self._slot_blocks, blocks)
         return blocks
 
@@ -91,7 +91,7 @@ class KnownAdapters:
         """
         tree, node = self._tree, self._tree.adapter(digest)
         if node is None:
-            self._room.events.append(AdapterEvicted(digest, now, 0, dropped=True))
+            self._evictor.events.append(AdapterEvicted(digest, now, 0, dropped=True))
             return True
         entry = tree.adapters[node]
         entry.retired = True
@@ -100,31 +100,31 @@ class KnownAdapters:
             return False
         if tree.pins[[node, *below]].any():
             raise BlockError(f"adapter {digest[:12]} is in use")
-        freed = self._room.free_kv(below[::-1], now)
+        freed = self._evictor.free_kv(below[::-1], now)
         if tree.on_host[node]:
             freed += len(entry.host_blocks)
             self._tiers.drop_adapter_from_host(node)
         if tree.on_device[node]:
-            self._room.evict_adapter(node, now, other_blocks=freed, dropped=True)
+            self._evictor.evict_adapter(node, now, other_blocks=freed, dropped=True)
         else:
-            self._room.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
-        self._room.forget_adapter(node)
+            self._evictor.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
+        self._evictor.forget_adapter(node)
         return True
 
     def clear_stranded(self, node: int, now: float) -> None:
         """Where KV may not be without its adapter: let KV leave whose adapter did not arrive."""
         tree = self._tree
-        if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == Moving.IN:
+        if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == NodeTransfer.IN:
             return
         self._evict_all(reversed(list(tree.below(node))), now)
 
     def clear_stranded_kv(self, node: int, now: float) -> None:
         """The same for KV that landed on the device when what it depends on had left: it leaves with all below it."""
         tree = self._tree
-        if not self._rules.dependent or tree.kind[node] != Kind.KV or not tree.on_device[node]:
+        if not self._rules.dependent or tree.kind[node] != NodeKind.KV or not tree.on_device[node]:
             return
         parent = int(tree.parent[node])
-        if tree.on_device[parent] or tree.moving[parent] == Moving.IN:
+        if tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN:
             return
         branch = {node: None}
         for kv in tree.below(int(tree.top[node])):  # parents come before children
@@ -136,7 +136,7 @@ class KnownAdapters:
         """Evict KV that may leave, later KV first."""
         tree = self._tree
         rests = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
-        self._room.evict_kv(rests, now)
+        self._evictor.evict_kv(rests, now)
 
     def free_if_unkept(self, node: int, wanted: Container[int], now: float) -> None:
         """Where adapters are not kept: free one on the device that nobody needs or wants and nothing depends on."""
@@ -145,7 +145,7 @@ class KnownAdapters:
             return
         rests = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
         if rests and not tree.pins[node] and not tree.children_on_device[node]:
-            self._room.evict_adapter(node, now)
+            self._evictor.evict_adapter(node, now)
 
     def waste_bytes(self) -> int:
         """Return what adapters on the device take beyond their weights."""

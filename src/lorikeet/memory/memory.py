@@ -1,11 +1,7 @@
-"""The memory of one replica: which adapter and which KV is where, what sequences hold, and what comes and goes.
+"""Makes blocks that are full findable by others: those of all sequences of a step at once, since there are many."""
 
-Requests are matched with the tree when they arrive, and receive all their blocks at once when they are admitted: their
-adapter and the KV found for them are then kept on the device or on their way to it, and they can run as soon as the
-last transfer they wait for has ended. What they leave behind stays until its room is needed.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,21 +10,105 @@ from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
-from lorikeet.memory.blocks import BlockError, BlockPool
-from lorikeet.memory.flights import BlockCounts, Flight, HostCounts
-from lorikeet.memory.insertion import Computed, Insertion
+from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, TransferOutcome, WaitReason, arrived
+from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
-from lorikeet.memory.leases import SequenceLease, TransferOutcome, Wait, arrived
+from lorikeet.memory.kv_migration import KvMigration
 from lorikeet.memory.policies import EVICTION, PREFETCH
-from lorikeet.memory.policies.base import View
-from lorikeet.memory.room import Room
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.travel import KvTravel
-from lorikeet.memory.tree import BASE, Kind, Moving, Tree, block_keys
+from lorikeet.memory.transfers import BlockCounts, HostCounts, InflightTransfer
+from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer, block_keys
+
+
+class ComputedTokens(NamedTuple):
+    """How far a sequence is.
+
+    Attributes:
+        lease: its blocks.
+        token_ids: all its tokens.
+        tokens: of them whose KV is in its blocks, from the first on.
+    """
+
+    lease: SequenceLease
+    token_ids: list[int]
+    tokens: int
+
+
+class PrefixInsertion:
+    """Puts what sequences have computed into the tree.
+
+    Args:
+        tiers: let nodes stand for the blocks.
+        eviction: is told of them.
+        block_size: tokens of KV in a block.
+    """
+
+    def __init__(self, tiers: Tiers, eviction: EvictionPolicy, block_size: int) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._eviction = eviction
+        self._block_tokens = block_size
+
+    def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
+        """Lengthen the paths of leases by the blocks that are full now."""
+        new: dict[bytes, tuple[SequenceLease, list[bytes]]] = {}
+        for lease, token_ids, tokens in computed:
+            whole = tokens // self._block_tokens
+            if whole <= len(lease.path):
+                continue
+            if len(lease.keys) < whole:
+                digest = self._tree.digest(lease.adapter)
+                lease.keys = block_keys(digest, token_ids, self._block_tokens, lease.keys)
+            while self._follow(lease, whole, now):
+                first = len(lease.path)
+                if lease.keys[first] not in new:
+                    new[lease.keys[first]] = lease, lease.keys[first:whole]
+                    break
+                self._insert_new(new.values(), now)  # another sequence of the step has computed the same tokens
+                new.clear()
+        self._insert_new(new.values(), now)
+
+    def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
+        """Go along what others have computed meanwhile; return whether there is more that nobody has."""
+        tree, tiers, before = self._tree, self._tiers, len(lease.path)
+        is_new = False
+        for key in lease.keys[before:whole]:
+            node = tree.find(key)
+            is_new = node is None
+            if node is None or tree.moving[node] == NodeTransfer.IN:
+                break  # what depends on KV on its way must not be found if its copy fails
+            if not tree.on_device[node]:
+                block = lease.blocks[len(lease.path)]
+                lease.private.remove(block)
+                tiers.adopt([node], [block])
+                self._eviction.inserted([node], now)
+            lease.path.append(node)
+        if followed := lease.path[before:]:
+            tiers.pin(followed)
+            tree.last_use_s[followed] = now
+        return is_new
+
+    def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
+        if not new:
+            return
+        above = [lease.path[-1] if lease.path else lease.adapter for lease, _ in new]
+        nodes, blocks = [], []
+        branches = self._tree.add_kv(above, [keys for _, keys in new], now)
+        for (lease, _), branch in zip(new, branches, strict=True):
+            mine = lease.blocks[len(lease.path) : len(lease.path) + len(branch)]
+            lease.private.difference_update(mine)
+            lease.path += branch
+            nodes += branch
+            blocks += mine
+        self._tiers.adopt(nodes, blocks)
+        self._eviction.inserted(nodes, now)
+        self._tiers.pin(nodes)
+
 
 _PLAIN = MemoryRules()
 
@@ -65,21 +145,21 @@ class Memory:
         self.block_size = block_size
         self.block_bytes = block_bytes
         self._rules = rules
-        self.tree = Tree()
+        self.tree = DependencyTree()
         self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=rules.dependent)
-        self._view = View(self.tree, device_blocks)
+        self._view = MemoryView(self.tree, device_blocks)
         self._view.resident_adapters = lambda: self.tiers.resident_adapters
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
         self.counters = MemoryCounters(self.tiers, rules)
-        self.room = Room(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
-        self.swapper = Swapper(self.tiers, self.room, self._eviction, self._prefetch, rules, self.counters)
-        self.adapters = KnownAdapters(self.tiers, self.room, rules, adapter_size, block_bytes)
-        self._insertion = Insertion(self.tiers, self._eviction, block_size)
+        self.evictor = Evictor(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
+        self.swapper = Swapper(self.tiers, self.evictor, self._eviction, self._prefetch, rules, self.counters)
+        self.adapters = KnownAdapters(self.tiers, self.evictor, rules, adapter_size, block_bytes)
+        self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
-        self.travel = KvTravel(self.tiers, self.room, self._leases)
+        self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
 
     # --- what there is -------------------------------------------------------------------------------
 
@@ -108,7 +188,7 @@ class Memory:
     @property
     def transfers_under_way(self) -> int:
         """Transfers that have not ended."""
-        return len(self.tiers.flights)
+        return len(self.tiers.transfers)
 
     @property
     def awaited_transfers(self) -> int:
@@ -118,22 +198,22 @@ class Memory:
     @property
     def room_is_coming(self) -> bool:
         """Whether blocks become free by transfers under way alone."""
-        return self.tiers.leaving_blocks > 0
+        return self.tiers.blocks_being_freed > 0
 
     @property
     def relief_is_coming(self) -> bool:
         """Whether a transfer is under way that somebody waits for, or that frees blocks."""
-        return self.room_is_coming or any(flight.demand for flight in self.tiers.flights.values())
+        return self.room_is_coming or any(inflight.demand for inflight in self.tiers.transfers.values())
 
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
         """Return why a sequence of ``tokens`` tokens under an adapter could not run even alone, None if it could."""
         adapter = 0 if ref is None else self.adapters.device_blocks(ref)
-        problem = self.room.why_impossible(self.blocks_for(tokens), adapter)
+        problem = self.evictor.why_impossible(self.blocks_for(tokens), adapter)
         return problem and f"{tokens} tokens and {adapter} blocks of adapter {problem}"
 
     # --- adapters ------------------------------------------------------------------------------------
 
-    def know(self, ref: AdapterRef) -> int:
+    def register(self, ref: AdapterRef) -> int:
         """Take note of a version, so that it can be prefetched and read into the host tier; return its node."""
         node = self.tree.adapter(ref.digest)
         if node is None:
@@ -162,24 +242,24 @@ class Memory:
         Raises:
             BlockError: it was not under way.
         """
-        landing = self.tiers.land(done)
-        flight, tree = landing.flight, self.tree
+        result = self.tiers.finish(done)
+        inflight, tree = result.inflight, self.tree
         leases = tuple(self._waiting.pop(done.transfer_id, ()))
-        self.travel.landed(done.transfer_id)
-        self.swapper.note_landing(flight, done.error, now)
-        self._eviction.inserted(landing.came, now)
-        self.room.rescore(np.asarray(flight.nodes), now)
-        for node in flight.nodes:
-            if tree.kind[node] == Kind.KV:
-                self.room.offer(int(tree.parent[node]))
+        self.kv_migration.transfer_ended(done.transfer_id)
+        self.swapper.note_transfer_end(inflight, done.error, now)
+        self._eviction.inserted(result.came, now)
+        self.evictor.rescore(np.asarray(inflight.nodes), now)
+        for node in inflight.nodes:
+            if tree.kind[node] == NodeKind.KV:
+                self.evictor.offer(int(tree.parent[node]))
                 self.adapters.clear_stranded_kv(node, now)
-        self.room.forget_if_empty(list(reversed(flight.nodes)))
-        if flight.transfer.adapter is not None:
-            self.adapters.clear_stranded(flight.nodes[0], now)
-            self._report_load(flight, done, now)
-            if flight.demand:  # whoever asked for it may have ended
-                self.adapters.free_if_unkept(flight.nodes[0], self._view.waiting, now)
-        return arrived(leases, done, flight.began_s)
+        self.evictor.forget_if_empty(list(reversed(inflight.nodes)))
+        if inflight.transfer.adapter is not None:
+            self.adapters.clear_stranded(inflight.nodes[0], now)
+            self._report_load(inflight, done, now)
+            if inflight.demand:  # whoever asked for it may have ended
+                self.adapters.free_if_unkept(inflight.nodes[0], self._view.waiting, now)
+        return arrived(leases, done, inflight.began_s)
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
         """Return the transfers begun since the last call, and the ids of earlier ones that are awaited by now."""
@@ -187,12 +267,12 @@ class Memory:
 
     def take_evictions(self) -> tuple[AdapterDigest, ...]:
         """Return the versions whose device blocks were given up since the last call, for the executor to forget."""
-        evicted, self.room.evicted = tuple(self.room.evicted), []
+        evicted, self.evictor.evicted = tuple(self.evictor.evicted), []
         return evicted
 
     def take_events(self) -> tuple[AdapterEvent, ...]:
         """Return what happened to adapters since the last call."""
-        events, self.room.events = tuple(self.room.events), []
+        events, self.evictor.events = tuple(self.evictor.events), []
         return events
 
     # --- requests ------------------------------------------------------------------------------------
@@ -206,14 +286,14 @@ class Memory:
             tokens: of its prompt, and those that another engine has added.
             now: the time.
         """
-        adapter = BASE if ref is None else self.know(ref)
+        adapter = BASE if ref is None else self.register(ref)
         path = self.tree.match(keys)
         nodes = [adapter, *path]
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)
         self._prefetch.arrived(adapter, now)
-        self.room.rescore(np.asarray(nodes), now)
+        self.evictor.rescore(np.asarray(nodes), now)
         self.counters.arrived(adapter, path, self.block_size, tokens)
 
     def keys_of(
@@ -222,7 +302,9 @@ class Memory:
         """Return the keys of the whole blocks of a sequence, going on from those known."""
         return block_keys(digest, token_ids, self.block_size, known)
 
-    def try_admit(self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float) -> SequenceLease | Wait:
+    def try_admit(
+        self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float
+    ) -> SequenceLease | WaitReason:
         """Lease the blocks of a sequence, reuse the KV that is found for it, and begin the transfers it waits for.
 
         The last token is never taken from the cache, since its logits are wanted.
@@ -234,25 +316,25 @@ class Memory:
             now: the time.
         """
         tree, tiers = self.tree, self.tiers
-        adapter = BASE if ref is None else self.know(ref)
+        adapter = BASE if ref is None else self.register(ref)
         if adapter != BASE:
             tree.adapters[adapter].retired = False  # who was accepted before it is freed is served first
-        if tree.moving[adapter] == Moving.READ and not tree.on_device[adapter]:
+        if tree.moving[adapter] == NodeTransfer.READ and not tree.on_device[adapter]:
             tiers.want([adapter])
-            return Wait.TRANSFER
-        load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != Moving.IN
+            return WaitReason.TRANSFER
+        load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != NodeTransfer.IN
         adapter_blocks = self.adapters.blocks_to_come(adapter) if load else 0
-        if self.room.lacks_slot(adapter_blocks):  # asked first, as thousands may wait for one
-            return Wait.SLOT
+        if self.evictor.lacks_slot(adapter_blocks):  # asked first, as thousands may wait for one
+            return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
-        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != Moving.IN]
+        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
         private = self.blocks_for(tokens) - len(path)
         pinned = [adapter, *path]
         tiers.pin(pinned)
-        if not self.room.make(private + len(away), adapter_blocks, now):
-            lacking = self.room.what_lacks(private + len(away), adapter_blocks)
+        if not self.evictor.make(private + len(away), adapter_blocks, now):
+            lacking = self.evictor.what_lacks(private + len(away), adapter_blocks)
             tiers.unpin(pinned)
-            self.room.offer_all(np.asarray(pinned))
+            self.evictor.offer_all(np.asarray(pinned))
             return lacking
         lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
         self._leases.add(lease)
@@ -263,11 +345,11 @@ class Memory:
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
         # An adapter that is on the device may be on its way to the host, too, for which nobody has to wait.
-        for flight in tiers.want([] if tree.on_device[adapter] else [adapter]):
-            lease.adapter_transfers.add(flight.transfer.transfer_id)
-            lease.assisted = bool(flight.transfer.groups)
-        for flight in tiers.want(path):
-            lease.kv_transfers.add(flight.transfer.transfer_id)
+        for inflight in tiers.want([] if tree.on_device[adapter] else [adapter]):
+            lease.adapter_transfers.add(inflight.transfer.transfer_id)
+            lease.assisted = bool(inflight.transfer.groups)
+        for inflight in tiers.want(path):
+            lease.kv_transfers.add(inflight.transfer.transfer_id)
         for transfer_id in lease.adapter_transfers | lease.kv_transfers:
             self._waiting.setdefault(transfer_id, set()).add(lease)
         tree.last_use_s[pinned] = now
@@ -286,7 +368,7 @@ class Memory:
             missing = self.blocks_for(tokens) - len(lease.blocks)
             if missing > 0:
                 lacking.append((lease, missing))
-        if lacking and not self.room.make(sum(missing for _, missing in lacking), 0, now):
+        if lacking and not self.evictor.make(sum(missing for _, missing in lacking), 0, now):
             return False
         for lease, missing in lacking:
             blocks = self.tiers.lease_private(missing)
@@ -298,7 +380,7 @@ class Memory:
         """Whether blocks of a lease are full that :meth:`commit` was not told of."""
         return computed_tokens >= (len(lease.path) + 1) * self.block_size
 
-    def commit(self, computed: Iterable[Computed], now: float) -> None:
+    def commit(self, computed: Iterable[ComputedTokens], now: float) -> None:
         """Make the blocks of sequences that are full now findable by others."""
         if self._rules.keep_kv:
             self._insertion.insert(computed, now)
@@ -312,10 +394,10 @@ class Memory:
         Without ``keep_kv`` nothing stays but what was found for it.
         """
         if keep_kv:
-            self._insertion.insert([Computed(lease, token_ids, computed_tokens)], now)
+            self._insertion.insert([ComputedTokens(lease, token_ids, computed_tokens)], now)
         self._give_back(lease, now)
         for node in () if keep_kv else reversed(lease.path[lease.cached_blocks :]):
-            self.room.discard(node, now)
+            self.evictor.discard(node, now)
 
     def release(self, lease: SequenceLease, now: float) -> None:
         """Give a lease back whose sequence has ended: what the tree knows stays cached, the rest is free.
@@ -326,7 +408,7 @@ class Memory:
         self._give_back(lease, now)
         if not self._rules.keep_kv:
             for node in reversed(lease.path):
-                self.room.discard(node, now)
+                self.evictor.discard(node, now)
         self.adapters.free_if_unkept(lease.adapter, self._view.waiting, now)
 
     def note_waiting(self, queued: int, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:
@@ -368,19 +450,19 @@ class Memory:
         pinned = [lease.adapter, *lease.path]
         self.tiers.unpin(pinned)
         self.tree.last_use_s[pinned] = now
-        self.room.rescore(np.asarray(pinned), now)
-        self.room.forget_if_empty(lease.path[::-1])
+        self.evictor.rescore(np.asarray(pinned), now)
+        self.evictor.forget_if_empty(lease.path[::-1])
         self.adapters.clear_stranded(lease.adapter, now)
         if not self.tree.on_device[lease.path].all():  # some of it did not arrive; what did is of no use here
             for node in lease.path:
                 self.adapters.clear_stranded_kv(node, now)
         self.swapper.stir()
 
-    def _report_load(self, flight: Flight, done: TransferDone, now: float) -> None:
-        transfer = flight.transfer
+    def _report_load(self, inflight: InflightTransfer, done: TransferDone, now: float) -> None:
+        transfer = inflight.transfer
         assert transfer.adapter is not None
         if transfer.target is Tier.DEVICE or done.error is not None:
-            self.room.events.append(AdapterLoaded(transfer.adapter.digest, now, now - flight.began_s, done.error))
+            self.evictor.events.append(AdapterLoaded(transfer.adapter.digest, now, now - inflight.began_s, done.error))
 
     def check_integrity(self) -> None:
         """Count everything anew and compare; for tests and idle moments.
@@ -389,7 +471,7 @@ class Memory:
             BlockError: the accounts are wrong, a block has two owners, or something is pinned by nobody.
         """
         check_accounts(self.tiers, [block for lease in self._leases for block in lease.private])
-        self.room.check_queues()
+        self.evictor.check_queues()
         check_tree(self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._rules.dependent)
 
     def stats(self) -> MemoryStats:

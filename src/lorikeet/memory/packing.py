@@ -1,21 +1,23 @@
-"""Where the rank rows of an adapter lie in its blocks: layer-major, no row straddles a block.
+"""Packs an adapter into equal blocks: which block holds which rank rows, in which order groups of layers are transferred,
+and writing the weights there.
 
-A *rank row* of a module is one row of A (``in_features`` elements) and the matching column of B
-(``out_features`` elements, LoRA's scaling folded in). A *piece* is a run of rank rows of one (layer,
-module) inside one block: first its rows of A, ``rows × in_features``, then its rows of Bᵀ,
-``rows × out_features``, both contiguous. Pieces follow each other without gaps until the next row no
-longer fits; the rest of that block is waste. So an adapter takes space in proportion to its rank, any
-block of the pool serves, and layers complete in load order (ELORA's paging by rank, TOPPINGS' layer groups).
+Packing is layer-major. Neighbouring layers share a block where one ends and the next begins, so a group of layers is not
+a set of blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS, section 4.1).
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.plan import Groups
 
 
-class Piece(NamedTuple):
+class PackedRows(NamedTuple):
     """A run of rank rows of one module in one block.
 
     Attributes:
@@ -35,7 +37,7 @@ class Piece(NamedTuple):
     rows: int
 
 
-class Packing(NamedTuple):
+class AdapterPacking(NamedTuple):
     """The segment table of an adapter.
 
     Attributes:
@@ -44,12 +46,12 @@ class Packing(NamedTuple):
         used_elements: elements that hold weights; the rest of the blocks is waste.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedRows, ...]
     blocks: int
     used_elements: int
 
 
-def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_elements: int) -> Packing:
+def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_elements: int) -> AdapterPacking:
     """Lay an adapter out over equal blocks.
 
     Args:
@@ -60,7 +62,7 @@ def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_el
     Raises:
         ValueError: one rank row is larger than a block.
     """
-    pieces: list[Piece] = []
+    pieces: list[PackedRows] = []
     block, offset, used = 0, 0, 0
     for layer in range(geometry.layers):
         for module in LORA_MODULES:
@@ -76,14 +78,14 @@ def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_el
                 if rows == 0:
                     block, offset = block + 1, 0
                     continue
-                pieces.append(Piece(layer, module, block, offset, done, rows))
+                pieces.append(PackedRows(layer, module, block, offset, done, rows))
                 done += rows
                 offset += rows * row_elements
                 used += rows * row_elements
-    return Packing(tuple(pieces), block + 1 if pieces else 0, used)
+    return AdapterPacking(tuple(pieces), block + 1 if pieces else 0, used)
 
 
-def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> Packing:
+def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> AdapterPacking:
     """Return the packing of an adapter for which somebody has set ``blocks`` blocks aside.
 
     Raises:
@@ -95,6 +97,115 @@ def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, b
     return packing
 
 
-def module_of(piece: Piece) -> tuple[int, str]:
+def module_of(piece: PackedRows) -> tuple[int, str]:
     """Return the layer and module that a piece belongs to; those of one module follow each other in a packing."""
     return piece.layer, piece.module
+
+
+def layer_blocks(packing: AdapterPacking, layers: int) -> tuple[range, ...]:
+    """Return for each of ``layers`` layers the blocks that hold its weights; none where the adapter changes nothing.
+
+    They are neighbours, as packings are layer-major.
+    """
+    bounds = [(0, 0)] * layers
+    for piece in packing.pieces:  # ordered by layer, and within it by block
+        first, stop = bounds[piece.layer]
+        bounds[piece.layer] = (first if stop else piece.block, piece.block + 1)
+    return tuple(range(first, stop) for first, stop in bounds)
+
+
+def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Groups:
+    """Return the ``groups`` of a transfer that brings an adapter group of layers by group of layers.
+
+    Args:
+        packing: of the adapter.
+        groups: (first layer, layer after the last) in the order in which they are to arrive; together every layer once.
+
+    Returns:
+        Half-open runs of blocks in that order, every block in one of them. A group whose blocks all travel with earlier
+        groups has none.
+
+    Raises:
+        ValueError: the groups leave a layer out, or name one twice.
+    """
+    covered = 0
+    for first, stop in sorted(groups):
+        if first != covered or stop <= first:
+            raise ValueError(f"layer groups {tuple(groups)} do not name each layer once")
+        covered = stop
+    if packing.pieces and packing.pieces[-1].layer >= covered:
+        raise ValueError(f"layer groups {tuple(groups)} end before layer {packing.pieces[-1].layer}")
+    blocks = layer_blocks(packing, covered)
+    taken: set[int] = set()
+    runs = []
+    for first, stop in groups:
+        # What remains is one run: other groups share at most its blocks at either end.
+        own = [block for layer in range(first, stop) for block in blocks[layer] if block not in taken]
+        if own:
+            runs.append((own[0], own[-1] + 1))
+            taken.update(own)
+    return tuple(runs)
+
+
+def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
+    """Return for each layer how many blocks must have arrived before all of its own have.
+
+    Under tensor parallelism a layer is ready when the rank with the fewest arrived blocks has as many.
+
+    Args:
+        packing: of the adapter.
+        layers: of the model.
+        runs: ``groups`` of its transfer, whose blocks arrive one after the other; empty: as they lie.
+    """
+    order = (block for run in runs or ((0, packing.blocks),) for block in range(*run))
+    arrival = {block: number for number, block in enumerate(order, start=1)}
+    return tuple(max((arrival[block] for block in blocks), default=0) for blocks in layer_blocks(packing, layers))
+
+
+def runs_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
+    """Return for each layer how many of ``runs`` must have arrived; arguments as for :func:`blocks_needed`."""
+    ends = list(accumulate(stop - first for first, stop in runs or ((0, packing.blocks),)))
+    return tuple(bisect_left(ends, blocks) + 1 if blocks else 0 for blocks in blocks_needed(packing, layers, runs))
+
+
+def write_pieces(
+    weights: Iterable[tuple[int, str, NDArray[Any], NDArray[Any]]],
+    packing: AdapterPacking,
+    blocks: Sequence[int],
+    arena: NDArray[Any],
+) -> Iterator[int]:
+    """Copy an adapter into its blocks, one block after the other.
+
+    Args:
+        weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, in packing order, as
+            ``adapters.weights.load_weights`` yields them.
+        packing: where each row goes.
+        blocks: the arena's blocks, in packing order.
+        arena: ``[blocks, elements]``, changed in place.
+
+    Yields:
+        Before each block, how many are complete. The block is not touched before the caller asks on, who may so wait
+        until a block of the arena can be used again.
+
+    Raises:
+        ValueError: the weights are not those that were packed, in their order.
+    """
+    modules = groupby(packing.pieces, key=module_of)
+    block = -1
+    for layer, module, a, bt in weights:
+        packed, pieces = next(modules, (None, ()))
+        targets = list(pieces)
+        if packed != (layer, module) or sum(piece.rows for piece in targets) != a.shape[0]:
+            raise ValueError(f"{module} of layer {layer} has rank {a.shape[0]}, which is not what was packed")
+        for piece in targets:
+            if piece.block != block:
+                block = piece.block
+                yield block
+            rows = slice(piece.first_row, piece.first_row + piece.rows)
+            middle = piece.offset + piece.rows * a.shape[1]
+            end = middle + piece.rows * bt.shape[1]
+            target = arena[blocks[block]]
+            target[piece.offset : middle].reshape(piece.rows, -1)[:] = a[rows]
+            target[middle:end].reshape(piece.rows, -1)[:] = bt[rows]
+    for (layer, module), _ in modules:
+        raise ValueError(f"{module} of layer {layer} was packed, but has no weights")

@@ -8,7 +8,7 @@ import numpy as np
 from lorikeet.core.messages import DecisionTimes, MemoryStats, RouteStats, TierBytes
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import BASE, Kind, Moving
+from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 
 _OBSERVE_EVERY_S = 0.1
 
@@ -104,9 +104,9 @@ class MemoryCounters:
             device=TierBytes(
                 total=self._tiers.device.total * block_bytes,
                 free=device.free * block_bytes,
-                adapters=(device.adapter + cached[Kind.ADAPTER]) * block_bytes,
+                adapters=(device.adapter + cached[NodeKind.ADAPTER]) * block_bytes,
                 kv_running=device.kv * block_bytes,
-                kv_cached=cached[Kind.KV] * block_bytes,
+                kv_cached=cached[NodeKind.KV] * block_bytes,
                 inflight=device.inflight * block_bytes,
             ),
             host=TierBytes(
@@ -117,7 +117,7 @@ class MemoryCounters:
                 kv_cached=host.kv * block_bytes,
                 inflight=host.inflight * block_bytes,
             ),
-            host_adapters=int((self._tiers.tree.on_host & (self._tiers.tree.kind == Kind.ADAPTER)).sum()),
+            host_adapters=int((self._tiers.tree.on_host & (self._tiers.tree.kind == NodeKind.ADAPTER)).sum()),
             packing_waste_bytes=waste_bytes,
             invalid_kv_bytes=invalid * block_bytes,
             invalid_kv_share=shares.invalid / shares.unpinned if shares.unpinned else 0.0,
@@ -142,8 +142,8 @@ class MemoryCounters:
     def _invalid_blocks(self) -> tuple[int, int]:
         """Return unneeded KV blocks on the device whose adapter or earlier KV is not there, and all unneeded ones."""
         tree, end = self._tiers.tree, self._tiers.tree.end
-        is_kv, there = tree.kind[:end] == Kind.KV, tree.on_device[:end]
-        rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == Moving.NO)
+        is_kv, there = tree.kind[:end] == NodeKind.KV, tree.on_device[:end]
+        rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == NodeTransfer.NO)
         unpinned = np.flatnonzero(rests)
         if self._dependent:  # then only the adapter can be missing
             valid = there[tree.top[unpinned]]

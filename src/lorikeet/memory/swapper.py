@@ -11,23 +11,23 @@ from collections import OrderedDict
 from itertools import islice
 
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
-from lorikeet.memory.flights import KV_A_FLIGHT, Flight
-from lorikeet.memory.policies.base import Eviction, Prefetch, is_prefetchable
-from lorikeet.memory.room import Room
+from lorikeet.memory.eviction import Evictor
+from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy, is_prefetchable
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import Kind
+from lorikeet.memory.transfers import KV_BLOCKS_PER_TRANSFER, InflightTransfer
+from lorikeet.memory.tree import NodeKind
 
-_READS_UNDER_WAY = 2
+_MAX_HOST_READS = 2
 """Reads into the host tier that nobody waits for, at a time."""
-_LOADS_UNDER_WAY = 8
+_MAX_PREFETCH_LOADS = 8
 """The same of those to the device: enough for readers until the next tick. More would take blocks long before their
 bytes come, and what is wanted may have changed by then."""
-_SHARE_UNASKED = 0.5
+_HOST_PREFETCH_SHARE = 0.5
 """What nobody waits for leaves the rest of the host tier to KV, where KV goes there."""
-_EVICTIONS_A_TICK = 64
-_PREFETCHES_A_TICK = 256
+_EVICTIONS_PER_TICK = 64
+_PREFETCHES_PER_TICK = 256
 """A tick takes its time from the steps; what is left to do, the next one does."""
 _RETRY_S = 5.0
 """After a transfer of an adapter has failed it is not prefetched for so long. Nor is any read into the host tier after
@@ -48,20 +48,20 @@ class Swapper:
     def __init__(
         self,
         tiers: Tiers,
-        room: Room,
-        eviction: Eviction,
-        prefetch: Prefetch,
+        room: Evictor,
+        eviction: EvictionPolicy,
+        prefetch: PrefetchPolicy,
         rules: MemoryRules,
         counters: MemoryCounters,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
-        self._room = room
+        self._evictor = room
         self._eviction = eviction
         self._prefetch = prefetch
         self._rules = rules
         self._counters = counters
-        self._most_unasked = (_SHARE_UNASKED if rules.host_kv and rules.keep_kv else 1.0) * tiers.host.total
+        self._most_unasked = (_HOST_PREFETCH_SHARE if rules.host_kv and rules.keep_kv else 1.0) * tiers.host.total
         self._unread: OrderedDict[int, None] = OrderedDict()
         self._reads = 0
         self._read_again_s = -math.inf
@@ -92,18 +92,18 @@ class Swapper:
             return
         self._due_s = now + self._rules.tick_s
         started_s = time.perf_counter()
-        self._room.rescore_all(now)
-        under_way = len(self._tiers.flights)
-        total, unused = self._tiers.device.total, self._room.unused()
+        self._evictor.rescore_all(now)
+        under_way = len(self._tiers.transfers)
+        total, unused = self._tiers.device.total, self._evictor.unused()
         wanted = round((1 - self._rules.evict_to) * total)
-        is_full = unused == 0 or self._room.demand_failed
-        self._room.demand_failed = False
+        is_full = unused == 0 or self._evictor.demand_failed
+        self._evictor.demand_failed = False
         self._clearing = (is_full or self._clearing) and unused < wanted
         if self._clearing:
-            self._room.clear(wanted, now, _EVICTIONS_A_TICK)
+            self._evictor.clear(wanted, now, _EVICTIONS_PER_TICK)
         elif self._prefetch.fills and total - unused < self._rules.prefetch_below * total:
             self._fill(round((1 - self._rules.prefetch_below) * total), now)
-        self._resting = len(self._tiers.flights) == under_way and not self._clearing
+        self._resting = len(self._tiers.transfers) == under_way and not self._clearing
         self._counters.decided(time.perf_counter() - started_s)
 
     def after_admission(self, now: float) -> None:
@@ -117,7 +117,7 @@ class Swapper:
             self._fill(0, now)
             self._expected_s = min(self._expected_s, self._prefetch.due_s(now))
 
-    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> Flight:
+    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> InflightTransfer:
         """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made.
 
         It is read through the host tier, and stays there, too, as far as there is room: on ``demand`` that is made.
@@ -125,7 +125,7 @@ class Swapper:
         tiers, entry, host_blocks = self._tiers, self._tree.adapters[node], []
         if not self._tree.on_host[node]:
             size = entry.host_size
-            has_room = self._room.make_host_room(size, now) if demand else self._has_room_unasked(size)
+            has_room = self._evictor.make_host_room(size, now) if demand else self._has_room_unasked(size)
             host_blocks = tiers.host.lease(size) if has_room else []
         blocks = tiers.device.lease(int(self._tree.size[node]))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)
@@ -140,15 +140,15 @@ class Swapper:
         self._unread.pop(node, None)
         self._retry_s.pop(node, None)
 
-    def note_landing(self, flight: Flight, error: str | None, now: float) -> None:
+    def note_transfer_end(self, inflight: InflightTransfer, error: str | None, now: float) -> None:
         """A transfer has ended."""
         self.stir()
         if error is not None:
-            self._counters.left(flight.nodes)
-        if flight.transfer.adapter is None:
+            self._counters.left(inflight.nodes)
+        if inflight.transfer.adapter is None:
             return
-        node = flight.nodes[0]
-        if flight.transfer.target is Tier.HOST:
+        node = inflight.nodes[0]
+        if inflight.transfer.target is Tier.HOST:
             self._reads -= 1
             self._read_again_s = -math.inf if error is None else now + _RETRY_S
         if error is not None:
@@ -171,28 +171,28 @@ class Swapper:
         batch: list[int] = []
         refused: dict[float, int] = {}  # by what may be evicted, the least room that could not be made so
         loads = sum(
-            flight.transfer.source is Tier.SOURCE and flight.transfer.target is Tier.DEVICE and not flight.demand
-            for flight in self._tiers.flights.values()
+            inflight.transfer.source is Tier.SOURCE and inflight.transfer.target is Tier.DEVICE and not inflight.demand
+            for inflight in self._tiers.transfers.values()
         )
-        for node in islice(self._prefetch.targets(now), _PREFETCHES_A_TICK):
+        for node in islice(self._prefetch.targets(now), _PREFETCHES_PER_TICK):
             if not is_prefetchable(tree, node) or self._retry_s.get(node, now) > now:
                 continue
-            is_read = tree.kind[node] == Kind.ADAPTER and not tree.on_host[node]
-            if is_read and loads >= _LOADS_UNDER_WAY:
+            is_read = tree.kind[node] == NodeKind.ADAPTER and not tree.on_host[node]
+            if is_read and loads >= _MAX_PREFETCH_LOADS:
                 continue
             size = int(tree.size[node])
             short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf
             if short > 0 and below == -math.inf:
                 break
-            if tree.kind[node] == Kind.KV:
+            if tree.kind[node] == NodeKind.KV:
                 batch.append(node)
                 continue
             if size >= refused.get(below, math.inf):  # room only becomes less meanwhile
                 continue
             self._fetch(batch, now)  # first, as it was named first
             batch = []
-            if self._room.make(0, size, now, below):
+            if self._evictor.make(0, size, now, below):
                 self._note(self.load(node, now, demand=False), now)
                 loads += is_read
             else:
@@ -201,18 +201,18 @@ class Swapper:
 
     def _fetch(self, batch: list[int], now: float) -> None:
         """Begin to bring KV to the device, some blocks to a transfer."""
-        for begin in range(0, len(batch), KV_A_FLIGHT):
-            nodes = batch[begin : begin + KV_A_FLIGHT]
+        for begin in range(0, len(batch), KV_BLOCKS_PER_TRANSFER):
+            nodes = batch[begin : begin + KV_BLOCKS_PER_TRANSFER]
             blocks = self._tiers.device.lease(len(nodes))
             self._note(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
 
-    def _note(self, flight: Flight, now: float) -> None:
-        for node in flight.nodes:
+    def _note(self, inflight: InflightTransfer, now: float) -> None:
+        for node in inflight.nodes:
             self._prefetch.fetched(node, now)
             self._counters.prefetched(node)
 
     def _read_ahead(self, now: float) -> None:
-        while self._reads < _READS_UNDER_WAY and (node := self._next_unread(now)) is not None:
+        while self._reads < _MAX_HOST_READS and (node := self._next_unread(now)) is not None:
             del self._unread[node]
             self._reads += 1
             blocks = self._tiers.host.lease(self._tree.adapters[node].host_size)

@@ -13,8 +13,15 @@ import numpy as np
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
-from lorikeet.memory.flights import KV_A_FLIGHT, BlockCounts, Flight, HostCounts, Landing, RouteTotals
-from lorikeet.memory.tree import NO_BLOCK, NO_NODE, Kind, Moving, Tree
+from lorikeet.memory.transfers import (
+    KV_BLOCKS_PER_TRANSFER,
+    BlockCounts,
+    HostCounts,
+    InflightTransfer,
+    RouteTotals,
+    TransferResult,
+)
+from lorikeet.memory.tree import NO_BLOCK, NO_NODE, DependencyTree, NodeKind, NodeTransfer
 
 
 class Tiers:
@@ -26,28 +33,28 @@ class Tiers:
         dependent: whether KV may be on the device only below KV that is there.
 
     Attributes:
-        flights, flight_of: transfers under way by id, and by node.
+        transfers, transfer_of: transfers under way by id, and by node.
         totals: what went so far, by source and target.
         used_blocks: device blocks leased by kind, on their way in or out too.
         cached_blocks: those of nodes that rest there and that nobody needs there.
-        leaving_blocks: those of KV that are free when transfers to the host have ended, if nobody needs them again.
+        blocks_being_freed: those of KV that are free when transfers to the host have ended, if nobody needs them again.
         resident_adapters: on the device or on their way to it.
     """
 
-    def __init__(self, tree: Tree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
+    def __init__(self, tree: DependencyTree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
         self.tree = tree
         self.device = device
         self.host = host
-        self.flights: dict[int, Flight] = {}
+        self.transfers: dict[int, InflightTransfer] = {}
         self.totals: dict[tuple[Tier, Tier], RouteTotals] = {}
-        self.leaving_blocks = 0
-        self.used_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
-        self.cached_blocks = {Kind.KV: 0, Kind.ADAPTER: 0}
+        self.blocks_being_freed = 0
+        self.used_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
+        self.cached_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
         self.resident_adapters = 0
         self._dependent = dependent
-        self.flight_of: dict[int, Flight] = {}
-        self._begun: list[Flight] = []
-        self._storing: Flight | None = None
+        self.transfer_of: dict[int, InflightTransfer] = {}
+        self._begun: list[InflightTransfer] = []
+        self._storing: InflightTransfer | None = None
         self._urgent: list[int] = []
         self._ids = count()
         self._kv = self._adapter = self._inflight = self._host_kv = self._host_adapter = self._host_inflight = 0
@@ -56,7 +63,7 @@ class Tiers:
 
     def counts(self) -> BlockCounts:
         """Return the number of device blocks in each state."""
-        cached = self.cached_blocks[Kind.KV] + self.cached_blocks[Kind.ADAPTER]
+        cached = self.cached_blocks[NodeKind.KV] + self.cached_blocks[NodeKind.ADAPTER]
         return BlockCounts(self.device.free, cached, self._kv, self._adapter, self._inflight)
 
     def host_counts(self) -> HostCounts:
@@ -66,14 +73,14 @@ class Tiers:
     def lease_private(self, blocks: int) -> list[BlockId]:
         """Lease device blocks for KV that no node stands for yet."""
         self._kv += blocks
-        self.used_blocks[Kind.KV] += blocks
+        self.used_blocks[NodeKind.KV] += blocks
         return self.device.lease(blocks)
 
     def release_private(self, blocks: Sequence[BlockId]) -> None:
         """Give such blocks back."""
         self.device.release(blocks)
         self._kv -= len(blocks)
-        self.used_blocks[Kind.KV] -= len(blocks)
+        self.used_blocks[NodeKind.KV] -= len(blocks)
 
     def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
         """Let nodes of KV, which nobody needs yet, stand for leased blocks."""
@@ -82,7 +89,7 @@ class Tiers:
         tree.on_device[at] = True
         np.add.at(tree.children_on_device, tree.parent[at], 1)
         self._kv -= len(nodes)
-        self.cached_blocks[Kind.KV] += len(nodes)
+        self.cached_blocks[NodeKind.KV] += len(nodes)
 
     def device_blocks(self, path: Sequence[int]) -> list[BlockId]:
         """Return the device blocks of KV that is there or on its way.
@@ -111,13 +118,13 @@ class Tiers:
         tree.pins[index] += change
         tree.touched[index] += 1
         turned = index[before == (0 if change > 0 else 1)]
-        still = turned[tree.on_device[turned] & (tree.moving[turned] != Moving.OUT)]
-        others = still[tree.kind[still] != Kind.KV]
+        still = turned[tree.on_device[turned] & (tree.moving[turned] != NodeTransfer.OUT)]
+        others = still[tree.kind[still] != NodeKind.KV]
         kv, adapter = (len(still) - len(others)) * change, sum(tree.size[others].tolist()) * change
         self._kv += kv
         self._adapter += adapter
-        self.cached_blocks[Kind.KV] -= kv
-        self.cached_blocks[Kind.ADAPTER] -= adapter
+        self.cached_blocks[NodeKind.KV] -= kv
+        self.cached_blocks[NodeKind.ADAPTER] -= adapter
 
     def copy_s(self, source: Tier, target: Tier, blocks: int) -> float:
         """Return what moving so many blocks should take, by what such transfers took so far; 0 before the first."""
@@ -135,7 +142,7 @@ class Tiers:
         *,
         demand: bool,
         order: Order = AS_THEY_LIE,
-    ) -> Flight:
+    ) -> InflightTransfer:
         """Begin to bring an adapter to the device: from the host if it is there, else from its source.
 
         Args:
@@ -152,15 +159,17 @@ class Tiers:
         if not from_host:
             entry.host_blocks = tuple(host_blocks)
             self._host_inflight += len(host_blocks)
-        tree.moving[node] = Moving.IN
+        tree.moving[node] = NodeTransfer.IN
         self._inflight += len(device_blocks)
-        self.used_blocks[Kind.ADAPTER] += len(device_blocks)
+        self.used_blocks[NodeKind.ADAPTER] += len(device_blocks)
         self.resident_adapters += 1
         source, blocks = Tier.HOST if from_host else Tier.SOURCE, entry.device_blocks[: entry.host_size]
         transfer = Transfer(next(self._ids), source, Tier.DEVICE, entry.host_blocks, blocks, entry.ref, demand, *order)
         return self._begin(transfer, (node,), now)
 
-    def fetch_kv(self, nodes: Sequence[int], device_blocks: Sequence[BlockId], now: float, *, demand: bool) -> Flight:
+    def fetch_kv(
+        self, nodes: Sequence[int], device_blocks: Sequence[BlockId], now: float, *, demand: bool
+    ) -> InflightTransfer:
         """Begin to bring KV from the host to the device.
 
         Args:
@@ -172,10 +181,10 @@ class Tiers:
         tree = self.tree
         for node, block in zip(nodes, device_blocks, strict=True):
             tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
-            tree.moving[node] = Moving.IN
+            tree.moving[node] = NodeTransfer.IN
             tree.children_on_device[tree.parent[node]] += 1
         self._inflight += len(nodes)
-        self.used_blocks[Kind.KV] += len(nodes)
+        self.used_blocks[NodeKind.KV] += len(nodes)
         return self._begin(Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, demand=demand), nodes, now)
 
     def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> None:
@@ -190,26 +199,26 @@ class Tiers:
         """
         tree, at, pinned = self.tree, np.asarray(nodes, np.int64), int(np.count_nonzero(self.tree.pins[nodes]))
         self._kv -= pinned
-        self.cached_blocks[Kind.KV] -= len(nodes) - pinned
-        self.leaving_blocks += len(nodes)
+        self.cached_blocks[NodeKind.KV] -= len(nodes) - pinned
+        self.blocks_being_freed += len(nodes)
         self._inflight += len(nodes)
         self._host_inflight += len(nodes)
         np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that what is above can follow at once
-        tree.moving[at] = Moving.OUT
+        tree.moving[at] = NodeTransfer.OUT
         tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
         while nodes:
-            if self._storing is None or len(self._storing.nodes) == KV_A_FLIGHT:
+            if self._storing is None or len(self._storing.nodes) == KV_BLOCKS_PER_TRANSFER:
                 self._storing = self._begin(Transfer(next(self._ids), Tier.DEVICE, Tier.HOST), (), now)
-            room = KV_A_FLIGHT - len(self._storing.nodes)
+            room = KV_BLOCKS_PER_TRANSFER - len(self._storing.nodes)
             self._join(self._storing, nodes[:room])
             nodes = nodes[room:]
 
-    def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> Flight:
+    def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> InflightTransfer:
         """Begin to read an adapter's source into the host tier; nobody waits for it."""
         entry = self.tree.adapters[node]
         entry.host_blocks = tuple(host_blocks)
         self._host_inflight += len(host_blocks)
-        self.tree.moving[node] = Moving.READ
+        self.tree.moving[node] = NodeTransfer.READ
         transfer = Transfer(next(self._ids), Tier.SOURCE, Tier.HOST, entry.host_blocks, adapter=entry.ref, demand=False)
         return self._begin(transfer, (node,), now)
 
@@ -234,8 +243,8 @@ class Tiers:
         np.subtract.at(tree.children_on_device, tree.parent[at], 1)
         tree.device[at], tree.on_device[at] = NO_BLOCK, False
         tree.touched[at] += 1
-        self.used_blocks[Kind.KV] -= len(nodes)
-        self.cached_blocks[Kind.KV] -= len(nodes)
+        self.used_blocks[NodeKind.KV] -= len(nodes)
+        self.cached_blocks[NodeKind.KV] -= len(nodes)
 
     def drop_adapter_from_host(self, node: int) -> None:
         """Free a resting adapter's host blocks."""
@@ -251,17 +260,17 @@ class Tiers:
         self._host_kv -= len(nodes)
         self.tree.host[nodes], self.tree.on_host[nodes] = NO_BLOCK, False
 
-    def want(self, nodes: Iterable[int]) -> list[Flight]:
+    def want(self, nodes: Iterable[int]) -> list[InflightTransfer]:
         """Return the transfers to the device that ``nodes`` are part of; somebody waits for them from now on."""
         flights = {}
         for node in nodes:
-            flight = self.flight_of.get(node)
-            if flight is None or (flight.transfer.target is Tier.HOST and flight.transfer.source is Tier.DEVICE):
+            inflight = self.transfer_of.get(node)
+            if inflight is None or (inflight.transfer.target is Tier.HOST and inflight.transfer.source is Tier.DEVICE):
                 continue
-            flights[flight.transfer.transfer_id] = flight
-            if not flight.demand:
-                flight.demand = True
-                self._urgent.append(flight.transfer.transfer_id)
+            flights[inflight.transfer.transfer_id] = inflight
+            if not inflight.demand:
+                inflight.demand = True
+                self._urgent.append(inflight.transfer.transfer_id)
         return list(flights.values())
 
     def take_begun(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
@@ -270,88 +279,90 @@ class Tiers:
         From now on it is settled which nodes of KV are part of a transfer.
         """
         replaced = msgspec.structs.replace
-        for flight in self._begun:
-            flight.transfer = replaced(flight.transfer, demand=flight.demand)
-            if flight.transfer.adapter is None:
-                host, device = self.host_blocks(list(flight.nodes)), self.device_blocks(list(flight.nodes))
-                flight.transfer = replaced(flight.transfer, host_blocks=tuple(host), device_blocks=tuple(device))
-        begun = tuple(flight.transfer for flight in self._begun)
+        for inflight in self._begun:
+            inflight.transfer = replaced(inflight.transfer, demand=inflight.demand)
+            if inflight.transfer.adapter is None:
+                host, device = self.host_blocks(list(inflight.nodes)), self.device_blocks(list(inflight.nodes))
+                inflight.transfer = replaced(inflight.transfer, host_blocks=tuple(host), device_blocks=tuple(device))
+        begun = tuple(inflight.transfer for inflight in self._begun)
         new = {transfer.transfer_id for transfer in begun}
-        urgent = tuple(i for i in self._urgent if i in self.flights and i not in new)
+        urgent = tuple(i for i in self._urgent if i in self.transfers and i not in new)
         self._begun, self._urgent, self._storing = [], [], None
         return begun, urgent
 
-    def land(self, done: TransferDone) -> Landing:
+    def finish(self, done: TransferDone) -> TransferResult:
         """Take the end of a transfer in.
 
         Raises:
             BlockError: it was not under way.
         """
-        flight = self.flights.pop(done.transfer_id, None)
-        if flight is None:
+        inflight = self.transfers.pop(done.transfer_id, None)
+        if inflight is None:
             raise BlockError(f"transfer {done.transfer_id} was not under way")
-        transfer = flight.transfer
+        transfer = inflight.transfer
         blocks = len(transfer.device_blocks or transfer.host_blocks)
         self.totals.setdefault((transfer.source, transfer.target), RouteTotals()).note(blocks, done)
-        landing = Landing(flight, done.error)
-        for node in flight.nodes:
-            del self.flight_of[node]
-            moving, self.tree.moving[node] = int(self.tree.moving[node]), Moving.NO
+        result = TransferResult(inflight, done.error)
+        for node in inflight.nodes:
+            del self.transfer_of[node]
+            moving, self.tree.moving[node] = int(self.tree.moving[node]), NodeTransfer.NO
             self.tree.touched[node] += 1
             match moving:
-                case Moving.IN:
-                    self._land_in(node, landing)
-                case Moving.OUT:
-                    self._land_out(node, landing)
-                case Moving.READ:
-                    self._land_host_adapter(node, landing.error)
-                case Moving.NO:
+                case NodeTransfer.IN:
+                    self._finish_in(node, result)
+                case NodeTransfer.OUT:
+                    self._finish_out(node, result)
+                case NodeTransfer.READ:
+                    self._finish_host_adapter(node, result.error)
+                case NodeTransfer.NO:
                     raise BlockError(f"node {node} of transfer {done.transfer_id} was at rest")
-        return landing
+        return result
 
     # --- the inside ----------------------------------------------------------------------------------
 
-    def _begin(self, transfer: Transfer, nodes: Sequence[int], now: float) -> Flight:
-        flight = self.flights[transfer.transfer_id] = Flight(transfer, (), now, transfer.demand)
-        self._begun.append(flight)
-        self._join(flight, nodes)
-        return flight
+    def _begin(self, transfer: Transfer, nodes: Sequence[int], now: float) -> InflightTransfer:
+        inflight = self.transfers[transfer.transfer_id] = InflightTransfer(transfer, (), now, transfer.demand)
+        self._begun.append(inflight)
+        self._join(inflight, nodes)
+        return inflight
 
-    def _join(self, flight: Flight, nodes: Sequence[int]) -> None:
-        flight.nodes += tuple(nodes)
+    def _join(self, inflight: InflightTransfer, nodes: Sequence[int]) -> None:
+        inflight.nodes += tuple(nodes)
         for node in nodes:
-            self.flight_of[node] = flight
+            self.transfer_of[node] = inflight
             self.tree.touched[node] += 1
 
-    def _land_in(self, node: int, landing: Landing) -> None:
+    def _finish_in(self, node: int, result: TransferResult) -> None:
         tree = self.tree
         self._inflight -= int(tree.size[node])
-        if tree.kind[node] == Kind.ADAPTER and landing.flight.transfer.source is Tier.SOURCE:
-            self._land_host_adapter(node, landing.error)
+        if tree.kind[node] == NodeKind.ADAPTER and result.inflight.transfer.source is Tier.SOURCE:
+            self._finish_host_adapter(node, result.error)
         parent = int(tree.parent[node])
         # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
-        belongs = not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == Moving.IN
+        belongs = (
+            not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN
+        )
         self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
-        if landing.error is None and belongs:
+        if result.error is None and belongs:
             tree.on_device[node] = True
             self._count(node, 1)
-            landing.came.append(node)
+            result.came.append(node)
             return
-        if tree.kind[node] == Kind.ADAPTER:
+        if tree.kind[node] == NodeKind.ADAPTER:
             self.resident_adapters -= 1
         else:
             tree.children_on_device[tree.parent[node]] -= 1
         self._free_device(node)
-        if tree.kind[node] == Kind.KV and landing.error is not None:
+        if tree.kind[node] == NodeKind.KV and result.error is not None:
             self.drop_kv_from_host([node])  # what could not be copied is not trusted again
 
-    def _land_out(self, node: int, landing: Landing) -> None:
+    def _finish_out(self, node: int, result: TransferResult) -> None:
         tree = self.tree
         self._inflight -= 1
-        self.leaving_blocks -= 1
+        self.blocks_being_freed -= 1
         self._host_inflight -= 1
-        self.used_blocks[Kind.KV] -= 1
-        if landing.error is None:
+        self.used_blocks[NodeKind.KV] -= 1
+        if result.error is None:
             tree.on_host[node] = True
             self._host_kv += 1
         else:
@@ -359,13 +370,13 @@ class Tiers:
             tree.host[node] = NO_BLOCK
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
             self._count(node, 1)  # it was needed again meanwhile, or what depends on it was
-            landing.came.append(node)
+            result.came.append(node)
             tree.children_on_device[tree.parent[node]] += 1
         else:
             self._free_device(node)
             tree.on_device[node] = False
 
-    def _land_host_adapter(self, node: int, error: str | None) -> None:
+    def _finish_host_adapter(self, node: int, error: str | None) -> None:
         entry = self.tree.adapters[node]
         if not entry.host_blocks:
             return
@@ -384,7 +395,7 @@ class Tiers:
         self.used_blocks[kind] += blocks
         if not tree.pins[node]:
             self.cached_blocks[kind] += blocks
-        elif kind == Kind.KV:
+        elif kind == NodeKind.KV:
             self._kv += blocks
         else:
             self._adapter += blocks

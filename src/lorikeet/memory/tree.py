@@ -33,7 +33,7 @@ Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
 
 
-class Kind:
+class NodeKind:
     """What a node stands for. Plain numbers, as they are compared with arrays and one by one, very often."""
 
     UNUSED: Final = 0
@@ -43,7 +43,7 @@ class Kind:
     KV: Final = 3
 
 
-class Moving:
+class NodeTransfer:
     """Which transfer a node is part of."""
 
     NO: Final = 0
@@ -56,7 +56,7 @@ class Moving:
 
 
 @dataclass(slots=True)
-class AdapterEntry:
+class AdapterNode:
     """What only adapters have.
 
     Attributes:
@@ -74,11 +74,11 @@ class AdapterEntry:
     retired: bool = False
 
 
-class Tree:
+class DependencyTree:
     """See the module.
 
     Attributes:
-        kind: :class:`Kind` of each node.
+        kind: :class:`NodeKind` of each node.
         parent: the node before it; ``NO_NODE`` for the base and adapters.
         top: the adapter (or the base) that it hangs below; of an adapter, itself.
         depth: 0 for adapters, 1 for their first blocks.
@@ -86,7 +86,7 @@ class Tree:
         device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
         device_generation, host_generation: of those blocks.
         on_device, on_host: whether what it stands for can be read there.
-        moving: its :class:`Moving`.
+        moving: its :class:`NodeTransfer`.
         pins: sequences and transfers that need it where it is.
         children: nodes below it.
         children_on_device: those of them on the device, or on their way to it.
@@ -98,7 +98,7 @@ class Tree:
     """
 
     _FIELDS = (
-        ("kind", np.int8, Kind.UNUSED),
+        ("kind", np.int8, NodeKind.UNUSED),
         ("parent", np.int32, NO_NODE),
         ("top", np.int32, NO_NODE),
         ("depth", np.int32, 0),
@@ -109,7 +109,7 @@ class Tree:
         ("host_generation", np.int32, 0),
         ("on_device", np.bool_, False),
         ("on_host", np.bool_, False),
-        ("moving", np.int8, Moving.NO),
+        ("moving", np.int8, NodeTransfer.NO),
         ("pins", np.int32, 0),
         ("children", np.int32, 0),
         ("children_on_device", np.int32, 0),
@@ -142,12 +142,12 @@ class Tree:
     def __init__(self) -> None:
         for name, dtype, empty in self._FIELDS:
             setattr(self, name, np.full(_FIRST_NODES, empty, dtype))
-        self.adapters: dict[int, AdapterEntry] = {}
+        self.adapters: dict[int, AdapterNode] = {}
         self._by_digest: dict[AdapterDigest | None, int] = {None: BASE}
         self._by_key: dict[bytes, int] = {}
         self._keys: list[bytes] = [b""] * _FIRST_NODES
         self._free = array("i", range(_FIRST_NODES - 1, BASE, -1))
-        self.kind[BASE], self.top[BASE], self.on_device[BASE] = Kind.BASE, BASE, True
+        self.kind[BASE], self.top[BASE], self.on_device[BASE] = NodeKind.BASE, BASE, True
         self._end = BASE + 1
 
     # --- looking -------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Tree:
 
     def adapters_on_device(self) -> list[int]:
         """Return the adapters whose weights are on the device; few of all that are known."""
-        return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == Kind.ADAPTER)).tolist()
+        return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
     def find(self, key: bytes) -> int | None:
         """Return the node of KV with this key, wherever its bytes are, if anywhere."""
@@ -183,7 +183,7 @@ class Tree:
                 break
             path.append(node)
         if path:
-            there = self.on_device[path] | self.on_host[path] | (self.moving[path] == Moving.IN)
+            there = self.on_device[path] | self.on_host[path] | (self.moving[path] == NodeTransfer.IN)
             if not there.all():
                 del path[int(np.argmin(there)) :]
         return path
@@ -199,7 +199,7 @@ class Tree:
 
     def below(self, node: int) -> Iterator[int]:
         """Yield all nodes below an adapter or the base, parents before children."""
-        mine = np.flatnonzero((self.top[: self._end] == node) & (self.kind[: self._end] == Kind.KV))
+        mine = np.flatnonzero((self.top[: self._end] == node) & (self.kind[: self._end] == NodeKind.KV))
         yield from mine[np.argsort(self.depth[mine], kind="stable")].tolist()
 
     # --- growing and shrinking -----------------------------------------------------------------------
@@ -207,8 +207,8 @@ class Tree:
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
         """Add a version that is on no tier yet."""
         (node,) = self._new(1)
-        self.kind[node], self.top[node], self.size[node] = Kind.ADAPTER, node, device_size
-        self.adapters[node] = AdapterEntry(ref, host_size)
+        self.kind[node], self.top[node], self.size[node] = NodeKind.ADAPTER, node, device_size
+        self.adapters[node] = AdapterNode(ref, host_size)
         self._by_digest[ref.digest] = node
         return node
 
@@ -234,7 +234,7 @@ class Tree:
         parents = np.empty_like(at)
         parents[1:] = at[:-1]
         parents[firsts] = above
-        self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = Kind.KV, 1, 1.0, now
+        self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = NodeKind.KV, 1, 1.0, now
         self.parent[at], self.top[at] = parents, np.repeat(self.top[above], counts)
         self.depth[at] = np.arange(1, len(at) + 1) + np.repeat(self.depth[above] - firsts, counts)
         np.add.at(self.children, parents, 1)

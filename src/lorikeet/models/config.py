@@ -1,13 +1,240 @@
-"""What a checkpoint's ``config.json`` says, in Lorikeet's words. Free of torch, so that the API process can read it."""
+"""Reads a checkpoint's JSON files: model configuration, RoPE scaling and end-of-sequence tokens.
 
+Every value is checked as it is read; an error names the file and the key. Imports no torch, so the API process can use it.
+"""
+
+import json
+import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.models.checkpoint import ModelConfigError, Settings, read_eos_token_ids, read_settings
-from lorikeet.models.rope import RopeScaling, read_rope
+
+
+class ModelConfigError(ValueError):
+    """A checkpoint cannot be served; the message names file and key, and the reason."""
+
+
+class JsonSection:
+    """A JSON object whose values are checked as they are read. A key that is null counts as missing."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def error(self, key: str, problem: str) -> ModelConfigError:
+        """Return an error about ``key``, to be raised."""
+        return ModelConfigError(f"{self._where}: {key}: {problem}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the raw value; here null is not missing."""
+        return self._values.get(key, default)
+
+    def section(self, key: str) -> "JsonSection | None":
+        """Return the object under ``key``, None if missing.
+
+        Raises:
+            ModelConfigError: it is not an object.
+        """
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, not {value!r}")
+        return JsonSection(value, f"{self._where}: {key}")
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """Return an integer from ``least`` on (a whole float counts).
+
+        Raises:
+            ModelConfigError: another value, or missing without a default.
+        """
+        number = self.number(key, default)
+        if number < least or number != int(number):
+            raise self.error(key, f"must be an integer from {least} on, not {number!r}")
+        return int(number)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number.
+
+        Raises:
+            ModelConfigError: another value, or missing without a default.
+        """
+        value = self._values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, not {value!r}")
+        return value
+
+    def string(self, key: str, default: str) -> str:
+        """Return a string.
+
+        Raises:
+            ModelConfigError: another value.
+        """
+        value = self._values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, not {value!r}")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false.
+
+        Raises:
+            ModelConfigError: another value.
+        """
+        value = self._values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, not {value!r}")
+        return value
+
+
+def read_json_section(path: Path) -> JsonSection:
+    """Read a JSON object.
+
+    Raises:
+        ModelConfigError: the file is missing or is not a JSON object.
+    """
+    return JsonSection(read_json_object(path), str(path))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object as plain values; errors as of ``read_json_section``."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelConfigError(f"{path}: must hold a JSON object")
+    return values
+
+
+def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of ``generation_config.json``, else those of ``config.json``.
+
+    Raises:
+        ModelConfigError: they are not token ids.
+    """
+    generation = folder / "generation_config.json"
+    sources = [read_json_section(generation)] if generation.is_file() else []
+    for source in [*sources, settings]:
+        named = source.get("eos_token_id")
+        if named is None:
+            continue
+        ids = named if isinstance(named, list) else [named]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise source.error("eos_token_id", f"must be token ids, not {named!r}")
+        return tuple(ids)
+    return ()
+
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """Base and scaling of the rotary embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        kind: one of ``SCALINGS``.
+        factor: how many times longer sequences may become.
+        original_tokens: context before scaling (llama3, yarn).
+        low_freq_factor, high_freq_factor: band that llama3 blends between scaled and unscaled.
+        beta_fast, beta_slow: rotations over the original context between which yarn blends.
+        truncate: yarn rounds that band outwards to whole dimensions.
+        attention_factor: multiplies cos and sin (yarn).
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
+    """Return the rotary embedding and the context in tokens that a ``config.json`` asks for.
+
+    Understands ``rope_theta`` beside ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
+
+    Raises:
+        ModelConfigError: a kind of scaling that is not supported, one of its values is missing, or two places say
+            different things.
+    """
+    sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
+    if (partial := settings.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise settings.error("partial_rotary_factor", f"only 1.0 is supported, not {partial:g}")
+    thetas = (section.get("rope_theta") for section in sections.values() if section is not None)
+    theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
+    found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
+    if len(found) > 1 and found[0] != found[1]:
+        raise settings.error("rope_scaling", "says something else than rope_parameters; remove one of them")
+    return found[0] if found else (RopeScaling(theta), _context(settings))
+
+
+def _context(settings: JsonSection) -> int:
+    return settings.integer("max_position_embeddings", 2048)
+
+
+def _read_section(settings: JsonSection, name: str, section: JsonSection, base: float) -> tuple[RopeScaling, int]:
+    """See ``read_rope``; ``base`` is what holds if the section names none."""
+    context = _context(settings)
+    if any(isinstance(value, dict) for value in settings.get(name).values()):
+        raise settings.error(name, "embeddings of their own for some layers are not supported")
+    theta = section.number("rope_theta", base)
+    kind = section.string("rope_type", section.string("type", "default"))
+    if kind not in SCALINGS:
+        raise settings.error(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.error("partial_rotary_factor", "only 1.0 is supported")
+    if kind == "default":
+        return RopeScaling(theta), context
+    factor = section.number("factor")
+    if kind == "linear":
+        return RopeScaling(theta, kind, factor), context
+    beside = settings.integer("original_max_position_embeddings", context)
+    original = section.integer("original_max_position_embeddings", beside)
+    if settings.get("original_max_position_embeddings") is not None and beside != original:
+        raise settings.error("original_max_position_embeddings", f"is {beside} here and {original} in {name}")
+    if kind == "llama3":
+        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        return RopeScaling(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high), context
+    scaling = RopeScaling(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.flag("truncate", default=True),
+        attention_factor=_yarn_attention_factor(section, factor),
+    )
+    # Checkpoints that are to be stretched keep their old length in max_position_embeddings.
+    return scaling, max(context, round(original * factor))
+
+
+def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
+    """Return what cos and sin are multiplied by: named, or from the paper's 0.1 ln(factor) + 1."""
+    if section.get("attention_factor") is not None:
+        return section.number("attention_factor")
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
+    return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
+
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Llama 2 and 3 and SmolLM2 share the first."""
@@ -138,7 +365,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         ModelConfigError: a file is missing or broken, or the model needs what Lorikeet lacks; names file and key.
     """
-    settings = read_settings(folder / "config.json")
+    settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
     for key in ("quantization_config", "compression_config"):
         if settings.get(key) is not None:
@@ -178,14 +405,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     )
 
 
-def _architecture(settings: Settings) -> str:
+def _architecture(settings: JsonSection) -> str:
     named = settings.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
         raise settings.error("architectures", f"{named!r} is not one of {', '.join(ARCHITECTURES)}")
     return str(named[0])
 
 
-def _windows(settings: Settings, architecture: str, layers: int) -> tuple[int | None, ...]:
+def _windows(settings: JsonSection, architecture: str, layers: int) -> tuple[int | None, ...]:
     """Mistral: every layer has the window. Qwen: the upper ones do, if it is switched on. Llama: none."""
     if architecture.startswith("Llama"):
         return (None,) * layers

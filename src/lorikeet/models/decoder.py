@@ -1,25 +1,90 @@
-"""One decoder for Llama, SmolLM2, Mistral, Qwen2 and Qwen3: what differs is in the config and the weights.
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) with the scalings of ``rope.SCALINGS``.
 
-It knows nothing of batching, scheduling or sampling; how attention finds its keys is the kernels' business.
+All of it is fp32 in the order of operations that checkpoints were trained with: at position 8,000 one unit in
+the last place of a frequency already turns a head by a thousandth.
 """
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LoraBatch, LoraDelta, LoraTargets, Weight
-from lorikeet.kernels.layers import LayersShape, LayerWeights, fits_one_call
-from lorikeet.models.config import ModelConfig
-from lorikeet.models.parallel import Group, Unsummed
-from lorikeet.models.rotary import Rotary
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    LoraBatch,
+    LoraDelta,
+    LoraTargets,
+    Weight,
+    fits_one_call,
+)
+from lorikeet.models.config import ModelConfig, RopeScaling
+from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
+
+
+class Rotary:
+    """Cos and sin for given positions. Computed for each step, so no table limits the context."""
+
+    def __init__(self, rope: RopeScaling, head_dim: int, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim).repeat(2).to(device)
+        self._factor = rope.attention_factor
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin ``[T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
+        angles = positions[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1:
+            cos, sin = cos * self._factor, sin * self._factor
+        return cos.to(dtype), sin.to(dtype)
+
+
+def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
+    """Return the angle per position, in radians, of each pair of dimensions: fp32 ``[head_dim / 2]``."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+def _llama3(rope: RopeScaling, plain: Tensor) -> Tensor:
+    """Keep short wavelengths, divide long ones by the factor, blend by the rotations in between."""
+    rotations = rope.original_tokens / (2 * math.pi / plain)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * plain / rope.factor + kept * plain
+
+
+def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
+    """Keep the pairs below a band, divide those above by the factor, blend inside (https://arxiv.org/abs/2309.00071).
+
+    The band lies between the pairs that rotate ``beta_fast`` and ``beta_slow`` times over the original context.
+    """
+
+    def pair_of(rotations: float) -> float:
+        return head_dim * math.log(rope.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0.0, 1.0)
+    return plain / rope.factor * (1 - kept) + plain * kept
 
 
 class Decoder:
     """A decoder-only transformer, whole or one tensor-parallel rank of it."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: Group) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup) -> None:
         """Compose a decoder.
 
         Args:
@@ -53,7 +118,7 @@ class Decoder:
         tensor parallelism that is without the sums over them.
         """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
-        cut = Decoder(self._config, weights, self._kernels, Unsummed(self._group))
+        cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group))
         cut._in_one_call = None
         return cut
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The ranks of one replica. Every rank makes the same calls in the same order."""
 
     rank: int
@@ -22,7 +22,7 @@ class Group(Protocol):
         ...
 
 
-class SingleGroup:
+class SingleRankGroup:
     """One rank that holds the whole model."""
 
     rank = 0
@@ -37,14 +37,14 @@ class SingleGroup:
         return tensor
 
 
-class Unsummed:
+class NoReduceGroup:
     """A rank of several that computes its share without the others, to measure it; what comes of that means nothing.
 
     Args:
         group: that it belongs to.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.rank, self.size = group.rank, group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Unsummed:
         return tensor
 
 
-class DistributedGroup:
+class DistributedRankGroup:
     """Ranks in processes of their own, joined by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo", timeout_s: float = 300.0) -> None:

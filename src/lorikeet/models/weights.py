@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
-from lorikeet.kernels.base import Kernels, LoraTarget, LoraTargets, Weight
-from lorikeet.kernels.layers import LayerWeights
+from lorikeet.kernels.base import Kernels, LayerWeights, LoraTarget, LoraTargets, Weight
 
 
 @dataclass(frozen=True)

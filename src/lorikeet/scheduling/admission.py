@@ -5,6 +5,7 @@ in a file of its own in ``policies/``, and has a name in the table there.
 """
 
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,14 +14,14 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
-from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.pace import Pace
+from lorikeet.memory.blocks import WaitReason
+from lorikeet.scheduling.step_times import StepTimeEstimator
 
-Admission = Generator[Request, Wait | None, None]
+Admission = Generator[Request, WaitReason | None, None]
 """Requests to try, one by one; each time what became of it is sent back: None if it was admitted."""
 
 
-class Running(NamedTuple):
+class RunningRequest(NamedTuple):
     """A request that holds blocks.
 
     Attributes:
@@ -34,7 +35,7 @@ class Running(NamedTuple):
     kv_tokens: int
 
 
-class EngineView(Protocol):
+class AdmissionView(Protocol):
     """What an admission policy may ask. Sizes are in tokens of KV: an adapter takes the room of so many."""
 
     @property
@@ -48,7 +49,7 @@ class EngineView(Protocol):
         ...
 
     @property
-    def pace(self) -> Pace:
+    def step_times(self) -> StepTimeEstimator:
         """How long steps take."""
         ...
 
@@ -68,7 +69,7 @@ class EngineView(Protocol):
         """Whether the batching mode lets a request run now that waits."""
         ...
 
-    def running(self) -> Sequence[Running]:
+    def running(self) -> Sequence[RunningRequest]:
         """Return the admitted requests, in the order in which they would keep their room."""
         ...
 
@@ -83,7 +84,7 @@ class AdmissionQueue(ABC):
     due_s = float("inf")
     """When it may decide otherwise though nothing has come or ended; a plan on a virtual clock holds no longer."""
 
-    def __init__(self, view: EngineView) -> None:
+    def __init__(self, view: AdmissionView) -> None:
         self.view = view
 
     @abstractmethod
@@ -142,11 +143,55 @@ class AdmissionQueue(ABC):
         return None
 
 
-def room_for(request: Request, view: EngineView) -> int:
+def tokens_needed(request: Request, view: AdmissionView) -> int:
     """Return the tokens of room that a request needs to be admitted now."""
     adapter = 0 if view.is_resident(request.adapter) else view.adapter_tokens(request.adapter)
     return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter
 
 
-AdmissionPolicy = Callable[[EngineView], AdmissionQueue]
+AdmissionPolicy = Callable[[AdmissionView], AdmissionQueue]
 """What a name in the table of policies stands for."""
+
+
+class OrderedQueue(AdmissionQueue):
+    """By a rank that a request keeps for as long as it lives, so one that was admitted before gets its place again.
+
+    Whoever finds no room ends admission: no later one can starve it. Whoever waits for something else is passed over.
+    """
+
+    def __init__(self, view: AdmissionView) -> None:
+        super().__init__(view)
+        self._waiting: list[Request] = []
+
+    @abstractmethod
+    def rank(self, request: Request) -> Any:
+        """Return its place in the order, the smallest first."""
+
+    def urgency(self, request: Request) -> Any:
+        """Return its rank."""
+        return self.rank(request)
+
+    def add(self, request: Request, now: float) -> None:
+        """Insert by rank; those of equal rank keep the order in which they were added."""
+        insort(self._waiting, request, key=self.rank)
+
+    def remove(self, request: Request, now: float) -> None:
+        """Take it out."""
+        self._waiting.remove(request)
+
+    def admit(self, now: float) -> Admission:
+        """Yield by rank."""
+        for request in tuple(self._waiting):
+            match (yield request):
+                case None:
+                    self._waiting.remove(request)
+                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
+                    return
+
+    def waiting(self) -> Iterable[Request]:
+        """Return them by rank."""
+        return tuple(self._waiting)
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._waiting)

@@ -1,17 +1,12 @@
-"""Makes the plan of each step and takes its result in. Owns the requests of one engine.
-
-Running sequences come first (decodes before prefill chunks, so that a long prompt delays nobody), then
-waiting requests as the admission policy names them. A request is admitted with all the blocks that it needs now, and
-runs as soon as the transfers that it waits for have ended; meanwhile others go on, unless the preset's cold start says
-``block``. When blocks run out and none are on their way to be free, the sequence with the least precedence (the newest,
-unless the policy says otherwise) is suspended, exported and queued again. A request is accepted only if it fits the
-pool alone, so the first can always go on, if need be after giving way once to itself: no load can deadlock the pool.
-"""
+"""What becomes of the KV of a sequence that must give its blocks back and will go on later."""
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
 
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -24,24 +19,92 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
-from lorikeet.memory.insertion import Computed
-from lorikeet.memory.leases import SequenceLease, Wait
-from lorikeet.memory.memory import Memory
-from lorikeet.presets import ColdStart, Preset
-from lorikeet.scheduling.admission import AdmissionPolicy
+from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.memory import ComputedTokens, Memory
+from lorikeet.memory.tree import NodeKind, NodeTransfer
+from lorikeet.presets import ColdStart, PreemptedKv, Preset
+from lorikeet.scheduling.admission import AdmissionPolicy, RunningRequest
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
-from lorikeet.scheduling.coldstart.costs import AssistCosts
-from lorikeet.scheduling.draft import Draft, going_on, seal
-from lorikeet.scheduling.gauges import Gauges
-from lorikeet.scheduling.limits import Limits
-from lorikeet.scheduling.outputs import Outputs
-from lorikeet.scheduling.pace import Pace
-from lorikeet.scheduling.preemption import KEEPS_KV
-from lorikeet.scheduling.selection import Selection
-from lorikeet.scheduling.sequence import Sequence
-from lorikeet.scheduling.view import SchedulerView
+from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
+from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
+from lorikeet.scheduling.step_times import StepTimeEstimator
+
+KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
+"""Whether it is kept, by what it would cost: of so many computed tokens."""
+
+
+def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
+    """Keep what the link moves out and in again sooner than steps of its size compute it anew."""
+    blocks, tiers = memory.blocks_for(tokens), memory.tiers
+    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
+    return swap_s <= step_times.step_s(tokens, 0)
+
+
+KEEPS_KV: Mapping[PreemptedKv, KeepKvRule] = {
+    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
+    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
+    PreemptedKv.CHEAPER: _swap_is_cheaper,
+}
+
+
+class SchedulerView:
+    """See ``admission.EngineView``.
+
+    Args:
+        memory: of the engine.
+        max_model_len: longest sequence.
+        running: the scheduler's list of them.
+        selection: who may run.
+        step_times: of the steps.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        max_model_len: int,
+        running: Many[Sequence],
+        selection: BatchSelector,
+        step_times: StepTimeEstimator,
+    ) -> None:
+        self._memory = memory
+        self.max_model_len = max_model_len
+        self._running = running
+        self._selection = selection
+        self.step_times = step_times
+
+    @property
+    def total_tokens(self) -> int:
+        """Room of the whole pool."""
+        return self._memory.total_blocks * self._memory.block_size
+
+    def free_tokens(self) -> int:
+        """Return the room that could be lent for KV now, if all left that may leave."""
+        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        """Return the room that an adapter takes; 0 for the base model."""
+        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        """Whether it is on the device or on its way there. The base model is."""
+        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
+        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the batching mode lets a request run now that waits."""
+        return self._selection.allows(request.request_id)
+
+    def running(self) -> list[RunningRequest]:
+        """Return the admitted requests, in the order in which they would keep their room."""
+        block_size = self._memory.block_size
+        return [
+            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
+            for s in self._running
+            if s.lease
+        ]
+
 
 UNDISTURBED_STEPS = 32
 """Most identical decode steps in one plan where nothing can come meanwhile, or what comes ends it."""
@@ -67,7 +130,7 @@ class Scheduler:
         self,
         memory: Memory,
         admission: AdmissionPolicy,
-        limits: Limits,
+        limits: SchedulerLimits,
         preset: Preset,
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
@@ -77,14 +140,16 @@ class Scheduler:
         self._preset = preset
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
-        self._pace = Pace()
-        self.selection = Selection(batching, limits, preset.kernel_form, memory, self._sequences, self._pace, assist)
-        view = SchedulerView(memory, limits.max_model_len, self._running, self.selection, self._pace)
+        self._step_times = StepTimeEstimator()
+        self.selection = BatchSelector(
+            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist
+        )
+        view = SchedulerView(memory, limits.max_model_len, self._running, self.selection, self._step_times)
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._under_way: tuple[StepPlan, StepResult] | None = None
-        self._outputs = Outputs()
+        self._outputs = OutputCollector()
         self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
 
     # --- requests ------------------------------------------------------------------------------------
@@ -134,9 +199,9 @@ class Scheduler:
         """Whether there is any request."""
         return bool(self._sequences)
 
-    def gauges(self) -> Gauges:
+    def gauges(self) -> SchedulerStats:
         """Return how many requests are in which state."""
-        return Gauges.of(self._running, len(self._sequences))
+        return SchedulerStats.of(self._running, len(self._sequences))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return tokens and events since the last call."""
@@ -174,7 +239,7 @@ class Scheduler:
             now: the time.
             until_s: on a virtual clock, until when nothing new arrives; see ``Engine.step``.
         """
-        draft = Draft(self._limits.max_num_batched_tokens)
+        draft = PlanBuilder(self._limits.max_num_batched_tokens)
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
         self.selection.choose(self.queue.urgency)
@@ -189,19 +254,23 @@ class Scheduler:
             draft.tokens.clear()  # everybody waits
         self.selection.place_cold(draft)
         limits, merged, form = self._limits, self.selection.merged_for(draft), self._preset.kernel_form
-        overlaps = limits.overlaps and limits.num_scheduler_steps > 1 and form.fits_graphs(merged) and until_s is None
+        async_scheduling = (
+            limits.async_scheduling and limits.num_scheduler_steps > 1 and form.fits_graphs(merged) and until_s is None
+        )
         # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
-        is_undisturbed = until_s is not None or (overlaps and not len(self.queue))
-        repeat = self._repeat(draft, now, overlaps=overlaps, is_undisturbed=is_undisturbed)
+        is_undisturbed = until_s is not None or (async_scheduling and not len(self.queue))
+        repeat = self._repeat(draft, now, async_scheduling=async_scheduling, is_undisturbed=is_undisturbed)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
         limit_s = due_s - now if is_undisturbed else limits.multi_step_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
-        plan = seal(draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlaps and repeat > 1)
+        plan = build_plan(
+            draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, async_scheduling and repeat > 1
+        )
         self._steps += not plan.is_empty
         return plan
 
-    def go_on(self, *, further: bool) -> StepPlan | None:
+    def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that runs already, the one to be made next; None if no step does.
 
         Args:
@@ -209,12 +278,12 @@ class Scheduler:
         """
         if self._under_way is None:
             return None
-        plan = going_on(*self._under_way, self._steps, self._sequences, further=further)
+        plan = continue_plan(*self._under_way, self._steps, self._sequences, further=further)
         self._under_way = None
         self._steps += plan is not None
         return plan
 
-    def _continue_running(self, draft: Draft, now: float) -> None:
+    def _continue_running(self, draft: PlanBuilder, now: float) -> None:
         able = [s for s in self.selection.allowed(self._running) if s.can_run]
         have_room = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
         for sequence in sorted(able, key=lambda s: s.remaining_tokens > 1):
@@ -222,7 +291,7 @@ class Scheduler:
             if can_go_on and (have_room or self._make_room(sequence, draft, now)):
                 draft.give(sequence)
 
-    def _make_room(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+    def _make_room(self, sequence: Sequence, draft: PlanBuilder, now: float) -> bool:
         """Lease the block that the next token needs, at the expense of whoever has the least precedence if need be."""
         assert sequence.lease is not None
         while not self._memory.try_grow([(sequence.lease, len(sequence.token_ids))], now):
@@ -255,7 +324,7 @@ class Scheduler:
         self.queue.add(request, now)
         return sequence
 
-    def _admit_waiting(self, draft: Draft, now: float) -> None:
+    def _admit_waiting(self, draft: PlanBuilder, now: float) -> None:
         """Try whom the policy names, until it names nobody or the step is full."""
         policy = self.queue.admit(now)
         request = next(policy, None)
@@ -266,7 +335,7 @@ class Scheduler:
                 return
         policy.close()
 
-    def _admit_instead(self, draft: Draft, now: float) -> None:
+    def _admit_instead(self, draft: PlanBuilder, now: float) -> None:
         """If nobody can run, and nothing is on its way that would let somebody, let those give way who may not run."""
         while not (draft.tokens or draft.cold or self._memory.relief_is_coming):
             displaced = self.selection.last_displaced(self._running)
@@ -277,21 +346,21 @@ class Scheduler:
             self.selection.count_untried()
             self._admit_waiting(draft, now)
 
-    def _try_admit(self, sequence: Sequence, draft: Draft, now: float) -> Wait | None:
+    def _try_admit(self, sequence: Sequence, draft: PlanBuilder, now: float) -> WaitReason | None:
         request = sequence.request
         if not self.selection.allows(sequence.request_id):
-            return Wait.SLOT
+            return WaitReason.SLOT
         self.selection.tried()
         if draft.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
-            return Wait.SLOT
+            return WaitReason.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
-        while lease in (Wait.ROOM, Wait.ADAPTER_ROOM) and not self._memory.room_is_coming:
+        while lease in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM) and not self._memory.room_is_coming:
             displaced = self.selection.last_displaced(self._running)
             if displaced is None:
                 break
             self._suspend(displaced, now)
             lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
-        if isinstance(lease, Wait):
+        if isinstance(lease, WaitReason):
             return draft.refused(request.digest, lease)
         if len(self._running) >= self._limits.max_num_seqs:
             displaced = self.selection.last_displaced(self._running)
@@ -308,7 +377,7 @@ class Scheduler:
             draft.give(sequence)
         return None
 
-    def _repeat(self, draft: Draft, now: float, *, overlaps: bool, is_undisturbed: bool) -> int:
+    def _repeat(self, draft: PlanBuilder, now: float, *, async_scheduling: bool, is_undisturbed: bool) -> int:
         """Return for how many identical decode steps the plan can hold, with their blocks leased, if there are so many.
 
         Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat.
@@ -316,7 +385,7 @@ class Scheduler:
         sequences = list(draft.tokens)
         if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
             return 1
-        if self._memory.awaited_transfers and not (is_undisturbed or overlaps):
+        if self._memory.awaited_transfers and not (is_undisturbed or async_scheduling):
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
         steps = min(self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
@@ -337,7 +406,7 @@ class Scheduler:
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
             if not plan.assisted:
-                self._pace.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
+                self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
             self.selection.note(plan, result, step_s)
         computed, ended = [], []
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
@@ -351,7 +420,7 @@ class Scheduler:
             run_tokens = step.start + step.tokens + result.steps_run - 1
             sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
             if self._memory.is_behind(sequence.lease, sequence.computed_tokens) and sequence.lease.is_ready:
-                computed.append(Computed(sequence.lease, sequence.token_ids, sequence.computed_tokens))
+                computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))
             if finish is not None:
                 ended.append((sequence, *finish))
         self._memory.commit(computed, now)
@@ -389,7 +458,7 @@ class Scheduler:
         self.queue.ended(sequence.request, now, goes_on=goes_on)
         if goes_on:
             computed = sequence.computed_tokens if sequence.is_ready else 0
-            keep_kv = keep_kv or KEEPS_KV[self._preset.preempted_kv](self._memory, self._pace, computed)
+            keep_kv = keep_kv or KEEPS_KV[self._preset.preempted_kv](self._memory, self._step_times, computed)
             self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.choices import Range
+from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_report import slo_attainment
 from lorikeet.bench.peak import find_peak, probe_requests
 from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.rates import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import PAPER_RANKS, synthetic_adapters
+from lorikeet.bench.workload import Range
 from lorikeet.cluster.build import OUTPUT_TOKENS, PROMPT_TOKENS
-from lorikeet.cluster.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile, OperatingLoads
 from lorikeet.presets import for_one_replica, resolve_preset
 from lorikeet.simulator.run import simulate
@@ -42,14 +42,14 @@ class OperatingPointError(ValueError):
     """There is no operating point; the message says of which rank and why."""
 
 
-class Lengths(NamedTuple):
+class MeanTokens(NamedTuple):
     """Tokens of every request."""
 
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
 
 
-class Search(msgspec.Struct, frozen=True):
+class OperatingPointSearch(msgspec.Struct, frozen=True):
     """How operating points are searched.
 
     Attributes:
@@ -67,8 +67,8 @@ class Search(msgspec.Struct, frozen=True):
     precision: float = 0.02
 
 
-THOROUGH = Search()
-BRIEF = Search(requests=1000, limits=10.0, precision=0.05)
+THOROUGH = OperatingPointSearch()
+BRIEF = OperatingPointSearch(requests=1000, limits=10.0, precision=0.05)
 """Less exact, for simulations whose profile has no operating points that fit."""
 
 _found: dict[bytes, OperatingLoads] = {}
@@ -83,7 +83,7 @@ def operating_points_for(
     seed: int,
     *,
     engine: EngineSettings | None = None,
-    search: Search = BRIEF,
+    search: OperatingPointSearch = BRIEF,
     show: Show = lambda stage, done, total: None,
 ) -> OperatingPoints:
     """Return the profile's own operating points of exactly this setting, or search them: once in a process.
@@ -122,7 +122,7 @@ def find_operating_loads(
     slo: Slo,
     lengths: tuple[int, int],
     seed: int = 0,
-    search: Search = THOROUGH,
+    search: OperatingPointSearch = THOROUGH,
     show: Show = lambda stage, done, total: None,
 ) -> OperatingLoads:
     """Search for each rank the highest rate of Poisson arrivals at which enough requests meet the SLO.
@@ -153,7 +153,7 @@ def find_operating_loads(
     rates: dict[int, float] = {}
     for rank in sorted(search.ranks):
         start = min(rates.values(), default=_FIRST_RATE)  # a larger rank is hardly ever faster
-        rates[rank] = _peak(_Probe(profile, engine, slo, Lengths(*lengths), seed, search, rank, show), start)
+        rates[rank] = _peak(_Probe(profile, engine, slo, MeanTokens(*lengths), seed, search, rank, show), start)
     return OperatingLoads(
         kernel_form=preset.kernel_form,
         slo=slo,
@@ -167,7 +167,7 @@ def find_operating_loads(
     )
 
 
-def host_room_bytes(geometry: ModelGeometry, search: Search) -> int:
+def host_room_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> int:
     """Return host memory in which all adapters of a search have room, twice: KV may take half of it."""
     (largest,) = synthetic_adapters(1, (max(search.ranks),), geometry)
     return 2 * search.adapters * largest.weight_bytes
@@ -197,9 +197,9 @@ class _Probe(NamedTuple):
     profile: CostProfile
     engine: EngineSettings
     slo: Slo
-    lengths: Lengths
+    lengths: MeanTokens
     seed: int
-    search: Search
+    search: OperatingPointSearch
     rank: int
     show: Show
 

@@ -5,7 +5,7 @@ from html import escape
 
 import numpy as np
 
-from lorikeet.bench.svg import svg_document
+from lorikeet.bench.plots import svg_document
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
 """Pixels: a panel, the space left of it and above, and between panels."""

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.replicas import Modelled
-from lorikeet.cluster.comigration.state import Movable
-from lorikeet.cluster.entries import ReplicaInfo
+from lorikeet.bench.replicas import ModelledReplica
+from lorikeet.cluster.migration.problem import MovableRequest
+from lorikeet.cluster.routing.fleet import ReplicaInfo
 from lorikeet.core.ids import ReplicaId, RequestId
-from lorikeet.core.messages import BringKv, DropAdapter, KnowAdapters, StepOutputs, Submit
+from lorikeet.core.messages import DropAdapter, ImportKv, RegisterAdapters, StepOutputs, Submit
 from lorikeet.core.request import Request
 from lorikeet.engine.process import STATS_EVERY_S
 
@@ -20,11 +20,11 @@ EPOCH = 0
 """Incarnation of every simulated engine: none is ever started again."""
 
 
-Told = Submit | BringKv | KnowAdapters | DropAdapter
+EngineMessage = Submit | ImportKv | RegisterAdapters | DropAdapter
 """What an engine is sent."""
 
 
-class Leaving(NamedTuple):
+class PendingMove(NamedTuple):
     """A request that is to go elsewhere.
 
     Attributes:
@@ -32,7 +32,7 @@ class Leaving(NamedTuple):
         target: where to.
     """
 
-    seen: Movable
+    seen: MovableRequest
     target: ReplicaId
 
 
@@ -55,19 +55,19 @@ class SimulatedReplica:
         busy_s: time of its turns that ran something.
     """
 
-    def __init__(self, replica_id: ReplicaId, made: Modelled, max_batch: int) -> None:
+    def __init__(self, replica_id: ReplicaId, made: ModelledReplica, max_batch: int) -> None:
         self.id = replica_id
         self.engine, self.sizes, self.notes = made.replica
         self._clock = made.clock
         self._executor = made.executor
         self._coalesced = made.coalesced
         self._max_batch = max_batch
-        self._inbox: list[Told] = []
+        self._inbox: list[EngineMessage] = []
         self._stats_due_s = -math.inf
         self._step_s = 0.0
         self.is_turning = False
         self.turn_s = math.inf
-        self.leaving: list[Leaving] = []
+        self.leaving: list[PendingMove] = []
         self.busy_s = 0.0
 
     def info(self) -> ReplicaInfo:
@@ -81,7 +81,7 @@ class SimulatedReplica:
             kv_token_bytes=sizes.block_bytes / sizes.block_size,
         )
 
-    def tell(self, message: Told) -> None:
+    def tell(self, message: EngineMessage) -> None:
         """Send a message. A replica that rests must be given a turn."""
         self._inbox.append(message)
 
@@ -104,10 +104,10 @@ class SimulatedReplica:
             match message:
                 case Submit(request):
                     self.engine.submit(request)
-                case BringKv():
-                    self.engine.bring_kv(message)
-                case KnowAdapters(adapters):
-                    self.engine.know_adapters(adapters)
+                case ImportKv():
+                    self.engine.import_kv(message)
+                case RegisterAdapters(adapters):
+                    self.engine.register_adapters(adapters)
                 case DropAdapter(digest):
                     self.engine.drop_adapter(digest)
         self._inbox.clear()
@@ -148,7 +148,7 @@ class SimulatedReplica:
         self._clock.wait_until(now)
         return self.engine.export_request(request_id)
 
-    def let_go(self, request_id: RequestId, now: float) -> Request | None:
+    def export_with_kv(self, request_id: RequestId, now: float) -> Request | None:
         """Have a request depart with its KV, and return it; None if the engine has not received it yet."""
         self._clock.wait_until(now)
-        return self.engine.let_go(request_id)
+        return self.engine.export_with_kv(request_id)

@@ -1,19 +1,219 @@
-"""Runs a workload through one engine on a virtual clock."""
+"""Runs a workload through one engine on a virtual clock; what a simulated run returns, with the figures of a cluster."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
-from lorikeet.bench.in_process import Run, run_workload
+import msgspec
+
+from lorikeet.bench.in_process import WorkloadRun, run_workload
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.garbage import rarely_searched
+from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import EngineStats
+from lorikeet.core.process_tuning import rare_gc
 from lorikeet.costs.profile import CostProfile
-from lorikeet.simulator.cluster_figures import ClusterFigures
+
+
+class TimeWeightedLevel:
+    """A number that changes over time.
+
+    Args:
+        now: since when it counts.
+
+    Attributes:
+        value: at present.
+        most: largest so far.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.value = self.most = 0
+        self._start_s = self._since_s = now
+        self._area = 0.0
+
+    def add(self, change: int, now: float) -> None:
+        """Change it by so much."""
+        self._area += self.value * (now - self._since_s)
+        self._since_s = now
+        self.value += change
+        self.most = max(self.most, self.value)
+
+    def mean(self, now: float) -> float:
+        """Return its mean over the time until ``now``; its value if no time has passed."""
+        length_s = now - self._start_s
+        return (self._area + self.value * (now - self._since_s)) / length_s if length_s else self.value
+
+
+class ReplicaFigures(msgspec.Struct, frozen=True):
+    """One replica's part. Means are over the time of the run.
+
+    Attributes:
+        replica: which.
+        requests: sent to it, those that left it again included.
+        output_tokens: that it generated.
+        busy_share: of the time.
+        routed_mean, routed_most: adapters that placements sent to it.
+        held_mean, held_most: adapters of which it had a copy.
+        held_bytes_mean, held_bytes_most: weights of those.
+        fetches, fetched_bytes: copies that it got from other replicas.
+        provisions, provided_bytes: copies that it got from adapters' own files.
+    """
+
+    replica: ReplicaId
+    requests: int
+    output_tokens: int
+    busy_share: float
+    routed_mean: float
+    routed_most: int
+    held_mean: float
+    held_most: int
+    held_bytes_mean: float
+    held_bytes_most: int
+    fetches: int
+    fetched_bytes: int
+    provisions: int
+    provided_bytes: int
+
+
+class ClusterFigures(msgspec.Struct, frozen=True):
+    """All replicas.
+
+    Attributes:
+        duration_s: of the run.
+        adapters, adapter_bytes: that there are, and their weights: what each replica would hold under full
+            replication.
+        held_share: mean of ``held_bytes_mean`` over the replicas, as a share of that; None without adapters.
+        placements: made since the start, each of which changed something.
+        fetches, fetched_bytes, provisions, provided_bytes: sums over the replicas.
+        deletes: copies deleted.
+        moves: requests that co-migration took from one replica to another.
+        replicas: one by one.
+    """
+
+    duration_s: float
+    adapters: int
+    adapter_bytes: int
+    held_share: float | None
+    placements: int
+    fetches: int
+    fetched_bytes: int
+    provisions: int
+    provided_bytes: int
+    deletes: int
+    moves: int
+    replicas: tuple[ReplicaFigures, ...]
+
+
+class ReplicaTally:
+    """What is counted of one replica; see :class:`ReplicaFigures`.
+
+    Args:
+        now: start of the run.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.requests = self.output_tokens = 0
+        self.fetches = self.fetched_bytes = self.provisions = self.provided_bytes = 0
+        self.routed, self.held, self.held_bytes = TimeWeightedLevel(now), TimeWeightedLevel(now), TimeWeightedLevel(now)
+
+    def hold(self, copies: int, size_bytes: int, now: float) -> None:
+        """It has so many copies more, of an adapter of that size; -1: one less."""
+        self.held.add(copies, now)
+        self.held_bytes.add(copies * size_bytes, now)
+
+    def figures(self, replica: ReplicaId, busy_s: float, duration_s: float, now: float) -> ReplicaFigures:
+        """Return its figures at the end of the run."""
+        return ReplicaFigures(
+            replica=replica,
+            requests=self.requests,
+            output_tokens=self.output_tokens,
+            busy_share=busy_s / duration_s if duration_s else 0.0,
+            routed_mean=self.routed.mean(now),
+            routed_most=self.routed.most,
+            held_mean=self.held.mean(now),
+            held_most=self.held.most,
+            held_bytes_mean=self.held_bytes.mean(now),
+            held_bytes_most=self.held_bytes.most,
+            fetches=self.fetches,
+            fetched_bytes=self.fetched_bytes,
+            provisions=self.provisions,
+            provided_bytes=self.provided_bytes,
+        )
+
+
+class ClusterTally:
+    """Counts what happens in a simulated cluster.
+
+    Args:
+        replicas: that there are.
+        sizes_bytes: of all adapters' weights.
+        now: start of the run.
+
+    Attributes:
+        of: what is counted of each replica.
+        placements, deletes, moves: see :class:`ClusterFigures`.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaId], sizes_bytes: Mapping[AdapterDigest, int], now: float) -> None:
+        self._start_s = now
+        self._sizes_bytes = sizes_bytes
+        self.of = {replica: ReplicaTally(now) for replica in replicas}
+        self.placements = self.deletes = self.moves = 0
+
+    def routed(self, table: RoutingTable, now: float) -> None:
+        """A placement counts from now on."""
+        there = Counter(replica for _, replica in table.pairs())
+        for replica, tally in self.of.items():
+            tally.routed.add(there[replica] - tally.routed.value, now)
+
+    def seeded(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
+        """A replica has a copy from the start."""
+        self.of[replica].hold(1, self._sizes_bytes[adapter], now)
+
+    def fetched(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
+        """A replica has got a copy from another one."""
+        tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
+        tally.fetches += 1
+        tally.fetched_bytes += size_bytes
+        tally.hold(1, size_bytes, now)
+
+    def provided(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
+        """A replica has got a copy from the adapter's own files."""
+        tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
+        tally.provisions += 1
+        tally.provided_bytes += size_bytes
+        tally.hold(1, size_bytes, now)
+
+    def deleted(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
+        """A replica's copy is gone."""
+        self.deletes += 1
+        self.of[replica].hold(-1, self._sizes_bytes[adapter], now)
+
+    def figures(self, busy_s: Mapping[ReplicaId, float], now: float) -> ClusterFigures:
+        """Return all figures of a run that has ended now, with the time for which each replica was busy."""
+        duration_s, adapter_bytes = now - self._start_s, sum(self._sizes_bytes.values())
+        replicas = tuple(tally.figures(replica, busy_s[replica], duration_s, now) for replica, tally in self.of.items())
+        held_bytes = fmean(each.held_bytes_mean for each in replicas)
+        return ClusterFigures(
+            duration_s=duration_s,
+            adapters=len(self._sizes_bytes),
+            adapter_bytes=adapter_bytes,
+            held_share=held_bytes / adapter_bytes if adapter_bytes else None,
+            placements=self.placements,
+            fetches=sum(each.fetches for each in replicas),
+            fetched_bytes=sum(each.fetched_bytes for each in replicas),
+            provisions=sum(each.provisions for each in replicas),
+            provided_bytes=sum(each.provided_bytes for each in replicas),
+            deletes=self.deletes,
+            moves=self.moves,
+            replicas=replicas,
+        )
 
 
 class Simulated(NamedTuple):
@@ -26,13 +226,13 @@ class Simulated(NamedTuple):
         cluster: what several replicas did; None for one engine alone.
     """
 
-    run: Run
+    run: WorkloadRun
     stats: tuple[EngineStats, ...]
     notes: tuple[str, ...]
     cluster: ClusterFigures | None = None
 
 
-@rarely_searched()
+@rare_gc()
 def simulate(
     settings: Settings,
     profile: CostProfile,

@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.bench.choices import Range, parse_slo
-from lorikeet.bench.rates import Rates
+from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.recipe import Recipe, without_effect
 from lorikeet.bench.synthetic import (
     ATTENTION,
@@ -18,12 +17,12 @@ from lorikeet.bench.synthetic import (
     parse_ranks,
     spread,
 )
-from lorikeet.bench.workload import WorkloadError, WorkloadRequest, read_any
-from lorikeet.cluster.fetch_times import FetchForm
+from lorikeet.bench.workload import Range, WorkloadError, WorkloadRequest, parse_slo, read_any
+from lorikeet.cluster.adapters.copy_times import FetchForm
 from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.slo import Slo
+from lorikeet.core.request import Slo
 
 _WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
 """Settings of an engine that computes: a modelled one takes all of that from its profile."""
@@ -167,7 +166,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the SLO.
 
         Raises:
-            ChoiceError: it cannot be read.
+            OptionError: it cannot be read.
         """
         return parse_slo(self.slo)
 

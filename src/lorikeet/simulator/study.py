@@ -13,18 +13,18 @@ from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
+from lorikeet.core.assist_costs import ASSISTED_MODULES
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.presets import ColdStart, resolve_preset
-from lorikeet.scheduling.coldstart.costs import ASSISTED_MODULES
 from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 
 Show = Callable[[str, int, int], None]
 
 
-class Outcome(NamedTuple):
+class ScenarioResult(NamedTuple):
     """What a simulation found.
 
     Attributes:
@@ -69,7 +69,7 @@ def counters(stats: Sequence[EngineStats]) -> dict[str, int]:
     }
 
 
-def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stage: str = "requests") -> Outcome:
+def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stage: str = "requests") -> ScenarioResult:
     """Simulate a scenario.
 
     Args:
@@ -79,7 +79,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         stage: name for ``show``.
 
     Raises:
-        ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``ChoiceError``,
+        ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``OptionError``,
             ``WorkloadError``, ``ConfigError``, ``ProfileError``, ``OperatingPointError`` and ``UnknownAdapter``; each
             says which).
     """
@@ -99,7 +99,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         on_finished=lambda done: show(stage, done, len(workload)),
     )
     simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_size)))
-    return Outcome(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
+    return ScenarioResult(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
 
 
 def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int) -> list[str]:
@@ -130,7 +130,7 @@ def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
 
 def find_peak_rate(
     scenario: Scenario, show: Show, target: float, start: float, precision: float = 0.05
-) -> tuple[Peak, list[Outcome]]:
+) -> tuple[Peak, list[ScenarioResult]]:
     """Search the highest request rate at which the share ``target`` of the requests meets the SLO.
 
     Every probe begins with the same requests, only closer together or further apart. Where they are made, and no
@@ -143,7 +143,7 @@ def find_peak_rate(
         raise ScenarioError("a peak is one rate: search it with arrivals that have one, and with no points of rates")
     if not (math.isfinite(start) and start > 0):
         raise ScenarioError(f"rate {start:g}: a search begins at a positive one")
-    outcomes: list[Outcome] = []
+    outcomes: list[ScenarioResult] = []
 
     def probe(rate: float) -> float:
         outcomes.append(run_scenario(_long_enough(scenario, rate), show, rate, f"probe at {rate:.3g}/s"))

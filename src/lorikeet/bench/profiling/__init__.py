@@ -1,1 +1,1 @@
-"""Measuring what a machine and a model cost: the hand-driven executor, the sweeps, and the profile they make."""
+"""Measures what a machine and a model cost: drives the executor through sweeps of steps and fits a profile."""

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.fit import fit_line
-from lorikeet.costs.profile import Figure
+from lorikeet.costs.profile import Constant
 from lorikeet.engine.build import assemble
-from lorikeet.engine.executor import EngineSizes, Executor
 from lorikeet.engine.loop import Engine
 
 BATCHES = 4
@@ -54,7 +54,7 @@ class _Timed:
 
 def measure_loop(
     executor: Executor, sizes: EngineSizes, settings: Settings, tokens: int, tick: Callable[[], None]
-) -> tuple[Figure, Figure]:
+) -> tuple[Constant, Constant]:
     """Run closed batches of several sizes and return the loop's time, fixed and for each sequence.
 
     Args:
@@ -66,7 +66,7 @@ def measure_loop(
     """
     timed = _Timed(executor)
     # Of plans whose steps are done on return: what the loop does while the next one runs takes no time.
-    engine = assemble(settings, timed, sizes._replace(overlaps=False), MonotonicClock()).engine
+    engine = assemble(settings, timed, sizes._replace(async_scheduling=False), MonotonicClock()).engine
     most = settings.engine.max_num_seqs
     counts = [max(1, most * i // (BATCHES - 1)) for i in range(BATCHES)]
     samples = []

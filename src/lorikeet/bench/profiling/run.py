@@ -1,6 +1,6 @@
-"""``lorikeet profile``: measure everything, fit, and return one profile."""
+"""Measures everything for ``lorikeet profile``, fits the models, and returns one profile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,27 +10,83 @@ from pathlib import Path
 import msgspec
 import torch
 
-from lorikeet.bench.ceilings import model_cost
-from lorikeet.bench.limits import LimitMeter, MachineLimits, median_limits
-from lorikeet.bench.machine import cpu_model
-from lorikeet.bench.profiling.adapters import MODULES, RANKS, adapter_bytes, random_adapters
-from lorikeet.bench.profiling.efficiency import kernel_efficiency
-from lorikeet.bench.profiling.host import host_lora, measure_host_lora
+from lorikeet.bench.machine_limits import (
+    PREFILL_ROWS,
+    LimitMeter,
+    MachineLimits,
+    adapters_limit_s,
+    cpu_model,
+    decode_limit_tok_s,
+    median_limits,
+    model_cost,
+    prefill_limit_tok_s,
+)
+from lorikeet.bench.profiling.driver import ExecutorDriver
+from lorikeet.bench.profiling.host_lora import host_lora, measure_host_lora
 from lorikeet.bench.profiling.loop import BATCHES as LOOP_BATCHES
 from lorikeet.bench.profiling.loop import measure_loop
-from lorikeet.bench.profiling.measure import StepSweep, measure_lora
-from lorikeet.bench.profiling.rig import Rig
-from lorikeet.bench.profiling.sweeps import Limits, base_steps, lora_steps
-from lorikeet.bench.profiling.switching import measure_switching, switches_in_all
-from lorikeet.bench.profiling.transfers import measure_transfers, transfers_in_all
+from lorikeet.bench.profiling.steps import StepSweep, SweepLimits, base_steps, lora_steps, measure_lora
+from lorikeet.bench.profiling.transfers import (
+    MODULES,
+    RANKS,
+    adapter_bytes,
+    measure_switching,
+    measure_transfers,
+    random_adapters,
+    switches_in_all,
+    transfers_in_all,
+)
 from lorikeet.config import Settings
-from lorikeet.costs.lora_fit import fit_lora
-from lorikeet.costs.profile import CostProfile
-from lorikeet.costs.step_fit import fit_step
-from lorikeet.engine.executor import EngineSizes
-from lorikeet.engine.torch_executor import build_torch_executor
-from lorikeet.kernels.dtypes import torch_dtype
+from lorikeet.core.executor import EngineSizes
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.fit import fit_lora, fit_step
+from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s
+from lorikeet.costs.profile import Constant, CostProfile
+from lorikeet.kernels.tensors import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.worker.torch_executor import build_torch_executor
+
+_UNIT = "of the limit"
+_LORA_RANKS = (8, 8, 16, 24, 40, 56, 88, 128)
+
+
+def kernel_efficiency(profile: CostProfile, config: ModelConfig, seen: Sequence[MachineLimits]) -> dict[str, Constant]:
+    """Return the share of the machine's limit that products of a step and adapters reach, by part.
+
+    ``decode``: one row through all products and norms, beside reading the weights once. ``prefill``: 512 rows, beside
+    multiplying them. ``lora``: eight decodes under eight adapters, beside reading these once; left out if the fit of
+    adapters came out as nothing, which on a model of few weights the noise can do.
+
+    Args:
+        profile: of the model on this machine.
+        config: of the model.
+        seen: what the machine could do each time that it was measured; errors are half of the whole range.
+    """
+    of_each = [_shares(profile, config, limits) for limits in seen]
+    middle = _shares(profile, config, median_limits(seen))
+    return {
+        part: Constant(share, _UNIT, (max(each[part] for each in of_each) - min(each[part] for each in of_each)) / 2)
+        for part, share in middle.items()
+    }
+
+
+def _shares(profile: CostProfile, config: ModelConfig, limits: MachineLimits) -> dict[str, float]:
+    model = CostModel(profile, KernelForm.UNPADDED)
+    bytes_each = profile.geometry.dtype_bytes
+    base = model_cost(config, bytes_each)
+    adapted = model_cost(config, bytes_each, _LORA_RANKS, profile.lora_modules)
+    decode_s = model.step_s(StepWork(1, 1, 0, 0, 0, 0, None))
+    prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
+    ranks = float(sum(_LORA_RANKS))
+    adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
+    shares = {
+        "decode": 1 / decode_limit_tok_s(base, limits, 1) / decode_s,
+        "prefill": PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s,
+    }
+    if adapters_s:
+        shares["lora"] = adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s
+    return shares
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -86,7 +142,7 @@ def run_profile(
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
-        RigError: the memory is too small for the measurements.
+        ExecutorDriverError: the memory is too small for the measurements.
         ValueError: the model or its weights cannot be used.
         ExecutorError: a step could not be run.
     """
@@ -99,12 +155,12 @@ def run_profile(
     merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, preset=_MERGING_PRESET))
     executor, _, sizes = build_torch_executor(merging, folder, progress, lambda: None)
     with closing(executor), random_adapters(sizes.geometry, how.ranks) as adapters:
-        rig = Rig(executor, sizes, config.vocab_size, how.kv_tokens)
+        rig = ExecutorDriver(executor, sizes, config.vocab_size, how.kv_tokens)
         rig.write_kv(adapters.refs[how.ranks[-1]][0])
         # The machine drifts: what it can do at best is measured before, between and after.
         measure_limits = limits or LimitMeter(dtype, device=engine.device).measure
         seen = [measure_limits()]
-        bounds = Limits(engine.max_num_seqs, engine.max_num_batched_tokens, sizes.max_model_len, rig.kv_tokens)
+        bounds = SweepLimits(engine.max_num_seqs, engine.max_num_batched_tokens, sizes.max_model_len, rig.kv_tokens)
         steps = base_steps(bounds)
         tick = _ticker(progress, "steps", len(steps) * (how.step_rounds + 1))
         sweep = StepSweep(rig, steps, engine.num_scheduler_steps, engine.multi_step_limit_s, tick)
@@ -144,7 +200,7 @@ def run_profile(
         transfers=transfers,
         switching=switching,
         weight_bytes=_weight_bytes(config, dtype.itemsize),
-        overlapped=sizes.overlaps,
+        overlapped=sizes.async_scheduling,
     )
     return msgspec.structs.replace(
         profile,

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from lorikeet.cluster.operating_points import OperatingPoints
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams
-from lorikeet.cluster.placement.static import Contiguous, FullReplication, Random
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.core.ids import ReplicaId
 
 
@@ -47,9 +47,9 @@ def _burst_tolerance(replicas: Replicas, options: PlacementOptions) -> BurstTole
 
 PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {
     "everywhere": lambda replicas, _: FullReplication(replicas),
-    "random": lambda replicas, options: Random(replicas, options.seed),
-    "random-iid": lambda replicas, options: Random(replicas, options.seed, balanced=False),
-    "contiguous": lambda replicas, _: Contiguous(replicas),
+    "random": lambda replicas, options: RandomPlacement(replicas, options.seed),
+    "random-iid": lambda replicas, options: RandomPlacement(replicas, options.seed, balanced=False),
+    "contiguous": lambda replicas, _: ContiguousPlacement(replicas),
     "loraserve": _loraserve,
     "loraserve:literal": lambda replicas, options: _loraserve(replicas, options, LITERAL),
     "dlora": _burst_tolerance,

@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from lorikeet.cluster.demand import AdapterDemand
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
@@ -51,7 +51,7 @@ class Placement(ABC):
         """Take a table that an earlier placement made for the one of the last call."""
         self._table = table
 
-    def _replaced(self, shares: Mapping[AdapterDigest, tuple[Share, ...]]) -> RoutingTable:
+    def _replaced(self, shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]]) -> RoutingTable:
         """Return the table with these shares: the one of the last call, if they are the same."""
         if shares != self._table.shares:
             self._table = RoutingTable(self._table.epoch + 1, shares)

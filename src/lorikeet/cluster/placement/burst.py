@@ -10,16 +10,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.cluster.demand import AdapterDemand
 from lorikeet.cluster.placement.base import Placement
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import ReplicaId
 
 RESERVED_SHARE = 0.05
 """Of a replica's memory for adapters and KV, set aside for further copies; ours, the paper prints no size."""
 
 
-class Preloads(NamedTuple):
+class PreloadPlan(NamedTuple):
     """Which adapters are to be on which replicas.
 
     Attributes:
@@ -54,7 +54,7 @@ def preload(
     memory_bytes: Sequence[int],
     request_bytes: float,
     reserved_bytes: int = 0,
-) -> Preloads:
+) -> PreloadPlan:
     """Place copies one by one, each of the adapter with the lowest burst tolerance (of several the busiest).
 
     It goes to the replica without it that has the most free memory, of several the first, if the adapter and one
@@ -84,7 +84,7 @@ def preload(
     main = np.zeros((len(sizes_bytes), len(memory_bytes)), np.bool_)
     reserved = np.zeros_like(main)
     main[order], reserved[order] = greedy.main, greedy.reserved
-    return Preloads(main, reserved, greedy.free_bytes)
+    return PreloadPlan(main, reserved, greedy.free_bytes)
 
 
 class _Greedy:
@@ -189,7 +189,7 @@ class BurstTolerance(Placement):
         copies = placed.copies
         _give_homes(copies, np.array(loads, np.float64))
         shares = {
-            demand.adapter: tuple(Share(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
+            demand.adapter: tuple(ReplicaShare(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
             for demand, has in zip(demands, copies, strict=True)
         }
         return self._replaced(shares)

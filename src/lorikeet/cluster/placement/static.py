@@ -5,9 +5,9 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lorikeet.cluster.demand import AdapterDemand
 from lorikeet.cluster.placement.base import Placement
-from lorikeet.cluster.tables import RoutingTable, Share
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
@@ -33,7 +33,7 @@ class OneHome(Placement):
         if homeless or len(stay) < len(self._homes):
             self._homes = stay
             self._homes |= self._settle(homeless, {adapter: known[adapter] for adapter in stay})
-            alone = {replica: (Share(replica, 1.0),) for replica in self.replicas}
+            alone = {replica: (ReplicaShare(replica, 1.0),) for replica in self.replicas}
             return self._replaced({adapter: alone[home] for adapter, home in self._homes.items()})
         return self._table
 
@@ -49,7 +49,7 @@ class OneHome(Placement):
         """Return homes for those without; the others, in ``settled``, have theirs in ``_homes``."""
 
 
-class Random(OneHome):
+class RandomPlacement(OneHome):
     """Homes by chance.
 
     Source: LoRAServe, section V-D (S-LoRA Random); whether counts are equal is not said there.
@@ -78,7 +78,7 @@ class Random(OneHome):
         return {adapter: self.replicas[turn % len(self.replicas)] for turn, adapter in enumerate(adapters, start=first)}
 
 
-class Contiguous(OneHome):
+class ContiguousPlacement(OneHome):
     """Adapters sorted by rank, cut into groups of equal count, one for each replica.
 
     The first groups have one more where it does not come out even. A later adapter goes to the replica of the one next
@@ -112,5 +112,5 @@ class FullReplication(Placement):
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return everything everywhere."""
-        everywhere = tuple(Share(replica, 1 / len(self.replicas)) for replica in self.replicas)
+        everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
         return self._replaced({demand.adapter: everywhere for demand in demands})

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.fleet import Fleet
 from lorikeet.cluster.routing.base import Router, least_loaded
+from lorikeet.cluster.routing.fleet import Fleet
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 
@@ -18,7 +18,7 @@ class ByTable(Router):
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Draw."""
         shares = () if self.table is None or asked.adapter is None else self.table.shares.get(asked.adapter, ())
         if self.table is not None and asked.adapter is not None and shares:

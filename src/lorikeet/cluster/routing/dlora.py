@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.loads import Flags, Numbers
 from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 
@@ -27,7 +26,7 @@ class PendingTime(Router):
         self._load_s = load_s
         self._load_bytes_per_s = load_bytes_per_s
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the least."""
         if not len(fleet.open):
             return None
@@ -35,7 +34,7 @@ class PendingTime(Router):
         pending_s = self.pending_s(asked, fleet, is_warm)
         return fleet.info(least(fleet.open, pending_s, ~is_warm, -fleet.loads.free_tokens)).replica
 
-    def pending_s(self, asked: Asked, fleet: Fleet, is_warm: Flags) -> Numbers:
+    def pending_s(self, asked: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
         """Return by replica how long a request would wait; ``is_warm`` tells where its adapter is."""
         loads = fleet.loads
         load_s = ~is_warm * (self._load_s + asked.adapter_bytes / self._load_bytes_per_s)

@@ -7,10 +7,9 @@ every replica.
 
 import numpy as np
 
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.loads import Numbers
 from lorikeet.cluster.routing.base import LeastCost, least
+from lorikeet.cluster.routing.fleet import Fleet, Numbers
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 COST_OF_RANK = 0.015977
@@ -33,7 +32,7 @@ class LeastWork(LeastCost):
     def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
         self._cost_of_rank = cost_of_rank
 
-    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
         """Return the work with the request, in tokens at the pace of rank 0."""
         loads = fleet.loads
         tokens = loads.pending_tokens + asked.known_tokens + asked.expected_tokens
@@ -46,7 +45,7 @@ class LeastAddedLatency(LeastWork):
     The request itself waits for all of the work with it, and each of those that are there for what has been added.
     """
 
-    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
         """Return the added latency, in the same unit."""
         loads, after = fleet.loads, super().costs(asked, fleet)
         before = (1 + self._cost_of_rank * loads.largest_rank) * loads.pending_tokens
@@ -60,7 +59,7 @@ class PlacedWork(LeastWork):
     was expected; where much more comes to an adapter's replicas than to others, the others take some of it.
     """
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the least of those that are named, unless the least of all is so much less."""
         candidates = self.candidates(asked, fleet)
         if not len(candidates):

@@ -3,10 +3,9 @@
 from collections import OrderedDict
 from random import Random
 
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.loads import Numbers
 from lorikeet.cluster.routing.base import LeastCost, Router, least_loaded, with_room
+from lorikeet.cluster.routing.fleet import Fleet, Numbers
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 _MOST_ADAPTERS = 65_536
@@ -19,7 +18,7 @@ class RandomChoice(Router):
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Draw."""
         candidates = self.candidates(asked, fleet)
         if not len(candidates):
@@ -33,7 +32,7 @@ class RoundRobin(Router):
     def __init__(self) -> None:
         self._turns = OrderedDict[AdapterDigest | None, int]()
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the next."""
         candidates = self.candidates(asked, fleet)
         if not len(candidates):
@@ -49,7 +48,7 @@ class RoundRobin(Router):
 class LeastLoaded(Router):
     """The fewest requests, running and queued; of these the fewest tokens to compute."""
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the least."""
         candidates = self.candidates(asked, fleet)
         return fleet.info(least_loaded(candidates, fleet)).replica if len(candidates) else None
@@ -58,7 +57,7 @@ class LeastLoaded(Router):
 class FewestTokens(LeastCost):
     """The fewest tokens to prefill and to decode; of equals the first. Knows no ranks."""
 
-    def costs(self, asked: Asked, fleet: Fleet) -> Numbers:
+    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
         """Return the tokens."""
         return fleet.loads.pending_tokens
 
@@ -69,7 +68,7 @@ class FirstFit(Router):
     Source: the baseline of TOPPINGS (section 7.5), as Punica schedules.
     """
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the first that fits."""
         candidates = self.candidates(asked, fleet)
         has_place = fleet.loads.requests < fleet.loads.max_batch

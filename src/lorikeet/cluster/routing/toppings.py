@@ -3,15 +3,13 @@
 from math import inf
 from typing import NamedTuple
 
-from lorikeet.cluster.asked import Asked
-from lorikeet.cluster.fleet import Fleet
-from lorikeet.cluster.loads import Flags, Numbers
-from lorikeet.cluster.routing.base import Router, least, with_room
-from lorikeet.cluster.routing.performance import PerformanceModel
+from lorikeet.cluster.routing.base import PerformanceModel, Router, least, with_room
+from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
+from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 
-class Costs(NamedTuple):
+class ToppingsCosts(NamedTuple):
     """What a request would cost, by replica.
 
     Attributes:
@@ -47,7 +45,7 @@ class Toppings(Router):
         self._decode = decode
         self._slo_s = slo_s / safety
 
-    def route(self, asked: Asked, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Take the least."""
         candidates = with_room(asked, fleet, self.candidates(asked, fleet))
         if not len(candidates):
@@ -55,7 +53,7 @@ class Toppings(Router):
         costs = self.costs(asked, fleet)
         return fleet.info(least(candidates, costs.breaks_slo, costs.total, costs.cost, costs.requests)).replica
 
-    def costs(self, asked: Asked, fleet: Fleet) -> Costs:
+    def costs(self, asked: RoutingRequest, fleet: Fleet) -> ToppingsCosts:
         """Return the costs of a request at each replica."""
         loads, rank = fleet.loads, asked.rank
         _, prefill_s = self._prefill.added_seconds(
@@ -66,4 +64,4 @@ class Toppings(Router):
         )
         spread = fleet.averages.output_tokens
         cost = prefill_s / spread + decode_s + self._prefill.token_s * asked.known_tokens / spread
-        return Costs(after_s > self._slo_s, cost, loads.requests, cost * loads.requests)
+        return ToppingsCosts(after_s > self._slo_s, cost, loads.requests, cost * loads.requests)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch
+from lorikeet.kernels.base import LONG_TOKENS, Batch, BatchPart
 from lorikeet.kernels.gpu import attention
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
-from lorikeet.kernels.parts import LONG_TOKENS, Part
 
 
 class _Tile(NamedTuple):
@@ -61,7 +60,7 @@ def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | No
     return out
 
 
-def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: Part, scale: float, window: int) -> None:
+def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: BatchPart, scale: float, window: int) -> None:
     block_size, kv_heads, head_dim = kv.shape[2:]
     heads = out.shape[1] // head_dim
     group = heads // kv_heads
@@ -96,7 +95,7 @@ def _tile(most_rows: int, group: int, dtype: torch.dtype) -> _Tile:
     return tile._replace(rows=power_of_2(rows))
 
 
-def _splits(part: Part, kv_heads: int, table_tokens: int, window: int) -> Splits:
+def _splits(part: BatchPart, kv_heads: int, table_tokens: int, window: int) -> Splits:
     if part.most_rows > 1:
         return Splits(1, 1)
     longest = table_tokens if part.longest is None else part.longest

@@ -14,7 +14,7 @@ What follows from the shape of a step is no reason to compile anew, nor is where
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.early import await_last
+from lorikeet.kernels.gpu.launch import await_last
 
 
 @triton.jit

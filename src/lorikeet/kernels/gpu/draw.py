@@ -12,8 +12,8 @@ as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.choose import GREEDY_BELOW
-from lorikeet.kernels.gpu.early import await_last
+from lorikeet.kernels.gpu.launch import await_last
+from lorikeet.kernels.sampling import GREEDY_BELOW
 
 MOST_PARTS = 256
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.early import await_last
+from lorikeet.kernels.gpu.launch import await_last
 
 
 @triton.jit

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, Weight
-from lorikeet.kernels.choose import ChoiceParameters
-from lorikeet.kernels.einsum import add_lora_einsum
+from lorikeet.kernels.base import MOST_ROWS, Batch, HeadNorms, LayersShape, LayerWeights, LoraBatch, LoraDelta, Weight
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
-from lorikeet.kernels.layers import LayersShape, LayerWeights
-from lorikeet.kernels.segments import MOST_ROWS
+from lorikeet.kernels.reference import add_lora_einsum
+from lorikeet.kernels.sampling import SamplingTensors
 
 _MOST_PARTS = 8
 
@@ -137,7 +135,7 @@ class TritonKernels:
         elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, **launch(_SILU_WARPS))
         return out
 
-    def choose(self, logits: Tensor, parameters: ChoiceParameters) -> Tensor:
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """The largest logits, filters, a draw; of few rows, each vocabulary is split."""
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters

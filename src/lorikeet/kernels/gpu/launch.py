@@ -1,9 +1,23 @@
-"""How kernels are launched here."""
+"""Launching Triton kernels, with programmatic dependent launch on Hopper and later."""
 
 from functools import cache
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def await_last(EARLY: tl.constexpr):
+    """Wait for all that the kernels before have written; then let the next one begin.
+
+    Every program must come here: the next kernel waits for this one alone.
+    """
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PROGRAMS = 264

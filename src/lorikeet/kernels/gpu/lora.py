@@ -17,7 +17,7 @@ compiled anew because one of them has become a multiple of 16.
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.early import await_last
+from lorikeet.kernels.gpu.launch import await_last
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lorikeet.memory.policies.all_prefetch import AllPrefetch
-from lorikeet.memory.policies.base import Eviction, Prefetch, View
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.chameleon import Chameleon
 from lorikeet.memory.policies.elora import Elora, Factor, LoraEval
@@ -16,7 +16,7 @@ from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.policies.rrip import Srrip
 
-EVICTION: dict[str, Callable[[View], Eviction]] = {
+EVICTION: dict[str, Callable[[MemoryView], EvictionPolicy]] = {
     "lru": Lru,
     "elora": Elora,
     "elora:literal": partial(Elora, lora_eval=LoraEval.LITERAL),
@@ -36,8 +36,8 @@ EVICTION: dict[str, Callable[[View], Eviction]] = {
     "chameleon:fairshare": partial(Chameleon, frequency=1 / 3, recency=1 / 3, size=1 / 3),
 }
 
-PREFETCH: dict[str, Callable[[View, Eviction], Prefetch]] = {
-    "none": Prefetch,
+PREFETCH: dict[str, Callable[[MemoryView, EvictionPolicy], PrefetchPolicy]] = {
+    "none": PrefetchPolicy,
     "all": AllPrefetch,
     "best-first": BestFirst,
     "best-first:flat": BestFirstFlat,

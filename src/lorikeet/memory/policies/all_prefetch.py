@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Prefetch, is_prefetchable
-from lorikeet.memory.tree import Kind, Moving
+from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable
+from lorikeet.memory.tree import NodeKind, NodeTransfer
 
 
-class AllPrefetch(Prefetch):
+class AllPrefetch(PrefetchPolicy):
     """Names every adapter that anybody may ask for, in the order in which they became known; nobody leaves for it."""
 
     fills = False
@@ -17,7 +17,7 @@ class AllPrefetch(Prefetch):
         """Yield the adapters that are off the device and at rest."""
         tree = self.view.tree
         every = slice(tree.end)
-        away = (tree.kind[every] == Kind.ADAPTER) & ~tree.on_device[every] & (tree.moving[every] == Moving.NO)
+        away = (tree.kind[every] == NodeKind.ADAPTER) & ~tree.on_device[every] & (tree.moving[every] == NodeTransfer.NO)
         for adapter in np.flatnonzero(away).tolist():
             if is_prefetchable(tree, adapter):
                 yield adapter

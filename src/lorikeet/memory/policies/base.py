@@ -1,7 +1,7 @@
 """What a policy of the memory is: it looks at the tree, is told what happens, and says what it thinks.
 
-Policies change nothing. The memory asks an :class:`Eviction` for scores and moves nodes in their order; a
-:class:`Prefetch` names nodes to bring to the device, best first.
+Policies change nothing. The memory asks an :class:`EvictionPolicy` for scores and moves nodes in their order; a
+:class:`PrefetchPolicy` names nodes to bring to the device, best first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.tree import Moving, Nodes, Scores, Tree
+from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
 LOWEST = float(np.finfo(np.float64).min)
 """Stands for a score of minus infinity, which would be no number any more with an infinite offset added."""
@@ -20,7 +20,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass
-class View:
+class MemoryView:
     """What policies may look at. The memory keeps it up to date; they only read.
 
     Attributes:
@@ -35,7 +35,7 @@ class View:
         iteration_s: what a step takes at present; 0 where nobody knows.
     """
 
-    tree: Tree
+    tree: DependencyTree
     device_blocks: int
     queued: int = 0
     waiting: Mapping[int, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class View:
     iteration_s: float = 0.0
 
 
-class Eviction:
+class EvictionPolicy:
     """Scores nodes: the lowest leaves first. Subclasses override what they need.
 
     Args:
@@ -65,7 +65,7 @@ class Eviction:
     dispensable_below = -np.inf
     follows_queue = False
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemoryView) -> None:
         self.view = view
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
@@ -109,7 +109,7 @@ class Eviction:
         """From now on so many sequences hold blocks."""
 
 
-class Prefetch:
+class PrefetchPolicy:
     """Names what should be on the device. Subclasses override :meth:`targets`.
 
     Args:
@@ -125,7 +125,7 @@ class Prefetch:
     fills = True
     follows_queue = False
 
-    def __init__(self, view: View, eviction: Eviction) -> None:
+    def __init__(self, view: MemoryView, eviction: EvictionPolicy) -> None:
         self.view = view
         self.eviction = eviction
 
@@ -157,7 +157,7 @@ class Prefetch:
         """Nodes were taken out of the tree; their indices may stand for others later."""
 
 
-def is_prefetchable(tree: Tree, node: int) -> bool:
+def is_prefetchable(tree: DependencyTree, node: int) -> bool:
     """Whether a node's bytes are off the device, at rest, and could be brought to it."""
     entry = tree.adapters.get(node)
     if entry is not None and entry.retired:
@@ -165,14 +165,14 @@ def is_prefetchable(tree: Tree, node: int) -> bool:
     return not tree.on_device[node] and not tree.moving[node] and (entry is not None or bool(tree.on_host[node]))
 
 
-def stays(tree: Tree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def stays(tree: DependencyTree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
     """Return which nodes are on the device and not about to leave it, or are on their way to it."""
     moving = tree.moving[nodes]
-    there: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != Moving.OUT)) | (moving == Moving.IN)
+    there: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != NodeTransfer.OUT)) | (moving == NodeTransfer.IN)
     return there
 
 
-def by_node(values: npt.NDArray[_Number], tree: Tree, empty: Any) -> npt.NDArray[_Number]:
+def by_node(values: npt.NDArray[_Number], tree: DependencyTree, empty: Any) -> npt.NDArray[_Number]:
     """Return a policy's own array by node, lengthened with ``empty`` if the tree has grown."""
     missing = len(tree.kind) - len(values)
     return np.concatenate([values, np.full(missing, empty, values.dtype)]) if missing > 0 else values

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from lorikeet.memory.policies.base import LOWEST, View
+from lorikeet.memory.policies.base import LOWEST, MemoryView
 from lorikeet.memory.policies.elora import Elora, LoraEval
-from lorikeet.memory.tree import Kind, Nodes, Scores
+from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 
 class Bfs(Elora):
@@ -16,7 +16,7 @@ class Bfs(Elora):
 
     whole_branches = True
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemoryView) -> None:
         super().__init__(view, lora_eval=LoraEval.OFF)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
@@ -25,7 +25,7 @@ class Bfs(Elora):
         tops = tree.top[nodes]
         asked = np.zeros(end, np.bool_)
         asked[tops] = True
-        members = np.flatnonzero(tree.kind[:end] >= Kind.ADAPTER)
+        members = np.flatnonzero(tree.kind[:end] >= NodeKind.ADAPTER)
         members = members[asked[tree.top[members]]]
         each, branch = super().scores(members, now), tree.top[members]
         highest = np.full(end, LOWEST)

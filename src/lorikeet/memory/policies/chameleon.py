@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import Eviction, View, by_node, stays
-from lorikeet.memory.tree import Kind, Nodes, Scores
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node, stays
+from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 WANTED = 10.0
 """Added while a queued request wants the adapter: tier 2."""
@@ -23,7 +23,7 @@ WINDOW_S = 300.0
 _UNKNOWN = -1
 
 
-class Chameleon(Eviction):
+class Chameleon(EvictionPolicy):
     """See the module.
 
     All terms are between 0 and 1: uses in the window over the most of a resident adapter; the last use between the
@@ -40,7 +40,7 @@ class Chameleon(Eviction):
     dispensable_below = WANTED
     follows_queue = True
 
-    def __init__(self, view: View, *, frequency: float = 0.45, recency: float = 0.10, size: float = 0.45) -> None:
+    def __init__(self, view: MemoryView, *, frequency: float = 0.45, recency: float = 0.10, size: float = 0.45) -> None:
         super().__init__(view)
         self._weights = frequency, recency, size
         self._uses: deque[tuple[float, int]] = deque()
@@ -51,11 +51,11 @@ class Chameleon(Eviction):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return scores of adapters as they are now, by who is resident and who is wanted."""
         tree = self.view.tree
-        is_adapter = tree.kind[nodes] == Kind.ADAPTER
+        is_adapter = tree.kind[nodes] == NodeKind.ADAPTER
         scores = np.where(is_adapter, 0.0, -1.0)
         if not is_adapter.any():
             return scores
-        known = np.flatnonzero(tree.kind[: tree.end] == Kind.ADAPTER)
+        known = np.flatnonzero(tree.kind[: tree.end] == NodeKind.ADAPTER)
         resident = known[stays(tree, known)]
         if len(resident):
             scores[is_adapter] = self._scores(nodes[is_adapter], resident, known, now)

@@ -15,8 +15,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import LOWEST, Eviction, View
-from lorikeet.memory.tree import BASE, Kind, Nodes, Scores
+from lorikeet.memory.policies.base import LOWEST, EvictionPolicy, MemoryView
+from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
 
 BATCH_WINDOW_S = 5.0
 """BS is the mean batch size over so long (§VI-A)."""
@@ -101,7 +101,7 @@ class WindowMean:
         return integral + value * (now - time)
 
 
-class Elora(Eviction):
+class Elora(EvictionPolicy):
     """See the module.
 
     LoRA_Eval has one value for all adapters and one for all KV, so it is no part of the scores: it is the offset
@@ -116,7 +116,7 @@ class Elora(Eviction):
 
     def __init__(
         self,
-        view: View,
+        view: MemoryView,
         *,
         lora_eval: LoraEval = LoraEval.MIRRORED,
         tau_s: float = TAU_S,
@@ -169,7 +169,7 @@ class Elora(Eviction):
         tree, end = self.view.tree, self.view.tree.end
         busy = self._batch.last > 0 or self.view.queued > 0
         batch = max(self._batch.mean(now), 1.0 if busy else 0.0)
-        visits = tree.visits[:end][tree.kind[:end] == Kind.ADAPTER]
+        visits = tree.visits[:end][tree.kind[:end] == NodeKind.ADAPTER]
         total = float(np.sum(visits)) + float(tree.visits[BASE])
         return required_adapters(visits / total, batch) if total > 0 else 0.0
 

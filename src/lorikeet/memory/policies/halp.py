@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import View
+from lorikeet.memory.policies.base import MemoryView
 from lorikeet.memory.policies.lru import Lru
 
 _RATE = 0.05
@@ -42,7 +42,7 @@ class Halp(Lru):
 
     proposals = 4
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemoryView) -> None:
         super().__init__(view)
         self._weights = np.zeros(4)
         self._ids = count()

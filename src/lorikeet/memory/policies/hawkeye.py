@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Eviction, View, by_node
-from lorikeet.memory.tree import NO_NODE, Kind, Nodes, Scores
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
+from lorikeet.memory.tree import NO_NODE, NodeKind, Nodes, Scores
 
 _HISTORY = 8
 """The past is kept up to so many times the capacity, in blocks accessed."""
@@ -71,13 +71,13 @@ class OptGen:
         return True
 
 
-class Hawkeye(Eviction):
+class Hawkeye(EvictionPolicy):
     """Nodes of unfriendly adapters leave first, then the least recently accessed; one set of all nodes, unlike a CPU's.
 
     Its signature of an access, a program counter in the original, is the adapter.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemoryView) -> None:
         super().__init__(view)
         self._optimal = OptGen(view.device_blocks, _HISTORY * view.device_blocks)
         self._last = np.zeros(0, np.int64)
@@ -108,7 +108,7 @@ class Hawkeye(Eviction):
         """Access KV that was just computed; all else was accessed by the request that it came for, if any."""
         self._lengthen()
         for node in nodes:
-            if self._last[node] == NO_NODE and self.view.tree.kind[node] == Kind.KV:
+            if self._last[node] == NO_NODE and self.view.tree.kind[node] == NodeKind.KV:
                 self._access([node])
                 self._computed += 1
 

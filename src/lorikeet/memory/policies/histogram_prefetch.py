@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Eviction, View, by_node
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
-from lorikeet.memory.tree import Moving, Nodes, Scores
+from lorikeet.memory.tree import Nodes, NodeTransfer, Scores
 
 _BINS = 240
 _RANGE = 10.0
@@ -85,7 +85,7 @@ class GapHistogram:
 class HistogramPrefetch(QueuePrefetch):
     """What the queue wants, and then what is predicted, soonest first, into free memory only."""
 
-    def __init__(self, view: View, eviction: Eviction) -> None:
+    def __init__(self, view: MemoryView, eviction: EvictionPolicy) -> None:
         super().__init__(view, eviction)
         self._gaps: dict[int, GapHistogram] = {}
         self._earliest_s = np.zeros(0, np.float64)
@@ -110,7 +110,7 @@ class HistogramPrefetch(QueuePrefetch):
         """Return the adapters that are expected and not here, and when to begin to load each."""
         view, tree = self.view, self.view.tree
         expected = np.flatnonzero(self._latest_s >= now)
-        away = expected[~tree.on_device[expected] & (tree.moving[expected] == Moving.NO)]
+        away = expected[~tree.on_device[expected] & (tree.moving[expected] == NodeTransfer.NO)]
         return away, self._earliest_s[away] - view.iteration_s - view.load_s(away)
 
     def evicts_below(self, node: int) -> float:

@@ -6,8 +6,8 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import Prefetch, is_prefetchable, stays
-from lorikeet.memory.tree import NO_NODE, Kind, Moving, Nodes, Scores, Tree
+from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable, stays
+from lorikeet.memory.tree import NO_NODE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 
 _SORTED = 256
 """So many of the best are put in order first, and twice as many each time that more are asked for."""
@@ -16,7 +16,7 @@ _Key = tuple[float, float, int, int]
 """Score with the sign turned, last use likewise, depth, node: of equals the newer, then the higher comes first."""
 
 
-class BestFirst(Prefetch):
+class BestFirst(PrefetchPolicy):
     """Names what scores highest, adapters and KV compared as the eviction policy says.
 
     Candidates are nodes off the device whose parent is there or on its way, and those below them once they are named.
@@ -42,7 +42,7 @@ class BestFirst(Prefetch):
             if not is_prefetchable(tree, node):
                 continue
             yield node
-            if tree.kind[node] == Kind.KV or tree.moving[node] == Moving.IN or tree.on_device[node]:
+            if tree.kind[node] == NodeKind.KV or tree.moving[node] == NodeTransfer.IN or tree.on_device[node]:
                 for child in below.of(node):
                     best_kv.add(child)
 
@@ -64,7 +64,7 @@ class NewestFirst(BestFirst):
         return self.view.tree.last_use_s
 
 
-class Branches(Prefetch):
+class Branches(PrefetchPolicy):
     """Names branch after branch, an adapter and then its KV, the highest score first (ELORA §VIII-H, BFS)."""
 
     def targets(self, now: float) -> Iterator[int]:
@@ -81,7 +81,7 @@ class Branches(Prefetch):
                 parent = int(tree.parent[node])
                 is_open = parent == NO_NODE or parent in named or bool(stays(tree, np.array([parent]))[0])
                 if is_open and is_prefetchable(tree, node):
-                    if tree.kind[node] == Kind.KV:
+                    if tree.kind[node] == NodeKind.KV:
                         named.add(node)
                     yield node
 
@@ -89,7 +89,7 @@ class Branches(Prefetch):
 class _Ranked:
     """Nodes of one kind by rank, to which others can be added. Only as many are sorted as are taken."""
 
-    def __init__(self, tree: Tree, nodes: Nodes, ranks: Scores) -> None:
+    def __init__(self, tree: DependencyTree, nodes: Nodes, ranks: Scores) -> None:
         self._tree = tree
         self._ranks = ranks
         self._heap: list[tuple[_Key, bool]] = []  # whether the key is the next of the sorted ones
@@ -146,7 +146,7 @@ class _Ranked:
 class _Children:
     """Finds the nodes below a node, among some."""
 
-    def __init__(self, tree: Tree, nodes: Nodes) -> None:
+    def __init__(self, tree: DependencyTree, nodes: Nodes) -> None:
         self._tree = tree
         self._nodes = nodes
         self._by_parent: npt.NDArray[np.int64] | None = None  # parent in the upper half of bits, node in the lower
@@ -162,11 +162,13 @@ class _Children:
         return children
 
 
-def _off_device(tree: Tree) -> tuple[Nodes, Nodes]:
+def _off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
     """Return the adapters, and the KV on the host, that rest off the device."""
     end = tree.end
-    kind, rest = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == Moving.NO)
-    return np.flatnonzero(rest & (kind == Kind.ADAPTER)), np.flatnonzero(rest & (kind == Kind.KV) & tree.on_host[:end])
+    kind, rest = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
+    return np.flatnonzero(rest & (kind == NodeKind.ADAPTER)), np.flatnonzero(
+        rest & (kind == NodeKind.KV) & tree.on_host[:end]
+    )
 
 
 def _before(adapter: _Key | None, kv: _Key | None, offset: float) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import Eviction, View, by_node
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
 from lorikeet.memory.tree import Nodes, Scores
 
 _DISTANT = 3
@@ -12,7 +12,7 @@ _LONG = 2
 _NEAR = 0
 
 
-class Srrip(Eviction):
+class Srrip(EvictionPolicy):
     """A node comes with interval 2, a hit sets it to 0, and who has 3 leaves; if nobody has, all age until one does.
 
     Ageing is counted once for all nodes: kept is a node's interval less the ageing that had happened by then. Its
@@ -20,7 +20,7 @@ class Srrip(Eviction):
     the node that reached it first has the lower score.
     """
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemoryView) -> None:
         super().__init__(view)
         self._interval = np.zeros(0, np.int64)
         self._aged = 0

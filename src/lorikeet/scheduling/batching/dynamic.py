@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.mode import Live
+from lorikeet.scheduling.batching.mode import LiveRequest
 
 
 class Decision(NamedTuple):
@@ -22,12 +22,12 @@ class Decision(NamedTuple):
     """
 
     merged: AdapterDigest | None
-    batch: Sequence[Live]
+    batch: Sequence[LiveRequest]
     candidate: AdapterDigest | None
 
 
 def decide(
-    live: Sequence[Live],
+    live: Sequence[LiveRequest],
     merged: AdapterDigest | None,
     legal: Container[AdapterDigest | None],
     max_batch: int,
@@ -59,7 +59,7 @@ def decide(
     return Decision(None, oldest, candidate)
 
 
-def requests_of(adapter: AdapterDigest | None, live: Sequence[Live]) -> list[Live]:
+def requests_of(adapter: AdapterDigest | None, live: Sequence[LiveRequest]) -> list[LiveRequest]:
     """Return those of one adapter, in their order."""
     return [request for request in live if request.adapter == adapter]
 

@@ -13,7 +13,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
 
 
-class Live(NamedTuple):
+class LiveRequest(NamedTuple):
     """A request of the replica, waiting or running.
 
     Attributes:
@@ -29,7 +29,7 @@ class Live(NamedTuple):
     tokens: int
 
 
-class Choice(NamedTuple):
+class BatchingChoice(NamedTuple):
     """Who may run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     requests: frozenset[RequestId] | None
 
 
-EVERYBODY = Choice(None, None)
+ALL_REQUESTS = BatchingChoice(None, None)
 """No adapter is merged, and nobody is left out."""
 
 
@@ -72,7 +72,7 @@ class BatchingMode(ABC):
     """Whether it looks at the requests at all; if not, nobody need list them."""
 
     @abstractmethod
-    def choose(self, live: Sequence[Live]) -> Choice:
+    def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
         """Return who may run in the next plan.
 
         Args:
@@ -128,13 +128,13 @@ class Unmerged(BatchingMode):
     def __init__(self, setup: BatchingSetup) -> None:
         pass
 
-    def choose(self, live: Sequence[Live]) -> Choice:
+    def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
         """Return everybody."""
-        return EVERYBODY
+        return ALL_REQUESTS
 
 
-def allow(batch: Sequence[Live], live: Sequence[Live], merged: AdapterDigest | None) -> Choice:
+def allow(batch: Sequence[LiveRequest], live: Sequence[LiveRequest], merged: AdapterDigest | None) -> BatchingChoice:
     """Return the choice of ``batch`` among ``live``, of which it is a part."""
     if len(batch) == len(live):
-        return Choice(merged, None)
-    return Choice(merged, frozenset(request.request_id for request in batch))
+        return BatchingChoice(merged, None)
+    return BatchingChoice(merged, frozenset(request.request_id for request in batch))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.dynamic import requests_of
-from lorikeet.scheduling.batching.mode import BatchingMode, BatchingSetup, Choice, Live, allow
+from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, LiveRequest, allow
 
 
 class OneAdapter(BatchingMode):
@@ -27,13 +27,13 @@ class OneAdapter(BatchingMode):
         self._has_turn = False
         self._steps_left = float("inf")
 
-    def choose(self, live: Sequence[Live]) -> Choice:
+    def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
         """Return the oldest requests of the adapter whose turn it is."""
         self._steps_left = float("inf")
         batch = requests_of(self._type, live) if self._has_turn else []
         self._has_turn = bool(live)
         if not live:
-            return Choice(self._type if self._merged else None, frozenset())
+            return BatchingChoice(self._type if self._merged else None, frozenset())
         if not batch:
             self._type = live[0].adapter
             batch = requests_of(self._type, live)
@@ -47,7 +47,7 @@ class OneAdapter(BatchingMode):
         """Return the steps until the requests have grown beyond their share."""
         return self._steps_left
 
-    def _within_share(self, batch: list[Live]) -> list[Live]:
+    def _within_share(self, batch: list[LiveRequest]) -> list[LiveRequest]:
         share_tokens = self._setup.total_tokens // max(1, self._setup.known_adapters())
         taken, held_tokens = 0, 0
         for request in batch:

@@ -4,16 +4,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lorikeet.core.messages import QueueStats
-from lorikeet.scheduling.multilevel.classes import KRule
-from lorikeet.scheduling.multilevel.quotas import Overload, Share
-from lorikeet.scheduling.multilevel.sizes import PRINTED, Weights
+from lorikeet.scheduling.multilevel.quotas import OverloadRule, SurplusShare
+from lorikeet.scheduling.multilevel.size_classes import PAPER_WEIGHTS, KRule, SizeWeights
 
 REFRESH_S = 300.0
 """T_refresh, given as an example in the paper."""
 LEAST_SAMPLES = 100
 
 
-class Charge(StrEnum):
+class AdapterCharge(StrEnum):
     """Which requests pay for their adapter with tokens (A9 of the spec)."""
 
     PER_REQUEST = "per-request"
@@ -24,17 +23,17 @@ class Charge(StrEnum):
 
 
 @dataclass(frozen=True)
-class Options:
+class ChameleonOptions:
     """What the paper leaves open; see the spec's sections 5 to 7 for each."""
 
-    weights: Weights = PRINTED
+    weights: SizeWeights = PAPER_WEIGHTS
     overcommit: float = 1.0
-    overload: Overload = Overload.PROPORTIONAL
+    overload: OverloadRule = OverloadRule.PROPORTIONAL
     k_rule: KRule = KRule.ELBOW
     floor: bool = True
-    share: Share = Share.LEAST
+    share: SurplusShare = SurplusShare.LEAST
     largest_percentile: float = 100.0
-    charge: Charge = Charge.PER_REQUEST
+    charge: AdapterCharge = AdapterCharge.PER_REQUEST
     lazy_squash: bool = False
     bypass: bool = True
     refresh_s: float = REFRESH_S

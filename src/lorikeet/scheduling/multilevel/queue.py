@@ -1,30 +1,222 @@
-"""Chameleon's admission: a queue for each size class, a quota of tokens for each queue."""
+"""What the queue knows of a waiting and of an admitted request."""
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
-from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
-from lorikeet.scheduling.multilevel.bypass import wait_in_steps
-from lorikeet.scheduling.multilevel.census import Census
-from lorikeet.scheduling.multilevel.entries import Admitted, Waiting
-from lorikeet.scheduling.multilevel.gaps import Gaps
-from lorikeet.scheduling.multilevel.ledger import Ledger
-from lorikeet.scheduling.multilevel.options import Charge, Options, QueueFigures
-from lorikeet.scheduling.multilevel.sizes import Sizes
-from lorikeet.scheduling.multilevel.stuck import StuckHeads
+from lorikeet.memory.blocks import WaitReason
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
+from lorikeet.scheduling.multilevel.class_stats import ClassStats
+from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptions, QueueFigures
+from lorikeet.scheduling.multilevel.quotas import QuotaAccounting
+from lorikeet.scheduling.multilevel.size_classes import RequestSize
+
+
+@dataclass(eq=False)
+class WaitingEntry:
+    """A request that waits.
+
+    Attributes:
+        request: which.
+        expected_tokens: of its answer, by now: whoever ran longer than predicted is expected to go on.
+        sizes: by which it is classed.
+        may_pass: whether it may be admitted before an older one of its class; not again after it was sent back.
+        held_s: for which it has run before.
+        left_s: when it gave its blocks back to go on later, here or elsewhere.
+    """
+
+    request: Request
+    expected_tokens: int
+    sizes: RequestSize
+    may_pass: bool = True
+    held_s: float = 0.0
+    left_s: float = 0.0
+
+
+@dataclass(eq=False)
+class AdmittedEntry:
+    """A request that runs.
+
+    Attributes:
+        waiting: as it waited.
+        number: its class.
+        admitted_s: when.
+        passed: the request before which it was admitted, if it passed one: it must end by its prediction.
+        deadline_tokens: of its answer: that prediction.
+        reckoned_tokens: of its answer, that its holding pays for.
+        adapter_tokens: that its holding pays for.
+    """
+
+    waiting: WaitingEntry
+    number: int
+    admitted_s: float
+    passed: Request | None
+    deadline_tokens: int
+    reckoned_tokens: int
+    adapter_tokens: int
+
+
+def wait_in_steps(
+    needed_tokens: int,
+    free_tokens: int,
+    running: Iterable[RunningRequest],
+    expected_tokens: Mapping[RequestId, int],
+    view: AdmissionView,
+) -> float:
+    """Return after how many steps there will be room, if all running requests end as expected; infinite if never.
+
+    Each frees its KV when it ends, and its adapter's room when it is the last under it.
+
+    Args:
+        needed_tokens: of room.
+        free_tokens: that there are now.
+        running: who runs.
+        expected_tokens: of their whole answers.
+        view: tells what adapters take.
+    """
+    if needed_tokens <= free_tokens:
+        return 0
+    running = list(running)
+    users = Counter(each.request.digest for each in running)
+    left = [(max(1, expected_tokens[each.request.request_id] - each.output_tokens), each) for each in running]
+    for steps, each in sorted(left, key=lambda pair: pair[0]):
+        users[each.request.digest] -= 1
+        free_tokens += each.kv_tokens
+        free_tokens += 0 if users[each.request.digest] else view.adapter_tokens(each.request.adapter)
+        if needed_tokens <= free_tokens:
+            return steps
+    return float("inf")
+
+
+class AdmissionGaps:
+    """One under way for each class that has waiting requests.
+
+    Attributes:
+        longest_run_s: by class number, the longest time from admission to the end.
+    """
+
+    def __init__(self) -> None:
+        self.longest_run_s: dict[int, float] = {}
+        self._since_s: dict[int, float] = {}
+        self._longest_s: dict[int, float] = {}
+
+    def begin(self, number: int, now: float) -> None:
+        """A class has waiting requests, perhaps as before."""
+        self._since_s.setdefault(number, now)
+
+    def end(self, number: int, now: float) -> None:
+        """A class has had an admission, or has nobody waiting any more."""
+        self._note(number, now - self._since_s.pop(number))
+
+    def go_on(self, numbers: Collection[int], now: float) -> None:
+        """Classes are others from now on: those of these numbers have waiting requests."""
+        for number in self._since_s.keys() - numbers:
+            self.end(number, now)
+        for number in numbers:
+            self.begin(number, now)
+
+    def ran(self, number: int, ran_s: float) -> None:
+        """A request of a class has ended after so long a time."""
+        self.longest_run_s[number] = max(self.longest_run_s.get(number, 0.0), ran_s)
+
+    def longest_s(self, now: float) -> dict[int, float]:
+        """Return the longest of each class, those that go on included."""
+        for number, since_s in self._since_s.items():
+            self._note(number, now - since_s)
+        return dict(self._longest_s)
+
+    def _note(self, number: int, gap_s: float) -> None:
+        self._longest_s[number] = max(self._longest_s.get(number, 0.0), gap_s)
+
+
+PATIENCE = 0.5
+"""Of the longest run of a class: so long those who join others may take what its head waits for, and full steps may
+end before it is tried."""
+
+
+class BlockedHead(NamedTuple):
+    """The head of class ``number``, which has found no room or no tokens since ``since_s``; now it lacks the former."""
+
+    number: int
+    entry: WaitingEntry
+    since_s: float
+    lacks_room: bool
+
+
+class BlockedHeads:
+    """One head for each class at most."""
+
+    def __init__(self) -> None:
+        self._by_class: dict[int, BlockedHead] = {}
+        self._untried_since_s: dict[int, float] = {}
+        self._longest_run_s: dict[int, float] = {}
+
+    def ran(self, number: int, ran_s: float) -> None:
+        """A request of a class has ended after so long a time."""
+        self._longest_run_s[number] = max(self._longest_run_s.get(number, 0.0), ran_s)
+
+    def has_waited(self, head: BlockedHead, now: float) -> bool:
+        """Whether a head has waited for half of what its class's longest request ran; so it starts within that time."""
+        return now - head.since_s >= self._patience_s(head.number)
+
+    def untried_for_long(self, numbers: Iterable[int], now: float) -> list[int]:
+        """Of the classes with waiters, return those that were not tried for so long a time, the longest first.
+
+        That all of them wait to be tried is noted.
+        """
+        since_s = {number: self._untried_since_s.get(number, now) for number in numbers}
+        self._untried_since_s = since_s
+        late = (number for number, at_s in since_s.items() if at_s < now and now - at_s >= self._patience_s(number))
+        return sorted(late, key=lambda number: since_s[number])
+
+    def tried(self, number: int) -> None:
+        """The head of a class was tried, or needed not be: it lacks tokens or room."""
+        self._untried_since_s.pop(number, None)
+
+    def _patience_s(self, number: int) -> float:
+        runs_s = self._longest_run_s
+        return PATIENCE * runs_s.get(number, max(runs_s.values(), default=0.0))
+
+    def note(self, number: int, entry: WaitingEntry, now: float, *, lacks_room: bool = True) -> None:
+        """The head of a class could not be admitted, perhaps once more."""
+        self.tried(number)
+        before = self._by_class.get(number)
+        since_s = before.since_s if before is not None and before.entry is entry else now
+        self._by_class[number] = BlockedHead(number, entry, since_s, lacks_room)
+
+    def forget(self, number: int, request: Request) -> None:
+        """A request waits no more."""
+        if number in self._by_class and self._by_class[number].entry.request is request:
+            del self._by_class[number]
+
+    def renew(self, longest_run_s: dict[int, float]) -> None:
+        """Classes are others from now on; of each that of late had somebody end, the longest run is given."""
+        self._by_class.clear()
+        self._untried_since_s.clear()
+        self._longest_run_s = longest_run_s
+
+    def of(self, number: int) -> BlockedHead | None:
+        """Return the head of a class, if it is stuck."""
+        return self._by_class.get(number)
+
+    def oldest_without_room(self) -> BlockedHead | None:
+        """Return who of those that lack room arrived first."""
+        without = (stuck for stuck in self._by_class.values() if stuck.lacks_room)
+        return min(without, key=lambda stuck: stuck.entry.request.arrival_s, default=None)
+
 
 _LOOK_PAST = 64
 """Most requests of a class that are looked at for some that may come before their turn."""
 
-_DEFAULT = Options()
+_DEFAULT = ChameleonOptions()
 
 
 class ChameleonQueue(AdmissionQueue):
@@ -40,19 +232,19 @@ class ChameleonQueue(AdmissionQueue):
         options: what is left open.
     """
 
-    def __init__(self, view: EngineView, options: Options = _DEFAULT) -> None:
+    def __init__(self, view: AdmissionView, options: ChameleonOptions = _DEFAULT) -> None:
         super().__init__(view)
         self._options = options
-        self._census = Census(options, view.max_model_len)
-        self._ledger = Ledger(int(options.overcommit * view.total_tokens))
-        self._waiting: list[list[Waiting]] = [[]]
-        self._admitted: dict[RequestId, Admitted] = {}
+        self._class_stats = ClassStats(options, view.max_model_len)
+        self._quotas = QuotaAccounting(int(options.overcommit * view.total_tokens))
+        self._waiting: list[list[WaitingEntry]] = [[]]
+        self._admitted: dict[RequestId, AdmittedEntry] = {}
         self._users: Counter[str | None] = Counter()
-        self._before: dict[RequestId, Waiting] = {}
-        self._stuck = StuckHeads()
+        self._before: dict[RequestId, WaitingEntry] = {}
+        self._blocked = BlockedHeads()
         self._began_s: float | None = None
         self._counts: Counter[str] = Counter()
-        self._gaps = Gaps()
+        self._gaps = AdmissionGaps()
         self._last_s = 0.0
 
     # --- requests ------------------------------------------------------------------------------------
@@ -64,15 +256,17 @@ class ChameleonQueue(AdmissionQueue):
         before = self._before.pop(request.request_id, None)
         least = before.expected_tokens if before is not None else 0
         expected = max(request.expected_tokens, len(request.output_token_ids) + 1, least)
-        sizes = Sizes(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
+        sizes = RequestSize(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
         if not request.is_resumed:
-            self._census.arrived(sizes, now)
-        early = self.view.pace.is_known and self._census.knows_more(now)  # limits and durations come from the pace
+            self._class_stats.arrived(sizes, now)
+        early = self.view.step_times.is_known and self._class_stats.knows_more(
+            now
+        )  # limits and durations come from the step times
         # One that comes back may do so while others are being admitted, from queues that must stay as they are.
         if not request.is_resumed and (now >= self.due_s or early):
             self._refresh(now)
         number = self._class_of(sizes)
-        entry = Waiting(request, expected, sizes)
+        entry = WaitingEntry(request, expected, sizes)
         if before is not None:
             entry.may_pass, entry.held_s = before.may_pass, before.held_s
         self._insert(entry, number, now)
@@ -83,7 +277,7 @@ class ChameleonQueue(AdmissionQueue):
             for place, entry in enumerate(queue):
                 if entry.request.request_id == request.request_id:
                     del queue[place]
-                    self._stuck.forget(number, request)
+                    self._blocked.forget(number, request)
                     if not queue:
                         self._gaps.end(number, now)
                     return
@@ -92,19 +286,19 @@ class ChameleonQueue(AdmissionQueue):
     def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
         """Return what it held to the classes that lent it; how long it ran counts once it has ended for good."""
         entry = self._admitted.pop(request.request_id)
-        self._ledger.give_back(request.request_id)
+        self._quotas.give_back(request.request_id)
         self._users -= Counter((request.digest,))  # which leaves no zeros behind
-        if self._options.charge is Charge.SHARED and entry.adapter_tokens and self._users[request.digest]:
+        if self._options.charge is AdapterCharge.SHARED and entry.adapter_tokens and self._users[request.digest]:
             heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
             heir.adapter_tokens = entry.adapter_tokens
-            self._ledger.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
+            self._quotas.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
         ran_s = entry.waiting.held_s + now - entry.admitted_s
         if goes_on:
             entry.waiting.held_s, entry.waiting.left_s = ran_s, now
             self._before[request.request_id] = entry.waiting
             return
-        self._census.ended(entry.waiting.sizes, ran_s, now)
-        self._stuck.ran(entry.number, ran_s)
+        self._class_stats.ended(entry.waiting.sizes, ran_s, now)
+        self._blocked.ran(entry.number, ran_s)
         self._gaps.ran(entry.number, ran_s)
 
     def waiting(self) -> Iterable[Request]:
@@ -128,7 +322,7 @@ class ChameleonQueue(AdmissionQueue):
         blocked: set[int] = set()
         refused: set[RequestId] = set()
         left: dict[int, int] = {}
-        for number in self._stuck.untried_for_long((n for n, queue in enumerate(self._waiting) if queue), now):
+        for number in self._blocked.untried_for_long((n for n, queue in enumerate(self._waiting) if queue), now):
             yield from self._put_batch(number, self._own(number), blocked, refused, now)
         for number in range(len(self._waiting)):
             yield from self._join(number, refused, now)
@@ -145,21 +339,21 @@ class ChameleonQueue(AdmissionQueue):
                 yield from self._put_batch(number, left, blocked, refused, now)
 
     def _own(self, number: int) -> dict[int, int]:
-        return {number: max(0, self._ledger.available(number))}
+        return {number: max(0, self._quotas.available(number))}
 
     def _join(self, number: int, refused: set[RequestId], now: float) -> Admission:
         """Admit those of a class, by its own quota, who share the adapter of running requests and save much by that.
 
         Once the head of the class has waited for long, they leave it its tokens.
         """
-        lenders, head = self._own(number), self._stuck.of(number)
-        kept = self._need(head.entry) if head is not None and self._stuck.has_waited(head, now) else 0
+        lenders, head = self._own(number), self._blocked.of(number)
+        kept = self._need(head.entry) if head is not None and self._blocked.has_waited(head, now) else 0
         for entry in self._waiting[number][:_LOOK_PAST]:
             is_saving = entry.sizes.adapter_tokens >= self._options.join_from * self._tokens(entry)
             if not is_saving or not self._users[entry.request.digest]:
                 continue
             need = self._need(entry)
-            if need > lenders[number] - kept or room_for(entry.request, self.view) > self.view.free_tokens():
+            if need > lenders[number] - kept or tokens_needed(entry.request, self.view) > self.view.free_tokens():
                 continue
             if self._must_leave_room(entry, number, now, joins=True):
                 continue
@@ -167,7 +361,7 @@ class ChameleonQueue(AdmissionQueue):
                 case None:
                     self._take(entry, number, need, lenders, now)
                     self._counts["joined"] += 1
-                case Wait.TRANSFER | Wait.SLOT:
+                case WaitReason.TRANSFER | WaitReason.SLOT:
                     refused.add(entry.request.request_id)
                 case _:
                     return
@@ -184,83 +378,89 @@ class ChameleonQueue(AdmissionQueue):
                 continue
             need = self._need(entry)
             if not self._can_pay(need, number, lenders):
-                self._stuck.note(number, entry, now, lacks_room=False)
+                self._blocked.note(number, entry, now, lacks_room=False)
                 return
             if self._must_leave_room(entry, number, now):
-                self._stuck.note(number, entry, now)
+                self._blocked.note(number, entry, now)
                 return
             outcome = yield entry.request
-            self._stuck.tried(number)
+            self._blocked.tried(number)
             match outcome:
                 case None:
                     self._take(entry, number, need, lenders, now)
-                case Wait.TRANSFER | Wait.SLOT:  # neither is room that others take from it
+                case WaitReason.TRANSFER | WaitReason.SLOT:  # neither is room that others take from it
                     refused.add(entry.request.request_id)
                     place += 1
-                case Wait.ROOM:
+                case WaitReason.ROOM:
                     blocked.add(number)
-                    self._stuck.note(number, entry, now)
+                    self._blocked.note(number, entry, now)
                     return
                 case _:
                     blocked.add(number)
-                    self._stuck.note(number, entry, now)
+                    self._blocked.note(number, entry, now)
                     if self._options.bypass:
                         yield from self._pass_by(entry, number, place, lenders, now)
                     return
 
-    def _pass_by(self, head: Waiting, number: int, place: int, lenders: dict[int, int], now: float) -> Admission:
+    def _pass_by(self, head: WaitingEntry, number: int, place: int, lenders: dict[int, int], now: float) -> Admission:
         """Admit younger ones that fit now and will have ended when the adapter of the head has room."""
         view, queue = self.view, self._waiting[number]
         running = view.running()
         expected = {name: entry.waiting.expected_tokens for name, entry in self._admitted.items()}
-        needed = room_for(head.request, view)
+        needed = tokens_needed(head.request, view)
         steps = wait_in_steps(needed, view.free_tokens(), running, expected, view)
         for entry in queue[place + 1 : place + 1 + _LOOK_PAST]:
             need, remaining = self._need(entry), entry.expected_tokens - len(entry.request.output_token_ids)
             if not entry.may_pass or remaining > steps or need > sum(lenders.values()):
                 continue
-            if room_for(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
+            if tokens_needed(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
                 self._take(entry, number, need, lenders, now, passed=head.request)
 
-    def _must_leave_room(self, entry: Waiting, number: int, now: float, *, joins: bool = False) -> bool:
+    def _must_leave_room(self, entry: WaitingEntry, number: int, now: float, *, joins: bool = False) -> bool:
         """Whether a request would take room that the oldest of the heads without room waits for.
 
         Where more tokens are lent than there is room for, small classes could otherwise go on taking whatever becomes
         free. Those who join others may take it until the head has waited for long.
         """
-        head, view = self._stuck.oldest_without_room(), self.view
+        head, view = self._blocked.oldest_without_room(), self.view
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
-        if joins and not self._stuck.has_waited(head, now):
+        if joins and not self._blocked.has_waited(head, now):
             return False
         if not view.may_run(head.entry.request):  # its turn comes after that of others, who may be waiting here
             return False
-        return view.free_tokens() - room_for(entry.request, view) < room_for(head.entry.request, view)
+        return view.free_tokens() - tokens_needed(entry.request, view) < tokens_needed(head.entry.request, view)
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
         """Whether the tokens suffice; who needs more than a whole quota is admitted when nobody holds any of it.
 
         Otherwise it would wait for ever, or until quotas change.
         """
-        ledger = self._ledger
+        ledger = self._quotas
         return need <= sum(lenders.values()) or (need > ledger.quotas[number] and ledger.held[number] <= 0)
 
     def _take(
-        self, entry: Waiting, number: int, need: int, lenders: dict[int, int], now: float, passed: Request | None = None
+        self,
+        entry: WaitingEntry,
+        number: int,
+        need: int,
+        lenders: dict[int, int],
+        now: float,
+        passed: Request | None = None,
     ) -> None:
         """Note that a request was admitted: the first lender pays as much as it has, then the next."""
         request = entry.request
         self._waiting[number].remove(entry)
-        self._stuck.forget(number, request)
+        self._blocked.forget(number, request)
         expected, adapter = entry.expected_tokens, need - self._tokens(entry)
-        self._admitted[request.request_id] = Admitted(entry, number, now, passed, expected, expected, adapter)
+        self._admitted[request.request_id] = AdmittedEntry(entry, number, now, passed, expected, expected, adapter)
         for lender in sorted(lenders):
             part = min(need, lenders[lender])
-            self._ledger.hold(request.request_id, lender, part)
+            self._quotas.hold(request.request_id, lender, part)
             need -= part
             lenders[lender] -= part
         if need:  # more than a whole quota
-            self._ledger.hold(request.request_id, number, need)
+            self._quotas.hold(request.request_id, number, need)
         self._users[request.digest] += 1
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
@@ -268,18 +468,18 @@ class ChameleonQueue(AdmissionQueue):
         if self._waiting[number]:
             self._gaps.begin(number, now)
 
-    def _need(self, entry: Waiting) -> int:
+    def _need(self, entry: WaitingEntry) -> int:
         """Return the tokens that a request holds while it runs: input, expected output, adapter (section 3)."""
         request, charge = entry.request, self._options.charge
         tokens = self._tokens(entry)
-        if charge is Charge.IF_ABSENT and self.view.is_resident(request.adapter):
+        if charge is AdapterCharge.IF_ABSENT and self.view.is_resident(request.adapter):
             return tokens
-        if charge is Charge.SHARED and self._users[request.digest]:
+        if charge is AdapterCharge.SHARED and self._users[request.digest]:
             return tokens
         return tokens + int(entry.sizes.adapter_tokens)
 
     @staticmethod
-    def _tokens(entry: Waiting) -> int:
+    def _tokens(entry: WaitingEntry) -> int:
         return len(entry.request.prompt_token_ids) + entry.expected_tokens
 
     # --- those that run ------------------------------------------------------------------------------
@@ -298,18 +498,18 @@ class ChameleonQueue(AdmissionQueue):
                 self._counts["squashed"] += 1
                 back.append(request)
                 continue
-            self._ledger.hold(request.request_id, entry.number, output_tokens + 1 - entry.reckoned_tokens)
+            self._quotas.hold(request.request_id, entry.number, output_tokens + 1 - entry.reckoned_tokens)
             entry.reckoned_tokens = entry.waiting.expected_tokens = output_tokens + 1
         return back
 
-    def _could_start(self, entry: Admitted, kv_tokens: int, helped: set[RequestId]) -> bool:
+    def _could_start(self, entry: AdmittedEntry, kv_tokens: int, helped: set[RequestId]) -> bool:
         """Whether the request that was passed still waits, and only if this one left would find room."""
         head, last = entry.passed, self._users[entry.waiting.request.digest] == 1
         waiting = chain.from_iterable(self._waiting)
         if head is None or head.request_id in helped or not any(each.request is head for each in waiting):
             return False
         freed = kv_tokens + (int(entry.waiting.sizes.adapter_tokens) if last else 0)
-        if not 0 < room_for(head, self.view) - self.view.free_tokens() <= freed:
+        if not 0 < tokens_needed(head, self.view) - self.view.free_tokens() <= freed:
             return False
         helped.add(head.request_id)
         return True
@@ -328,27 +528,27 @@ class ChameleonQueue(AdmissionQueue):
         assert self._began_s is not None
         self.due_s = now + self._options.refresh_s
         self._counts["refreshes"] += 1
-        quotas, feasible, longest_run_s = self._census.renew(
-            self._ledger.total_tokens, self.view.pace, now - self._began_s, now
+        quotas, feasible, longest_run_s = self._class_stats.renew(
+            self._quotas.total_tokens, self.view.step_times, now - self._began_s, now
         )
-        self._stuck.renew(longest_run_s)
+        self._blocked.renew(longest_run_s)
         self._counts["infeasible"] += not feasible
         admitted = list(self._admitted.values())
         refresh_s = self._options.refresh_s
         self._before = {name: each for name, each in self._before.items() if now - each.left_s < refresh_s}
-        for each, number in zip(admitted, self._census.of([each.waiting.sizes for each in admitted]), strict=True):
+        for each, number in zip(admitted, self._class_stats.of([each.waiting.sizes for each in admitted]), strict=True):
             each.number = number
-        self._ledger.divide(quotas, {name: each.number for name, each in self._admitted.items()})
+        self._quotas.divide(quotas, {name: each.number for name, each in self._admitted.items()})
         waiting = sorted(chain.from_iterable(self._waiting), key=lambda entry: entry.request.arrival_s)
         self._waiting = [[] for _ in quotas]
-        for entry, number in zip(waiting, self._census.of([entry.sizes for entry in waiting]), strict=True):
+        for entry, number in zip(waiting, self._class_stats.of([entry.sizes for entry in waiting]), strict=True):
             self._waiting[number].append(entry)
         self._gaps.go_on({number for number, queue in enumerate(self._waiting) if queue}, now)
 
-    def _class_of(self, sizes: Sizes) -> int:
-        return self._census.of([sizes])[0]
+    def _class_of(self, sizes: RequestSize) -> int:
+        return self._class_stats.of([sizes])[0]
 
-    def _insert(self, entry: Waiting, number: int, now: float) -> None:
+    def _insert(self, entry: WaitingEntry, number: int, now: float) -> None:
         insort(self._waiting[number], entry, key=lambda other: other.request.arrival_s)
         self._gaps.begin(number, now)
 
@@ -356,15 +556,15 @@ class ChameleonQueue(AdmissionQueue):
 
     def stats(self) -> QueueStats:
         """See ``AdmissionQueue``."""
-        waiting, held = tuple(map(len, self._waiting)), tuple(self._ledger.held)
+        waiting, held = tuple(map(len, self._waiting)), tuple(self._quotas.held)
         counts = {name: self._counts[name] for name in ("refreshes", "bypassed", "squashed", "joined")}
-        return QueueStats(waiting, self._ledger.quotas, held, **counts)
+        return QueueStats(waiting, self._quotas.quotas, held, **counts)
 
     def figures(self) -> QueueFigures:
         """Return what there is to tell, gaps that go on included."""
         return QueueFigures(
             **msgspec.structs.asdict(self.stats()),
-            boundaries=self._census.classes.boundaries,
+            boundaries=self._class_stats.classes.boundaries,
             infeasible_refreshes=self._counts["infeasible"],
             admitted=self._counts["admitted"],
             longest_gap_s=self._gaps.longest_s(self._last_s),

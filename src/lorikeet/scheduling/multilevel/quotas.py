@@ -1,11 +1,20 @@
-"""How many tokens each size class may hold: Chameleon's quotas from independent M/M/1 queues."""
+"""Token quotas of the size classes:
 
-from collections.abc import Sequence
+what each class needs (independent M/M/1 queues), its share, and who holds how much.
+"""
+
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 
-class Share(StrEnum):
+from lorikeet.core.ids import RequestId
+from lorikeet.scheduling.step_times import StepTimeEstimator
+
+
+class SurplusShare(StrEnum):
     """How what is left after every class has its least quota is divided."""
 
     LEAST = "least"
@@ -14,7 +23,7 @@ class Share(StrEnum):
     """K : K - 1 : ... : 1, the most for the smallest class (the paper's introduction)."""
 
 
-class Overload(StrEnum):
+class OverloadRule(StrEnum):
     """How tokens are divided where the least quotas of all classes do not fit beside each other."""
 
     PROPORTIONAL = "proportional"
@@ -57,8 +66,8 @@ def assign_quotas(
     total_tokens: int,
     *,
     floor: bool = True,
-    share: Share = Share.LEAST,
-    overload: Overload = Overload.PROPORTIONAL,
+    share: SurplusShare = SurplusShare.LEAST,
+    overload: OverloadRule = OverloadRule.PROPORTIONAL,
 ) -> Quotas:
     """Divide ``total_tokens`` among classes, smallest requests first.
 
@@ -69,12 +78,12 @@ def assign_quotas(
     least = [max(load.least_tokens, floor) for load, floor in zip(loads, floors, strict=True)]
     needed = sum(least)
     if needed <= total_tokens:
-        weights = least if share is Share.LEAST else [float(len(loads) - place) for place in range(len(loads))]
+        weights = least if share is SurplusShare.LEAST else [float(len(loads) - place) for place in range(len(loads))]
         return Quotas(_whole(_added(least, weights, total_tokens - needed), total_tokens), feasible=True)
     if sum(floors) > total_tokens:
         floors = [0.0] * len(loads)
     above = [most - floor for most, floor in zip(least, floors, strict=True)]
-    if overload is Overload.SMALLEST_FIRST:
+    if overload is OverloadRule.SMALLEST_FIRST:
         rest = total_tokens - sum(floors)
         for number, wanted in enumerate(above):
             above[number] = min(wanted, rest)
@@ -95,3 +104,83 @@ def _whole(values: Sequence[float], total: int) -> tuple[int, ...]:
     for place in by_remainder[: total - sum(whole)]:
         whole[place] += 1
     return tuple(whole)
+
+
+SLO_FACTOR = 5.0
+"""Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
+
+
+def class_load(
+    arrived: NDArray[np.float64],
+    ran_s: NDArray[np.float64],
+    over_s: float,
+    step_times: StepTimeEstimator,
+    largest_percentile: float,
+) -> ClassLoad:
+    """Return what comes to a class; if nobody has ended yet, its requests take as long as one alone.
+
+    Args:
+        arrived: ``[requests, 3]``, input, expected output and adapter of each that arrived, in tokens.
+        ran_s: how long each ran that ended.
+        over_s: for how long arrivals were counted.
+        step_times: of the engine's steps.
+        largest_percentile: of the requests' tokens, that counts as the largest.
+    """
+    if not len(arrived):  # many samples are gathered in bins, and a boundary may lie inside one
+        return ClassLoad(0.0, 0.0, 0.0, float("inf"))
+    mean = arrived.mean(axis=0)
+    alone_s = step_times.alone_s(float(mean[0]), float(mean[1]))
+    largest = np.percentile(arrived.sum(axis=1), largest_percentile)
+    duration_s = float(ran_s.mean()) if len(ran_s) else alone_s
+    slo_s = SLO_FACTOR * alone_s if alone_s else float("inf")
+    return ClassLoad(float(largest), duration_s, len(arrived) / over_s, slo_s)
+
+
+class QuotaAccounting:
+    """Quotas and what is held of them: for every class, available = quota - held, which may be negative.
+
+    So available and held tokens of all classes always add up to the total.
+
+    Args:
+        total_tokens: of all quotas; one class has them all at first.
+    """
+
+    def __init__(self, total_tokens: int) -> None:
+        self.total_tokens = total_tokens
+        self.quotas: tuple[int, ...] = (total_tokens,)
+        self.held = [0]
+        self._holdings: dict[RequestId, dict[int, int]] = {}
+
+    def available(self, number: int) -> int:
+        """Return what a class may still lend."""
+        return self.quotas[number] - self.held[number]
+
+    def hold(self, request_id: RequestId, number: int, tokens: int) -> None:
+        """Let a request hold so many tokens more of a class's quota."""
+        parts = self._holdings.setdefault(request_id, {})
+        parts[number] = parts.get(number, 0) + tokens
+        self.held[number] += tokens
+
+    def give_back(self, request_id: RequestId) -> None:
+        """Return all that a request holds to the classes that it came from."""
+        for number, tokens in self._holdings.pop(request_id).items():
+            self.held[number] -= tokens
+
+    def held_by(self, request_id: RequestId) -> int:
+        """Return the tokens that a request holds."""
+        return sum(self._holdings[request_id].values())
+
+    def divide(self, quotas: Sequence[int], classes: Mapping[RequestId, int]) -> None:
+        """Begin with new classes: what a request holds is from now on of the class that it is in by now.
+
+        Raises:
+            ValueError: the quotas do not add up to the total.
+        """
+        if sum(quotas) != self.total_tokens:
+            raise ValueError(f"quotas {quotas} do not add up to {self.total_tokens}")
+        self.quotas = tuple(quotas)
+        self.held = [0] * len(quotas)
+        for request_id, parts in self._holdings.items():
+            tokens = sum(parts.values())
+            self._holdings[request_id] = {classes[request_id]: tokens}
+            self.held[classes[request_id]] += tokens

@@ -1,13 +1,13 @@
 """Earliest deadline first."""
 
 from lorikeet.core.request import Request
-from lorikeet.scheduling.policies.ordered import Ordered
+from lorikeet.scheduling.admission import OrderedQueue
 
 DEFAULT_TTFT_S = 60.0
 """When a request is due that has no limit on its TTFT, after its arrival."""
 
 
-class EarliestDeadline(Ordered):
+class EarliestDeadline(OrderedQueue):
     """By the time at which the first token is due: arrival + the limit on TTFT.
 
     Requests without a limit count as due after a minute, so those that have one go before them, but not for ever: a

@@ -8,8 +8,8 @@ from itertools import count
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
-from lorikeet.memory.leases import Wait
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, EngineView, room_for
+from lorikeet.memory.blocks import WaitReason
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, tokens_needed
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 """Of a token, as in the paper's evaluation; a token of the answer takes longer to make."""
@@ -53,7 +53,7 @@ class FairShares(AdmissionQueue):
         spare: share of the pool; 0 for the paper's policy.
     """
 
-    def __init__(self, view: EngineView, owner: Callable[[Request], str] = by_tenant, spare: float = SPARE) -> None:
+    def __init__(self, view: AdmissionView, owner: Callable[[Request], str] = by_tenant, spare: float = SPARE) -> None:
         super().__init__(view)
         self._spare = spare
         self._owner = owner
@@ -95,7 +95,7 @@ class FairShares(AdmissionQueue):
         while heads:
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
-            needed_tokens = room_for(request, self.view)
+            needed_tokens = tokens_needed(request, self.view)
             # Whoever holds nothing takes its turn, however much it needs: else it might never.
             beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens
             if self._must_leave(needed_tokens, beyond_tokens):
@@ -106,7 +106,7 @@ class FairShares(AdmissionQueue):
                     self._charge_prompt(request)
                     self._take_out(request)
                     held_tokens[owner] += needed_tokens
-                case Wait.ROOM | Wait.ADAPTER_ROOM:
+                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
                     return
                 case _:
                     place += 1

@@ -1,10 +1,10 @@
 """First come, first served."""
 
 from lorikeet.core.request import Request
-from lorikeet.scheduling.policies.ordered import Ordered
+from lorikeet.scheduling.admission import OrderedQueue
 
 
-class Fifo(Ordered):
+class Fifo(OrderedQueue):
     """By the time of arrival."""
 
     def rank(self, request: Request) -> float:

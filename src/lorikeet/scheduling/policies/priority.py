@@ -1,10 +1,10 @@
 """Priority classes."""
 
 from lorikeet.core.request import Request
-from lorikeet.scheduling.policies.ordered import Ordered
+from lorikeet.scheduling.admission import OrderedQueue
 
 
-class PriorityFirst(Ordered):
+class PriorityFirst(OrderedQueue):
     """By the request's priority, the lowest value first, and inside one by arrival, as vLLM's ``priority`` has it.
 
     If blocks run out the least urgent gives way. Less urgent requests wait for as long as more urgent ones come.

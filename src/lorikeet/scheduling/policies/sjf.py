@@ -1,14 +1,13 @@
 """Shortest job first, with or without aging."""
 
 from lorikeet.core.request import Request
-from lorikeet.scheduling.admission import EngineView
-from lorikeet.scheduling.policies.ordered import Ordered
+from lorikeet.scheduling.admission import AdmissionView, OrderedQueue
 
 AGING_TOKENS_PER_S = 10.0
 """With it an answer of a thousand tokens is overtaken only by requests that come within 100 s after it."""
 
 
-class ShortestFirst(Ordered):
+class ShortestFirst(OrderedQueue):
     """By the number of tokens expected of the answer, less ``gamma`` tokens for each second of waiting.
 
     All waits grow alike, so who goes first never changes: the order is that of expected tokens + gamma × arrival. A
@@ -24,7 +23,7 @@ class ShortestFirst(Ordered):
         gamma: tokens per second, not negative.
     """
 
-    def __init__(self, view: EngineView, gamma: float = 0.0) -> None:
+    def __init__(self, view: AdmissionView, gamma: float = 0.0) -> None:
         super().__init__(view)
         self._gamma = gamma
 

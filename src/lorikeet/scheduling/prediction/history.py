@@ -17,7 +17,7 @@ _MOST_ADAPTERS = 10_000
 """The adapters that are remembered; of more, those that have not answered for longest are forgotten."""
 
 
-class History:
+class LengthHistory:
     """Predicts the median of the recent answers of an adapter.
 
     The median is the constant that minimises the mean absolute error, and of log lengths too. An answer counts with

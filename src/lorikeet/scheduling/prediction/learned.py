@@ -18,11 +18,11 @@ _FORMAT = "lorikeet answer lengths 1"
 _MOST_LOG_TOKENS = 20.0
 
 
-class HeadError(ValueError):
+class LengthModelError(ValueError):
     """A file holds no head; the message says why."""
 
 
-class Errors(msgspec.Struct, frozen=True):
+class PredictionErrors(msgspec.Struct, frozen=True):
     """How far predictions were off.
 
     Attributes:
@@ -38,7 +38,7 @@ class Errors(msgspec.Struct, frozen=True):
     in_quintile: float
 
 
-class About(msgspec.Struct, frozen=True):
+class LengthModelInfo(msgspec.Struct, frozen=True):
     """What is known of a head.
 
     Attributes:
@@ -52,8 +52,8 @@ class About(msgspec.Struct, frozen=True):
     adapters: tuple[str | None, ...]
     tokenizer_sha256: str
     requests: int
-    learned: Errors
-    history: Errors
+    learned: PredictionErrors
+    history: PredictionErrors
 
     @property
     def is_better(self) -> bool:
@@ -61,7 +61,7 @@ class About(msgspec.Struct, frozen=True):
         return self.learned.mean_tokens < self.history.mean_tokens
 
 
-class Trees(msgspec.Struct, frozen=True):
+class TreeEnsemble(msgspec.Struct, frozen=True):
     """Regression trees whose values add up; all arrays are (trees, nodes), node 0 is a root.
 
     Attributes:
@@ -91,7 +91,7 @@ class Trees(msgspec.Struct, frozen=True):
             node = following
 
 
-class Head:
+class LengthModel:
     """Predicts from vectors.
 
     Args:
@@ -105,7 +105,13 @@ class Head:
     """
 
     def __init__(
-        self, about: About, centre: np.ndarray, axes: np.ndarray, typical: np.ndarray, trees: Trees, base: float
+        self,
+        about: LengthModelInfo,
+        centre: np.ndarray,
+        axes: np.ndarray,
+        typical: np.ndarray,
+        trees: TreeEnsemble,
+        base: float,
     ) -> None:
         self.about = about
         self._centre = centre
@@ -152,22 +158,22 @@ class Head:
             raise OSError(f"{path}: {error}") from error
 
     @classmethod
-    def read(cls, path: Path) -> "Head":
+    def read(cls, path: Path) -> "LengthModel":
         """Read a file.
 
         Raises:
-            HeadError: it cannot be read or is no head.
+            LengthModelError: it cannot be read or is no head.
         """
         try:
             with safe_open(path, "numpy") as file:
-                about = msgspec.json.decode((file.metadata() or {})[_FORMAT], type=About)
+                about = msgspec.json.decode((file.metadata() or {})[_FORMAT], type=LengthModelInfo)
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            trees = Trees(**{name: arrays[f"trees.{name}"] for name in Trees.__struct_fields__})
+            trees = TreeEnsemble(**{name: arrays[f"trees.{name}"] for name in TreeEnsemble.__struct_fields__})
             head = cls(about, arrays["centre"], arrays["axes"], arrays["typical"], trees, float(arrays["base"][0]))
             head._check()
         except (OSError, SafetensorError, msgspec.MsgspecError, KeyError, IndexError, ValueError) as error:
             words = f"is missing {error}" if isinstance(error, KeyError) else str(error)
-            raise HeadError(f"{path}: not a file of lorikeet train-predictor: {words}") from error
+            raise LengthModelError(f"{path}: not a file of lorikeet train-predictor: {words}") from error
         return head
 
     def _check(self) -> None:
@@ -189,6 +195,6 @@ class Head:
 def features_of(
     vectors: np.ndarray, centre: np.ndarray, axes: np.ndarray, prompt_tokens: Sequence[int], typical: np.ndarray
 ) -> np.ndarray:
-    """Return what trees look at, (requests, axes + 3) float32; arguments as those of ``Head``, a row for a request."""
+    """Return what trees look at, (requests, axes + 3) float32; arguments as those of ``LengthModel``, a row for a request."""
     logs = np.log(np.maximum(np.asarray(prompt_tokens, np.float32), 1.0))
     return np.concatenate([(vectors - centre) @ axes.T, logs[:, None], typical], axis=1).astype(np.float32)

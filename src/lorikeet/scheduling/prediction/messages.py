@@ -11,7 +11,7 @@ TEXT_TOKENS = 96
 LENGTH = struct.Struct("<I")
 
 
-class Setup(msgspec.Struct, frozen=True):
+class PredictorSetup(msgspec.Struct, frozen=True):
     """To the process, first of all.
 
     Attributes:
@@ -23,7 +23,7 @@ class Setup(msgspec.Struct, frozen=True):
     tokenizer: str
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class PredictionRequest(msgspec.Struct, frozen=True, array_like=True):
     """To the process: predict.
 
     Attributes:
@@ -41,13 +41,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     until_s: float
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class PredictorReady(msgspec.Struct, frozen=True, tag=True):
     """From the process: it can predict, and has used so much CPU time for its start."""
 
     cpu_s: float
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class PredictionBatch(msgspec.Struct, frozen=True, tag=True):
     """From the process: what came of some questions.
 
     Attributes:
@@ -61,7 +61,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float
 
 
-FROM_PROCESS = msgspec.msgpack.Decoder(Ready | Told)
+FROM_PROCESS = msgspec.msgpack.Decoder(PredictorReady | PredictionBatch)
 
 
 def frame(message: msgspec.Struct) -> bytes:

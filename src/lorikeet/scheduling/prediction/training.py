@@ -8,8 +8,14 @@ import numpy as np
 from sklearn.decomposition import PCA
 from sklearn.ensemble import GradientBoostingRegressor
 
-from lorikeet.scheduling.prediction.history import History
-from lorikeet.scheduling.prediction.learned import About, Errors, Head, Trees, features_of
+from lorikeet.scheduling.prediction.history import LengthHistory
+from lorikeet.scheduling.prediction.learned import (
+    LengthModel,
+    LengthModelInfo,
+    PredictionErrors,
+    TreeEnsemble,
+    features_of,
+)
 
 LEAST_REQUESTS = 100
 """To learn from; with fewer there is nothing to be learned beyond history."""
@@ -59,7 +65,7 @@ class Samples(NamedTuple):
         )
 
 
-def train(samples: Samples, tokenizer_sha256: str) -> Head:
+def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
     """Learn from the first four fifths, compare with history on the last fifth, and learn once more from all.
 
     Args:
@@ -74,11 +80,11 @@ def train(samples: Samples, tokenizer_sha256: str) -> Head:
         raise TooFewRequests(f"{count} requests are too few to learn from; {LEAST_REQUESTS} are needed")
     cut = round(count * (1 - _HELD_OUT))
     first, last = samples.part(0, cut), samples.part(cut, count)
-    nothing = Errors(0, 0.0, 0.0, 0.0)
-    trial = _fit(first, About((), tokenizer_sha256, cut, nothing, nothing))
+    nothing = PredictionErrors(0, 0.0, 0.0, 0.0)
+    trial = _fit(first, LengthModelInfo((), tokenizer_sha256, cut, nothing, nothing))
     learned = trial.predict(last.vectors, last.prompt_tokens, last.adapters)
     history = predict_by_history(samples, cut)
-    about = About(
+    about = LengthModelInfo(
         (),
         tokenizer_sha256,
         count,
@@ -90,7 +96,7 @@ def train(samples: Samples, tokenizer_sha256: str) -> Head:
 
 def predict_by_history(samples: Samples, begin: int) -> list[int]:
     """Return what history would have predicted for the requests from ``begin`` on, each told of all before it."""
-    history, predicted = History(), []
+    history, predicted = LengthHistory(), []
     for index, (adapter, tokens) in enumerate(zip(samples.adapters, samples.output_tokens, strict=True)):
         if index >= begin:
             predicted.append(history.predict(adapter) or 1)
@@ -98,10 +104,10 @@ def predict_by_history(samples: Samples, begin: int) -> list[int]:
     return predicted
 
 
-def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> Errors:
+def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> PredictionErrors:
     """Return how far predictions were off; the quintiles are those of ``all_lengths``."""
     off = np.abs(np.asarray(predicted, float) - np.asarray(true, float))
-    return Errors(
+    return PredictionErrors(
         len(true),
         float(off.mean()),
         float(np.median(off / np.maximum(true, 1))),
@@ -116,7 +122,7 @@ def in_true_quintile(predicted: Sequence[int], true: Sequence[int], all_lengths:
     return same
 
 
-def _fit(samples: Samples, about: About) -> Head:
+def _fit(samples: Samples, about: LengthModelInfo) -> LengthModel:
     """Learn the log of lengths, by absolute error: a few very long answers must not decide."""
     logs = np.log(np.maximum(np.asarray(samples.output_tokens, float), 1.0))
     counts = Counter(samples.adapters)
@@ -131,16 +137,16 @@ def _fit(samples: Samples, about: About) -> Head:
     features = features_of(samples.vectors, centre, components, samples.prompt_tokens, typical[rows])
     model = GradientBoostingRegressor(loss="absolute_error", random_state=0, **_TREES).fit(features, logs)
     base = float(np.ravel(model.init_.constant_)[0])
-    about = About(known, about.tokenizer_sha256, about.requests, about.learned, about.history)
-    return Head(about, centre, components, typical, _trees(model), base)
+    about = LengthModelInfo(known, about.tokenizer_sha256, about.requests, about.learned, about.history)
+    return LengthModel(about, centre, components, typical, _trees(model), base)
 
 
-def _trees(model: GradientBoostingRegressor) -> Trees:
+def _trees(model: GradientBoostingRegressor) -> TreeEnsemble:
     """Return the trees of a model as arrays, padded with leaves of 0."""
     grown = [estimator.tree_ for estimator in model.estimators_[:, 0]]
     shape = (len(grown), max(tree.node_count for tree in grown))
     here = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-    trees = Trees(np.zeros(shape, np.int32), np.zeros(shape), here.copy(), here.copy(), np.zeros(shape))
+    trees = TreeEnsemble(np.zeros(shape, np.int32), np.zeros(shape), here.copy(), here.copy(), np.zeros(shape))
     for number, tree in enumerate(grown):
         inner = np.flatnonzero(tree.children_left >= 0)
         leaves = np.flatnonzero(tree.children_left < 0)

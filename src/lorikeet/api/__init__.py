@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API: completions, adapter management, metrics and authentication. Never imports torch."""

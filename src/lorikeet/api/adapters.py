@@ -1,0 +1,313 @@
+"""Routes that list, load and unload adapters: Lorikeet's own, and those of vLLM, SGLang and Dynamo."""
+
+import asyncio
+import bisect
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any, TypeVar
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Query
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.adapters.errors import (
+    AdapterBusy,
+    AdapterError,
+    AdapterExists,
+    AdapterNotFound,
+    AdapterStoreError,
+    UnknownAdapter,
+)
+from lorikeet.api.dependencies import JsonBody, ServiceDep
+from lorikeet.api.errors import ApiError
+from lorikeet.api.logs import log
+from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
+from lorikeet.api.service import Service
+from lorikeet.api.threads import in_daemon_thread
+from lorikeet.client.supervisor import EngineError
+
+_T = TypeVar("_T")
+
+DRAIN_S = 30.0
+"""How long an unload waits for running requests of the adapter before it answers; it goes on afterwards."""
+
+
+async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> AdapterRecord:
+    """Register an adapter.
+
+    Raises:
+        ApiError: 400 for a name, source or adapter that will not do, 404 for a source that does not exist,
+            409 if another call changes the name, 500 if the store cannot be written.
+    """
+    _check_enabled(service)
+    if service.models.is_base(name):
+        raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
+    try:
+        record, old = await _in_thread(service.loads, lambda: service.catalog.register(name, source, replace=replace))
+    except AdapterExists:
+        raise invalid_input(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
+            "set 'load_inplace' to True."
+        ) from None
+    except AdapterBusy as error:
+        raise ApiError(409, str(error)) from error
+    except AdapterNotFound as error:
+        raise ApiError(404, str(error)) from error
+    except AdapterStoreError as error:
+        raise _store_failed(name, error) from error
+    except AdapterError as error:
+        raise ApiError(400, str(error)) from error
+    log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
+    if service.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
+        service.client.register_adapters([record.ref])
+    if old is not None:
+        _in_background(service, _free(service, old))
+    return record
+
+
+async def unload_adapter(service: Service, name: str) -> int | None:
+    """Remove an adapter: no new request gets it, running ones finish, then its memory is free on every tier.
+
+    Returns:
+        Bytes freed, of its weights and its KV on device and host; None if requests still ran after a while.
+
+    Raises:
+        ApiError: 404 for an unknown name, 409 if another call changes it, 500 if the registry cannot be written.
+    """
+    _check_enabled(service)
+    try:
+        record = await _in_thread(service.removals, lambda: service.catalog.remove(name))
+    except UnknownAdapter:
+        raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
+    except AdapterBusy as error:
+        raise ApiError(409, str(error)) from error
+    except AdapterStoreError as error:
+        raise _store_failed(name, error) from error
+    log.info("adapter unloaded", adapter=name, digest=record.digest)
+    freeing = _in_background(service, _free(service, record))
+    freeing.add_done_callback(lambda _: _forget(service, name))
+    try:
+        return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
+    except TimeoutError:
+        return None
+
+
+async def _in_thread(limiter: CapacityLimiter, work: Callable[[], _T]) -> _T:
+    async with limiter:
+        return await in_daemon_thread(work)
+
+
+def _forget(service: Service, name: str) -> None:
+    """Drop the counts of an adapter that is gone, unless its name was loaded again in the meantime."""
+    if name not in service.catalog.names():
+        service.observer.usage.forget(name)
+
+
+async def _free(service: Service, record: AdapterRecord) -> int:
+    """Free a version on every tier unless another name still points to it."""
+    if service.catalog.has(record.digest):
+        return 0
+    try:
+        freed_bytes = await service.client.drop_adapter(record.digest)
+    except EngineError as error:
+        log.warning("adapter not dropped: the engine is gone", digest=record.digest, error=str(error))
+        return 0
+    service.used_adapters.pop(record.digest, None)
+    return freed_bytes
+
+
+def _in_background(service: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
+    """Run ``work`` to its end whoever waits for it; the service keeps the task alive."""
+    task = asyncio.create_task(work)
+    service.background.add(task)
+    task.add_done_callback(service.background.discard)
+    return task
+
+
+def _check_enabled(service: Service) -> None:
+    if not service.adapter_settings.enabled:
+        raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
+
+
+def _store_failed(name: str, error: AdapterStoreError) -> ApiError:
+    log.error("an adapter was not changed: its store has failed", adapter=name, error=str(error))
+    return ApiError(500, str(error))
+
+
+def invalid_input(message: str) -> ApiError:
+    """Return a 400 of the type that vLLM's adapter routes give."""
+    return ApiError(400, message, type="InvalidUserInput")
+
+
+router = APIRouter()
+
+
+@router.get("/v1/adapters")
+async def list_adapters(
+    service: ServiceDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
+) -> dict[str, Any]:
+    """A page of adapters in the order of their names; ``next_cursor`` asks for the next one."""
+    records = sorted(service.catalog.list(), key=lambda record: record.name)
+    start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
+    page = records[start : start + limit]
+    more = start + limit < len(records)
+    return {
+        "object": "list",
+        "data": [_card(service, record) for record in page],
+        "has_more": more,
+        "next_cursor": page[-1].name if more else None,
+        "total": len(records),
+    }
+
+
+@router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
+async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
+    """Register an adapter, or replace it."""
+    return _card(service, await load_adapter(service, body.name, body.source, replace=body.replace))
+
+
+@router.get("/v1/adapters/{name:path}/stats")
+async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
+    """Traffic of one adapter since the server started."""
+    record = _record(service, name)
+    usage = service.observer.usage.peek(name)
+    total = usage.total
+    return {
+        "name": name,
+        "digest": record.digest,
+        **_residency(service, record),
+        "requests_running": usage.running,
+        "requests": total.requests,
+        "requests_aborted": total.aborted,
+        "requests_failed": total.failed,
+        "prompt_tokens": total.prompt_tokens,
+        "cached_tokens": total.cached_tokens,
+        "generation_tokens": total.completion_tokens,
+        "mean_ttft_s": total.ttft_s / total.ttft_count if total.ttft_count else None,
+        "mean_e2e_s": total.e2e_s / total.requests if total.requests else None,
+        "mean_load_wait_s": total.adapter_wait_s / total.requests if total.requests else None,
+        "mean_kv_wait_s": total.kv_wait_s / total.requests if total.requests else None,
+    }
+
+
+@router.get("/v1/adapters/{name:path}")
+async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
+    """One adapter."""
+    return _card(service, _record(service, name))
+
+
+@router.delete("/v1/adapters/{name:path}")
+async def delete_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
+    """Remove an adapter once its running requests have ended."""
+    freed_bytes = await unload_adapter(service, name)
+    return {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
+
+
+def _record(service: Service, name: str) -> AdapterRecord:
+    record = service.models.record(name)
+    if record is None:
+        raise ApiError(404, f"The adapter `{name}` does not exist.", param="name")
+    return record
+
+
+def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "object": "adapter",
+        "digest": record.digest,
+        "source": record.source,
+        "base": service.models.base,
+        "created": int(record.created_at),
+        "rank": record.max_rank,
+        "weight_bytes": record.row.weight_bytes,
+        **_residency(service, record),
+    }
+
+
+def _residency(service: Service, record: AdapterRecord) -> dict[str, Any]:
+    stats = [view.stats for view in service.client.views.values() if view.stats is not None]
+    blocks = sum(each.resident_adapters.get(record.digest, 0) for each in stats)
+    return {"level": "gpu" if blocks else None, "device_bytes": blocks * service.client.engine_info.block_bytes}
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+
+@router.post("/v1/load_lora_adapter", dependencies=[JsonBody])
+async def load_lora_adapter(body: LoadAdapter, service: ServiceDep) -> Response:
+    """Load an adapter as vLLM does."""
+    if not body.lora_name or not body.lora_path:
+        raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
+    if body.is_3d_lora_weight:
+        raise ApiError(501, "Adapters of mixture-of-experts models are not supported.", param="is_3d_lora_weight")
+    await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", dependencies=[JsonBody])
+async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep) -> Response:
+    """Unload an adapter as vLLM does."""
+    if not body.lora_name:
+        raise invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
+    await unload_adapter(service, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+# --- SGLang ---------------------------------------------------------------------------------------
+
+
+@router.post("/load_lora_adapter", dependencies=[JsonBody])
+async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Response:
+    """Load an adapter as SGLang does."""
+    if not body.lora_name or not body.lora_path:
+        return _sglang(service, "Both lora_name and lora_path must be provided.")
+    if body.pinned:
+        return _sglang(service, "Pinned adapters are not supported yet.", 501)
+    return await _sglang_outcome(service, load_adapter(service, body.lora_name, body.lora_path, replace=False))
+
+
+@router.post("/unload_lora_adapter", dependencies=[JsonBody])
+async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep) -> Response:
+    """Unload an adapter as SGLang does."""
+    return await _sglang_outcome(service, unload_adapter(service, body.lora_name))
+
+
+async def _sglang_outcome(service: Service, work: Awaitable[object]) -> Response:
+    try:
+        await work
+    except ApiError as error:
+        return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+    return _sglang(service, None)
+
+
+def _sglang(service: Service, error: str | None, status: int = 400) -> Response:
+    body = {
+        "success": error is None,
+        "error_message": error or "",
+        "loaded_adapters": {record.name: record.source for record in service.catalog.list()},
+    }
+    return JSONResponse(body, 200 if error is None else status)
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------
+
+
+@router.get("/v1/loras")
+async def list_loras(service: ServiceDep) -> dict[str, Any]:
+    """All adapters as Dynamo lists them."""
+    loras = {record.name: int(record.digest[:8], 16) for record in service.catalog.list()}
+    return {"status": "success", "loras": loras, "count": len(loras)}
+
+
+@router.post("/v1/loras", dependencies=[JsonBody])
+async def load_lora(body: DynamoAdapter, service: ServiceDep) -> dict[str, Any]:
+    """Load an adapter as Dynamo does."""
+    record = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
+    return {"status": "success", "lora_name": record.name, "lora_id": int(record.digest[:8], 16)}
+
+
+@router.delete("/v1/loras/{name:path}")
+async def delete_lora(name: str, service: ServiceDep) -> dict[str, Any]:
+    """Unload an adapter as Dynamo does."""
+    await unload_adapter(service, name)
+    return {"status": "success", "lora_name": name}

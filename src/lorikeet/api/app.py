@@ -1,0 +1,102 @@
+"""The application: middleware, routes and error shapes around a :class:`Service`."""
+
+from fastapi import FastAPI
+
+from lorikeet import __version__
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api import adapters, cluster, completions, info
+from lorikeet.api.errors import install_handlers
+from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.api.logs import log
+from lorikeet.api.metrics import ClusterCollector, ReplicasCollector, RequestMetrics, UsageCollector
+from lorikeet.api.middleware import AdmissionGate, add_middleware
+from lorikeet.api.observer import RequestObserver
+from lorikeet.api.request_log import RequestLog
+from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.served_models import ServedModels
+from lorikeet.api.service import Service
+from lorikeet.api.shedding import TtftForecast
+from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.usage import AdapterUsage
+from lorikeet.client.client import Engines
+from lorikeet.config import Settings
+from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.presets import resolve_preset
+
+
+def create_service(
+    settings: Settings,
+    client: Engines,
+    catalog: AdapterCatalog,
+    texts: TextProcessor,
+    models: ServedModels,
+    limits: ModelLimits,
+    request_log: RequestLog | None = None,
+    lengths: AnswerLengthPredictor | None = None,
+) -> Service:
+    """Put the parts of a server together.
+
+    Args:
+        settings: of the whole server.
+        client: started.
+        catalog: the adapters.
+        texts: tokenizer and chat template.
+        models: names.
+        limits: of the model.
+        request_log: None for none.
+        lengths: who predicts the lengths of answers; None for nobody.
+
+    Raises:
+        ConfigError: the settings' targets make no sense.
+    """
+    metrics = RequestMetrics(models.base, limits.max_model_len)
+    usage = AdapterUsage(settings.server.metrics_adapters)
+    lengths = lengths or AnswerLengthPredictor()
+    forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
+    service = Service(
+        settings=settings.server,
+        adapter_settings=settings.adapters,
+        client=client,
+        catalog=catalog,
+        texts=texts,
+        models=models,
+        limits=limits,
+        targets=read_targets(settings.server, settings.cluster),
+        gate=AdmissionGate(settings.server.max_queued),
+        lengths=lengths,
+        observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
+    )
+    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
+    metrics.add_collector(ClusterCollector(client, models.base))
+    metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(LengthCollector(lengths, metrics.labels))
+
+    def on_adapter_event(event: AdapterEvent) -> None:
+        if isinstance(event, AdapterLoaded):
+            if event.error is not None:
+                log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
+            else:
+                metrics.adapter_load.observe(event.seconds)
+
+    client.on_adapter_event(on_adapter_event)
+    client.on_stats(metrics.observe_step)
+    return service
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the ASGI application that serves ``service``."""
+    app = FastAPI(title="Lorikeet", version=__version__)
+    app.state.service = service
+    for routes in (info, completions, completions, adapters, adapters, cluster):
+        app.include_router(routes.router)
+    install_handlers(app)
+    add_middleware(
+        app,
+        max_body_bytes=service.settings.max_body_bytes,
+        api_keys=service.settings.api_keys,
+        admin_keys=service.settings.admin_keys,
+        tenant_header=service.settings.tenant_header,
+        allowed_origins=service.settings.allowed_origins,
+    )
+    return app

@@ -1,0 +1,45 @@
+"""Routes that show the replicas behind a server, add one and remove one."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+
+from lorikeet.api.dependencies import ServiceDep
+from lorikeet.api.errors import ApiError
+from lorikeet.client.supervisor import EngineError
+from lorikeet.core.ids import ReplicaId
+
+router = APIRouter()
+
+
+@router.get("/v1/cluster")
+async def show_cluster(service: ServiceDep) -> dict[str, Any]:
+    """Replicas, which adapters they are to serve, and what was copied. Adapters have names where they have one."""
+    state = service.client.describe()
+    digests = {*state.shares, *(digest for replica in state.replicas for digest in replica.resident)}
+    known = service.adapters_by_digest(digests)
+    return state.shown({digest: known[digest][0].name for digest in digests if known.get(digest)})
+
+
+@router.post("/v1/cluster/replicas", status_code=201)
+async def add_replica(service: ServiceDep) -> dict[str, Any]:
+    """Start one more replica; answered when it gets requests."""
+    try:
+        replica = await service.client.add_replica()
+    except EngineError as error:
+        raise ApiError(409, f"The replica could not be started: {error}.") from error
+    return {"object": "replica", "id": replica}
+
+
+@router.delete("/v1/cluster/replicas/{replica}")
+async def remove_replica(
+    replica: str, service: ServiceDep, drain_s: Annotated[float, Query(ge=0)] = 0.0
+) -> dict[str, Any]:
+    """Take a replica out; requests that have not ended after ``drain_s`` go on at others."""
+    try:
+        await service.client.remove_replica(ReplicaId(replica), drain_s)
+    except KeyError:
+        raise ApiError(404, f"There is no replica {replica!r}.") from None
+    except EngineError as error:
+        raise ApiError(409, f"The replica cannot be removed: {error}.") from error
+    return {"object": "replica", "id": replica, "deleted": True}

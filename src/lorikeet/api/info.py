@@ -1,0 +1,133 @@
+"""Routes for health, version, metrics and models, and the tokenizer's two."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from lorikeet import __version__
+from lorikeet.api.dependencies import JsonBody, ServiceDep
+from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
+
+router = APIRouter()
+
+_LATER = {
+    "/v1/embeddings": "Embeddings are not supported yet.",
+    "/v1/responses": "The responses API is not supported yet; use /v1/chat/completions.",
+    "/v1/messages": "The messages API is not supported yet; use /v1/chat/completions.",
+    "/v1/audio/transcriptions": "Audio is not supported.",
+    "/v1/audio/translations": "Audio is not supported.",
+    "/v1/audio/speech": "Audio is not supported.",
+    "/v1/images/generations": "Images are not supported.",
+    "/v1/moderations": "Moderation is not supported.",
+    "/v1/score": "Scoring is not supported yet.",
+    "/score": "Scoring is not supported yet.",
+    "/v1/rerank": "Reranking is not supported yet.",
+    "/rerank": "Reranking is not supported yet.",
+    "/pooling": "Pooling is not supported yet.",
+    "/classify": "Classification is not supported yet.",
+    "/generate": "This API is not supported yet; use /v1/completions.",
+}
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """The process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def ready(service: ServiceDep) -> JSONResponse:
+    """Say whether new requests are served: 200, or 503 while draining or without an engine."""
+    status = "draining" if service.gate.draining else "ready" if service.client.alive else "engine down"
+    restarts = sum(view.restarts for view in service.client.views.values())
+    body = {"status": status, "kernels": service.client.engine_info.kernels, "engine_restarts": restarts}
+    return JSONResponse(body, 200 if status == "ready" else 503)
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(service: ServiceDep) -> Response:
+    """SageMaker's name for health."""
+    return Response(status_code=(await ready(service)).status_code)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Lorikeet's version."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(service: ServiceDep) -> dict[str, int]:
+    """Sequences accepted and not finished."""
+    return {"server_load": service.gate.active}
+
+
+@router.get("/metrics")
+async def metrics(service: ServiceDep) -> Response:
+    """Prometheus's text format."""
+    return Response(service.observer.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/models")
+async def models(service: ServiceDep) -> Response:
+    """All models, the base first. Ten thousand cards in FastAPI's own encoder would hold all streams up."""
+    body = {"object": "list", "data": service.models.cards()}
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: ServiceDep) -> dict[str, Any]:
+    """One model."""
+    return service.models.card(name)
+
+
+@router.post("/tokenize", dependencies=[JsonBody])
+async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]:
+    """Token ids of a prompt or of a conversation; of this, those that chat completions compute."""
+    refuse_unsupported(body)
+    service.models.resolve(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is not None:
+        if body.add_special_tokens:
+            raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
+        tokens = await service.texts.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            extra=body.chat_template_kwargs or {},
+            continue_final_message=bool(body.continue_final_message),
+        )
+    else:
+        special = body.add_special_tokens is not False
+        (tokens,) = await service.texts.encode([body.prompt or ""], add_special_tokens=special)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": service.limits.max_model_len,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = await service.texts.token_strings(tokens)
+    return answer
+
+
+@router.post("/detokenize", dependencies=[JsonBody])
+async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> dict[str, str]:
+    """Text of token ids."""
+    service.models.resolve(body.model)
+    if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
+    (text,) = await service.texts.decode_all([body.tokens])
+    return {"prompt": text}
+
+
+async def _later(request: Request) -> Response:
+    raise not_supported(_LATER[request.url.path])
+
+
+for _path in _LATER:
+    router.add_api_route(_path, _later, methods=["POST"], include_in_schema=False)

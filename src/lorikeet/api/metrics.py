@@ -1,0 +1,522 @@
+"""Prometheus metrics under vLLM's names, so that gateways and dashboards work unchanged.
+
+Histograms and counters grow as requests go by. Gauges of engines, memory and the cluster are read from the latest
+statistics at every scrape; those of several replicas are told apart by the label ``engine``.
+
+Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorikeet.api.usage import AdapterUsage, RequestCounts
+from lorikeet.client.client import Engines
+from lorikeet.client.state import ReplicaView
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import AssistCounters, EngineStats, MemoryStats, QueueStats, TierBytes
+
+Values = Iterable[tuple[tuple[str, ...], float]]
+"""Values of the labels, and the value that they have."""
+
+
+class MetricFamilies:
+    """Metrics that share some labels.
+
+    Args:
+        labels: of every metric.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+
+    def gauge(self, name: str, text: str, value: float, more: Mapping[str, str] | None = None) -> Metric:
+        """Return a gauge of one value, with ``more`` labels."""
+        more = more or {}
+        return self.gauges(name, text, tuple(more), [(tuple(more.values()), value)])
+
+    def gauges(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
+        """Return a gauge with a value for each choice of ``labels``."""
+        return self._fill(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), values)
+
+    def count(self, name: str, text: str, value: float) -> Metric:
+        """Return a counter of one value."""
+        return self.counts(name, text, (), [((), value)])
+
+    def counts(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
+        """Return a counter with a value for each choice of ``labels``."""
+        return self._fill(CounterMetricFamily(name, text, labels=[*self._labels, *labels]), values)
+
+    def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+        for chosen, value in values:
+            family.add_metric([*self._labels.values(), *chosen], value)
+        return family
+
+
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+_FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class RequestMetrics:
+    """What is counted as requests go by. Gauges of the engine's state are collectors of their own.
+
+    Args:
+        model_name: label of every metric.
+        max_model_len: upper end of the token histograms.
+    """
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.registry = CollectorRegistry()
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self._last_steps: dict[ReplicaId, int] = {}
+        lengths = _one_two_five(max_model_len)
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per output token after the first.", _TOKEN_S
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time in the admission queue.", _REQUEST_S)
+        self._inference = self._histogram("request_inference_time_seconds", "Admission to end.", _REQUEST_S)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Admission to first token, transfers included.", _REQUEST_S
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
+        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
+        self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
+        self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._adapter_wait = self._histogram(
+            "request_adapter_wait_seconds", "Time a request waited for its adapter's transfer.", _LOAD_S, "lorikeet"
+        )
+        self._kv_wait = self._histogram(
+            "request_kv_wait_seconds", "Time beyond that a request waited for its KV's transfer.", _LOAD_S, "lorikeet"
+        )
+        success = Counter(
+            "vllm:request_success",
+            "Requests ended.",
+            (*self.labels, "finished_reason"),
+            registry=self.registry,
+        )
+        self._ended = {reason: success.labels(**self.labels, finished_reason=reason) for reason in _FINISHED_REASONS}
+
+    def add_collector(self, collector: Collector) -> None:
+        """Ask ``collector`` at every scrape too."""
+        self.registry.register(collector)
+
+    def page(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def observe_step(self, replica: ReplicaId, stats: EngineStats) -> None:
+        """Count the last step that a replica's gauges tell of, once; they tell of one now and then."""
+        if stats.steps != self._last_steps.get(replica):
+            self._last_steps[replica] = stats.steps
+            self._step_tokens.observe(stats.step_tokens)
+
+    def generated(self, tokens: int) -> None:
+        """Count tokens as they are sent."""
+        self._answer_tokens.inc(tokens)
+
+    def observe_request(
+        self, timings: RequestTimings, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
+    ) -> None:
+        """Count one request that ended at ``ended_s`` for ``reason``."""
+        self._ended[reason].inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_lengths.observe(prompt_tokens)
+        self._answer_lengths.observe(completion_tokens)
+        self._e2e.observe(ended_s - timings.arrival_s)
+        if timings.adapter_wait_s:
+            self._adapter_wait.observe(timings.adapter_wait_s)
+        if timings.kv_wait_s:
+            self._kv_wait.observe(timings.kv_wait_s)
+        queued_s, admitted_s, first_s = timings.queued_s, timings.admitted_s, timings.first_token_s
+        if queued_s is None or admitted_s is None:
+            return
+        self._queue.observe(admitted_s - queued_s)
+        self._inference.observe(ended_s - admitted_s)
+        if first_s is None:
+            return
+        self._first_token.observe(first_s - timings.arrival_s)
+        self._prefill.observe(first_s - admitted_s)
+        self._decode.observe(ended_s - first_s)
+        if completion_tokens > 1:
+            self._per_token.observe((ended_s - first_s) / (completion_tokens - 1))
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], owner: str = "vllm") -> Histogram:
+        histogram = Histogram(f"{owner}:{name}", text, tuple(self.labels), buckets=buckets, registry=self.registry)
+        return histogram.labels(**self.labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, tuple(self.labels), registry=self.registry).labels(**self.labels)
+
+
+def _one_two_five(largest: int) -> list[float]:
+    """Return 1, 2, 5, 10, 20, 50, … up to ``largest``."""
+    steps = [factor * 10.0**power for power in range(10) for factor in (1, 2, 5)]
+    return [step for step in steps if step <= largest] or [1.0]
+
+
+_MAX_NAMES = 500
+"""Most adapters named in one metric, so that a page stays small whatever fits on the device."""
+
+
+class EngineCollector(Collector):
+    """One replica's state under vLLM's names.
+
+    Args:
+        client: holds the latest statistics.
+        labels: of every metric.
+        adapters_by_digest: gives adapter versions under all their names.
+    """
+
+    def __init__(
+        self,
+        client: ReplicaView,
+        labels: dict[str, str],
+        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+    ) -> None:
+        self._client = client
+        self._make = MetricFamilies(labels)
+        self._adapters_by_digest = adapters_by_digest
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        make = self._make
+        yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
+        yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
+        engine_info = self._client.engine_info
+        shape = {"block_size": str(engine_info.block_size), "num_gpu_blocks": str(engine_info.total_blocks)}
+        yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
+        stats = self._client.stats
+        if stats is None:
+            return
+        yield from self._requests(stats)
+        yield from self._blocks(stats)
+        yield from self._adapters(stats)
+        yield from self._modes(stats)
+        if stats.queue is not None:
+            yield from self._classes(stats.queue)
+        if stats.assist is not None:
+            yield from self._host_workers(stats.assist)
+
+    def _requests(self, stats: EngineStats) -> Iterable[Metric]:
+        make = self._make
+        deferred = stats.waiting_for_adapter + stats.waiting_for_kv
+        reasons = [(("capacity",), stats.waiting - deferred), (("deferred",), deferred)]
+        transfers = [(("adapter",), stats.waiting_for_adapter), (("kv",), stats.waiting_for_kv)]
+        yield make.gauge("vllm:num_requests_running", "Sequences that can run.", stats.running)
+        yield make.gauge("vllm:num_requests_waiting", "All other requests.", stats.waiting)
+        yield make.gauges(
+            "vllm:num_requests_waiting_by_reason",
+            "Why they wait: for blocks, or with them for transfers.",
+            ("reason",),
+            reasons,
+        )
+        yield make.gauges(
+            "lorikeet:num_requests_waiting_for_transfer",
+            "The deferred ones by what they wait for.",
+            ("for",),
+            transfers,
+        )
+        yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
+        yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
+        yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
+
+    def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
+        make = self._make
+        for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
+        usage = stats.kv_blocks / for_kv if for_kv else 1.0
+        yield make.gauge("vllm:kv_cache_usage_perc", "Share of the blocks open to KV that sequences hold.", usage)
+        blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
+        yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
+
+    def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
+        """Residency, for routers that prefer a replica that holds an adapter already."""
+        make = self._make
+        serving = {*stats.running_adapters, *stats.resident_adapters}
+        known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
+        running = {name for digest in serving for name in _names(known, digest)}
+        # A waiting adapter that is resident or runs counts as running: the two sets never overlap.
+        waiting = {name for digest in stats.waiting_adapters for name in _names(known, digest)} - running
+        info = {
+            "max_lora": str(stats.total_blocks),
+            "running_lora_adapters": ",".join(sorted(running)[:_MAX_NAMES]),
+            "waiting_lora_adapters": ",".join(sorted(waiting)[:_MAX_NAMES]),
+        }
+        yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
+        ranks = {
+            name: str(known[digest][0].max_rank) if digest in known else ""
+            for digest in stats.resident_adapters
+            for name in _names(known, digest)
+        }
+        loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
+        labels = ("adapter_name", "level", "pinned", "rank")
+        yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
+        held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
+        yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
+        yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
+        yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
+
+    def _modes(self, stats: EngineStats) -> Iterable[Metric]:
+        make, modes = self._make, stats.modes
+        merged = () if modes.merged is None else _names(self._adapters_by_digest({modes.merged}), modes.merged)
+        values = [((name,), 1.0) for name in merged]
+        yield make.gauges("lorikeet:merged_adapter", "The adapter merged into the base, if any.", ("adapter",), values)
+        yield make.count("lorikeet:merge_switches", "Changes of the merged adapter.", modes.switches)
+        yield make.count("lorikeet:merge_switch_seconds", "Time that they took.", modes.switch_s)
+        yield make.count("lorikeet:merged_steps", "Steps with a merged adapter.", modes.merged_steps)
+        yield make.count("lorikeet:assisted_steps", "Steps with prefills assisted by the host.", modes.assisted_steps)
+        yield make.gauge(
+            "lorikeet:num_requests_ahead_of_adapter",
+            "Sequences whose prefill is done, and whose adapter is still on its way.",
+            stats.ahead_of_adapter,
+        )
+
+    def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
+        for name, text, value in (
+            ("host_layers", "Layers of adapters on their way that host workers computed.", counts.host_layers),
+            ("device_layers", "Those that the device computed, as they had arrived.", counts.device_layers),
+            (
+                "host_layers_after_arrival",
+                "Of the host's, those that had arrived when it was decided.",
+                counts.host_layers_after_arrival,
+            ),
+            ("rescued_slices", "Shares of host workers that the engine computed itself.", counts.rescued_slices),
+            ("lost_workers", "Host workers that ended unasked.", counts.lost_workers),
+        ):
+            yield self._make.count(f"lorikeet:assist_{name}", text, value)
+
+    def _classes(self, queue: QueueStats) -> Iterable[Metric]:
+        make = self._make
+        for name, text, by_class in (
+            ("waiting", "Waiting requests by class, 0 that of the smallest.", queue.waiting),
+            ("quota_tokens", "Room of each class, in tokens of KV.", queue.quota_tokens),
+            ("held_tokens", "Those of its tokens that requests hold.", queue.held_tokens),
+        ):
+            values = [((str(number),), float(value)) for number, value in enumerate(by_class)]
+            yield make.gauges(f"lorikeet:queue_{name}", text, ("class",), values)
+        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were found anew.", queue.refreshes)
+        yield make.count(
+            "lorikeet:queue_bypassed", "Requests that passed one whose adapter lacked room.", queue.bypassed
+        )
+        yield make.count("lorikeet:queue_squashed", "Those of them that were sent back.", queue.squashed)
+        yield make.count("lorikeet:queue_joined", "Requests that joined others under their adapter.", queue.joined)
+
+
+def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
+    """The names of a version; the start of its digest if it has none."""
+    return [adapter.name for adapter in known.get(digest, ())] or [digest[:12]]
+
+
+_PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
+    ("requests", "Requests ended.", lambda counts: counts.requests),
+    ("requests_aborted", "Requests whose client hung up.", lambda counts: counts.aborted),
+    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
+    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
+    ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
+    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
+    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
+    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
+    ("e2e_seconds", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
+    ("load_wait_seconds", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
+    ("kv_wait_seconds", "Sum of time spent waiting for KV beyond that.", lambda counts: counts.kv_wait_s),
+)
+
+
+class UsageCollector(Collector):
+    """Counts of the busiest adapters and of all others together; where it is about targets, of the base model too."""
+
+    def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
+        self._usage = usage
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        by_adapter = self._usage.labelled()
+        for name, text, value in _PER_ADAPTER:
+            values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
+            yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
+        with_base = {"": self._usage.base, **by_adapter}
+        shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
+        yield self._make.counts("lorikeet:shed_requests", "Refused: too late for their TTFT.", ("adapter",), shed)
+        met = [
+            ((adapter, target, str(met).lower()), float(getattr(counts, f"{target}_{'met' if met else 'missed'}")))
+            for adapter, counts in with_base.items()
+            for target in ("ttft", "tpot")
+            for met in (True, False)
+        ]
+        labels = ("adapter", "target", "met")
+        yield self._make.counts("lorikeet:slo_requests", "Requests by whether they met a target.", labels, met)
+
+
+_KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
+    ("free", lambda tier: tier.free),
+    ("adapters", lambda tier: tier.adapters),
+    ("kv_running", lambda tier: tier.kv_running),
+    ("kv_cached", lambda tier: tier.kv_cached),
+    ("inflight", lambda tier: tier.inflight),
+)
+"""Kinds of bytes, which add up to a tier."""
+
+
+class MemoryCollector(Collector):
+    """The newest ``MemoryStats`` as ``lorikeet:memory_…``. Bytes are those of one rank.
+
+    Args:
+        client: holds the latest statistics.
+        labels: of every metric.
+    """
+
+    def __init__(self, client: ReplicaView, labels: dict[str, str]) -> None:
+        self._client = client
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        stats = self._client.stats
+        if stats is None:
+            return
+        yield from self._bytes(stats.memory)
+        yield from self._hits(stats.memory)
+        yield from self._transfers(stats.memory)
+        yield from self._decisions(stats.memory)
+
+    def _bytes(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, tiers = self._make, (("device", memory.device), ("host", memory.host))
+        by_kind = [((name, kind), read(tier)) for name, tier in tiers for kind, read in _KINDS]
+        yield make.gauges("lorikeet:memory_bytes", "Bytes of each tier by what they hold.", ("tier", "kind"), by_kind)
+        yield make.gauge(
+            "lorikeet:memory_packing_waste_bytes",
+            "Bytes of adapters' device blocks that hold no weights.",
+            memory.packing_waste_bytes,
+        )
+        yield make.gauge(
+            "lorikeet:memory_invalid_kv_bytes",
+            "Unneeded KV on the device that nobody can use there, its adapter or earlier KV being elsewhere.",
+            memory.invalid_kv_bytes,
+        )
+        yield make.gauge(
+            "lorikeet:memory_invalid_kv_share",
+            "The same as a share of all unneeded KV on the device, averaged over time.",
+            memory.invalid_kv_share,
+        )
+
+    def _hits(self, memory: MemoryStats) -> Iterable[Metric]:
+        make = self._make
+        yield make.count("lorikeet:memory_adapter_queries", "Requests with an adapter.", memory.adapter_queries)
+        yield make.count(
+            "lorikeet:memory_adapter_hits", "Those whose adapter was on the device on arrival.", memory.adapter_hits
+        )
+        yield make.count("lorikeet:memory_kv_query_tokens", "Prompt tokens on arrival.", memory.kv_queries_tokens)
+        hits = [(("device",), memory.kv_hits_tokens), (("host",), memory.kv_host_hits_tokens)]
+        where = "Those whose KV was there then: on the device, or on the host only."
+        yield make.counts("lorikeet:memory_kv_hit_tokens", where, ("tier",), hits)
+
+    def _transfers(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, labels = self._make, ("source", "target")
+        routes = [(tuple(route.split("-")), each) for route, each in memory.transfers.items()]
+        numbers = (
+            ("transfers", "Transfers that have ended.", [(route, each.transfers) for route, each in routes]),
+            ("transfer_failures", "Those that failed.", [(route, each.failed) for route, each in routes]),
+            ("transfer_bytes", "Bytes of those that did not fail.", [(route, each.bytes) for route, each in routes]),
+            ("transfer_busy_seconds", "Time of reading and copying.", [(route, each.busy_s) for route, each in routes]),
+        )
+        for name, text, values in numbers:
+            yield make.counts(f"lorikeet:memory_{name}", text, labels, values)
+        yield make.count(
+            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were brought unasked.", memory.prefetched
+        )
+        yield make.count(
+            "lorikeet:memory_prefetched_used", "Those that were used before they left.", memory.prefetched_used
+        )
+
+    def _decisions(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, times = self._make, memory.decisions
+        yield make.count("lorikeet:memory_decisions", "Ticks of the swapper.", times.count)
+        yield make.count("lorikeet:memory_decision_seconds", "Time that they took.", times.total_s)
+        yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
+        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV that the tree knows.", memory.nodes)
+        yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
+
+
+class ReplicasCollector(Collector):
+    """What every replica tells of its engine and its memory.
+
+    Args:
+        client: knows the replicas; they may come and go.
+        labels: of every metric, but for ``engine``.
+        adapters_by_digest: gives adapter versions under all their names.
+    """
+
+    def __init__(
+        self,
+        client: Engines,
+        labels: dict[str, str],
+        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+    ) -> None:
+        self._client = client
+        self._labels = labels
+        self._adapters_by_digest = adapters_by_digest
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
+        merged: dict[str, Metric] = {}
+        for replica, view in self._client.views.items():
+            labels = {**self._labels, "engine": replica}
+            for collector in (EngineCollector(view, labels, self._adapters_by_digest), MemoryCollector(view, labels)):
+                for metric in collector.collect():
+                    merged.setdefault(metric.name, metric)
+                    if merged[metric.name] is not metric:
+                        merged[metric.name].samples += metric.samples
+        return merged.values()
+
+
+class ClusterCollector(Collector):
+    """What a cluster tells of itself as a whole.
+
+    Args:
+        client: knows the cluster.
+        model_name: label of every metric.
+    """
+
+    def __init__(self, client: Engines, model_name: str) -> None:
+        self._client = client
+        self._make = MetricFamilies({"model_name": model_name})
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        make, state = self._make, self._client.describe()
+        copies = state.copies
+        by_state = [
+            (("open",), sum(replica.is_open for replica in state.replicas)),
+            (("draining",), sum(replica.alive and not replica.is_open for replica in state.replicas)),
+            (("down",), sum(not replica.alive for replica in state.replicas)),
+        ]
+        yield make.gauges("lorikeet:cluster_replicas", "Replicas; those that start are down.", ("state",), by_state)
+        if state.wanted is not None:
+            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the load asks for.", state.wanted)
+        yield make.gauge("lorikeet:cluster_requests_unrouted", "Requests that wait for a replica.", state.unrouted)
+        yield make.count("lorikeet:cluster_requests_moved", "Requests moved between replicas.", state.moves)
+        yield make.gauge("lorikeet:cluster_placement_epoch", "Number of the placement.", state.epoch)
+        made = [(("replica",), copies.fetches), (("files",), copies.provisions)]
+        made_bytes = [(("replica",), copies.fetched_bytes), (("files",), copies.provided_bytes)]
+        yield make.counts("lorikeet:cluster_copies", "Copies of adapters to replicas.", ("source",), made)
+        yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
+        yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
+        yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
+        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies under way.", copies.under_way)

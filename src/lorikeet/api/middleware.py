@@ -1,0 +1,279 @@
+"""What every HTTP request of a server or a router passes before its route.
+
+In this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies. The gate that counts
+accepted sequences and closes for a drain is here too; routes pass it once they know how many sequences a body asks for.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Sequence
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.logs import RequestIds
+from lorikeet.config import check_keys
+
+_RETRY_AFTER_S = 1
+
+
+class AdmissionGate:
+    """Counts accepted sequences and closes for a drain.
+
+    Args:
+        max_queued: sequences accepted and not finished, beyond which new ones are refused.
+    """
+
+    def __init__(self, max_queued: int) -> None:
+        self.max_queued = max_queued
+        self.active = 0
+        self.draining = False
+
+    def enter(self, sequences: int) -> "Ticket":
+        """Accept a request of that many sequences.
+
+        Raises:
+            ApiError: 503 while draining, 429 if too many are under way, 400 if it could never be accepted.
+        """
+        if self.draining:
+            raise ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
+        if sequences > self.max_queued:
+            raise ApiError(400, f"The request asks for {sequences} answers; at most {self.max_queued} are allowed.")
+        if self.active + sequences > self.max_queued:
+            raise ApiError(
+                429,
+                f"{self.active} requests are under way, and at most {self.max_queued} are accepted; try again later.",
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
+            )
+        return Ticket(self, sequences)
+
+
+class Ticket:
+    """A place among the accepted requests, given back once."""
+
+    def __init__(self, gate: AdmissionGate, sequences: int) -> None:
+        self._gate = gate
+        self._sequences = sequences
+        gate.active += sequences
+
+    def release(self) -> None:
+        """Give the place back; a second call does nothing."""
+        self._gate.active -= self._sequences
+        self._sequences = 0
+
+
+class BodyLimit:
+    """Refuses bodies above a size with 413, by their announced length or while they arrive."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than {self._max_bytes} bytes.")
+
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAME_SITE = frozenset({"same-origin", "none"})
+"""Of ``Sec-Fetch-Site``: a page of the server itself, also behind a proxy; the reader by hand."""
+
+
+class CrossOriginGuard:
+    """Middleware that refuses what may change something and comes from a page of an origin that is not allowed.
+
+    Browsers send some requests without asking the server first (no-cors), and keep but the answer from the page. Who
+    sends neither header is no browser. As in Go's ``http.CrossOriginProtection``, https://pkg.go.dev/net/http.
+
+    Args:
+        app: what it guards.
+        allowed_origins: of pages that may use the server; ``*`` for any.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        is_refused = scope["type"] == "http" and self._is_refused(scope["method"], Headers(scope=scope))
+        await (_cross_origin_refusal(Headers(scope=scope)) if is_refused else self._app)(scope, receive, send)
+
+    def _is_refused(self, method: str, headers: Headers) -> bool:
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+        if method in _SAFE_METHODS or "*" in self._allowed or origin in self._allowed:
+            return False
+        if site:
+            return site not in _SAME_SITE
+        return bool(origin) and origin.partition("://")[2] != headers.get("host", "")
+
+
+def _cross_origin_refusal(headers: Headers) -> ASGIApp:
+    origin = headers.get("origin", "")
+    said = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
+    return ApiError(403, said).response()
+
+
+_OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
+_ADMIN_POSTS = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
+)
+_ADMIN_TREES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
+_LONGEST_TENANT = 128
+
+
+class KeyRing:
+    """A set of keys, compared in constant time.
+
+    Args:
+        keys: the keys; only their digests are kept.
+
+    Raises:
+        ConfigError: one of them is empty.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        known = tuple(keys)
+        check_keys(known)
+        self._digests = [_digest(key) for key in known]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def holds(self, key: str) -> bool:
+        """Tell whether ``key`` is one of them. All are compared, so that the time tells nothing."""
+        digest = _digest(key)
+        return sum(secrets.compare_digest(digest, known) for known in self._digests) > 0
+
+
+class Auth:
+    """Middleware that asks for a key where one is needed, and tells routes whose request it is (``state.tenant``).
+
+    Args:
+        app: what it guards.
+        api_keys: keys for all routes but health, version and metrics; empty for open access.
+        admin_keys: keys for the routes that change adapters; they open the other routes too. Empty: the API keys do.
+        tenant_header: whose value names the tenant; empty, or a request without it: a name for the key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str], tenant_header: str = ""
+    ) -> None:
+        self._app = app
+        self._api, self._admin = KeyRing(api_keys), KeyRing(admin_keys)
+        self._tenant_header = tenant_header
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if scope["type"] == "http" and refusal is None:
+            tenant = self._tenant(Headers(scope=scope))
+            scope.setdefault("state", {})["tenant"] = tenant
+            if len(tenant) > _LONGEST_TENANT:
+                refusal = bad_request(f"{self._tenant_header} is longer than {_LONGEST_TENANT} characters.").response()
+        await (refusal or self._app)(scope, receive, send)
+
+    def _tenant(self, headers: Headers) -> str:
+        named = headers.get(self._tenant_header, "") if self._tenant_header else ""
+        key = _bearer(headers.get("authorization", ""))
+        # A key that nobody asked for proves nothing, and whoever likes to could have a new one for each request.
+        return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        path = scope["path"].rstrip("/")
+        if path in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return None
+        key = _bearer(Headers(scope=scope).get("authorization", ""))
+        is_api, is_admin = self._api.holds(key), self._admin.holds(key)
+        if self._admin and _changes_adapters(scope["method"], path):
+            if is_admin:
+                return None
+            if is_api:
+                return ApiError(403, "This route needs an admin key.").response()
+            return _unauthorized()
+        return None if not self._api or is_api or is_admin else _unauthorized()
+
+
+def key_name(key: str) -> str:
+    """Return a name for a key that does not tell the key: the same in every run, and another for every other key."""
+    return f"key-{_digest(key).hex()[:12]}"
+
+
+def _changes_adapters(method: str, path: str) -> bool:
+    if path in _ADMIN_POSTS:
+        return True
+    return method not in ("GET", "HEAD") and any(path == tree or path.startswith(f"{tree}/") for tree in _ADMIN_TREES)
+
+
+def _bearer(header: str) -> str:
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _unauthorized() -> JSONResponse:
+    return JSONResponse({"error": "Unauthorized"}, 401, {"WWW-Authenticate": "Bearer"})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def add_middleware(
+    app: Starlette,
+    *,
+    max_body_bytes: int,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    tenant_header: str = "",
+    allowed_origins: Sequence[str] = (),
+) -> None:
+    """Give requests their ids, check their keys, and limit their bodies.
+
+    Args:
+        app: has its routes.
+        max_body_bytes: longer bodies get 413.
+        api_keys, admin_keys, tenant_header: see ``Auth``.
+        allowed_origins: of web pages that may use the server; ``*`` for any, empty for none but its own.
+
+    Raises:
+        ConfigError: a key is empty.
+    """
+    # The last one added sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
+    app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
+    app.add_middleware(RequestIds)
+    if allowed_origins:
+        # No cookies: keys are in a header, which a page of an allowed origin must hold itself.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+            allow_private_network=True,
+        )

@@ -1,0 +1,125 @@
+"""Passes the life of every request to metrics, counts per adapter and the request log.
+
+All derive from the same timings.
+"""
+
+import time
+
+from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.metrics import RequestMetrics
+from lorikeet.api.request_log import RequestLog
+from lorikeet.api.shedding import TtftForecast
+from lorikeet.api.slo_targets import attainment, missed
+from lorikeet.api.usage import AdapterUsage, RequestCounts, nanoseconds
+from lorikeet.client.streams import RequestHandle
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.request import Slo
+
+
+class RequestObserver:
+    """Receives the life of every request.
+
+    Args:
+        metrics: histograms and counters.
+        usage: counts per adapter.
+        request_log: None if there is none.
+        lengths: learns from answers.
+        forecast: learns how fast requests are admitted; None if nobody asks.
+    """
+
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        usage: AdapterUsage,
+        request_log: RequestLog | None,
+        lengths: AnswerLengthPredictor,
+        forecast: TtftForecast | None,
+    ) -> None:
+        self.metrics = metrics
+        self.usage = usage
+        self.request_log = request_log
+        self.lengths = lengths
+        self.forecast = forecast
+
+    def watch(self, handle: RequestHandle) -> "RequestWatch":
+        """Begin with a request that was just submitted."""
+        return RequestWatch(self, handle)
+
+    def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
+        """Take note of ``requests`` that were refused since too many are under way, or ``shed`` by the forecast."""
+        counts = missed(slo, requests)
+        counts.shed = requests if shed else 0
+        self.usage.of(None if adapter is None else adapter.name).add(counts)
+
+
+class RequestWatch:
+    """One request, told of its outputs and of its end, once."""
+
+    def __init__(self, observer: RequestObserver, handle: RequestHandle) -> None:
+        self._observer = observer
+        self._handle = handle
+        self._last_output_s: float | None = None
+        self._forecast = observer.forecast
+        if self._forecast is not None:
+            self._forecast.begin(handle.request, handle.timings)
+        adapter = handle.request.adapter
+        self._usage = observer.usage.of(None if adapter is None else adapter.name)
+        self._usage.running += 1
+        log = observer.request_log
+        self._text: list[str] | None = [] if log is not None and log.wants_text else None
+
+    def output(self, tokens: int, text: str) -> None:
+        """Take note of an output that brought ``tokens`` tokens and made ``text`` visible."""
+        if self._text is not None:
+            self._text.append(text)
+        if not tokens:
+            return
+        self._observer.metrics.generated(tokens)
+        now_s = time.monotonic()
+        if self._last_output_s is None and self._forecast is not None:
+            self._forecast.first_token(self._handle.timings)
+        if self._last_output_s is not None:
+            self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
+        self._last_output_s = now_s
+
+    def finished(self, completion_tokens: int, reason: str) -> None:
+        """Take note of the end.
+
+        Args:
+            completion_tokens: generated in all.
+            reason: as clients are told; ``abort`` if they hung up, ``error`` if it failed.
+        """
+        request, timings = self._handle.request, self._handle.timings
+        ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
+        ttft_s = first_token_latency_s(timings)
+        counts = RequestCounts(
+            requests=1,
+            aborted=reason == "abort",
+            failed=reason == "error",
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=timings.cached_tokens,
+            completion_tokens=completion_tokens,
+            ttft_count=ttft_s is not None,
+            ttft_ns=nanoseconds(ttft_s or 0.0),
+            e2e_ns=nanoseconds(ended_s - timings.arrival_s),
+            adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
+            kv_wait_ns=nanoseconds(timings.kv_wait_s),
+        )
+        counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
+        self._usage.add(counts)
+        self._usage.running -= 1
+        if self._forecast is not None:
+            self._forecast.end(request)
+        self._observer.lengths.ended(request, completion_tokens, reason)
+        self._observer.metrics.observe_request(
+            timings, len(request.prompt_token_ids), completion_tokens, reason, ended_s
+        )
+        if self._observer.request_log is not None:
+            text = None if self._text is None else "".join(self._text)
+            self._observer.request_log.write(request, timings, completion_tokens, reason, ended_s, text)
+
+
+def first_token_latency_s(timings: RequestTimings) -> float | None:
+    """Return the TTFT in seconds: arrival to first token; None if there was none."""
+    return None if timings.first_token_s is None else timings.first_token_s - timings.arrival_s

@@ -1,0 +1,292 @@
+"""Bodies of requests, and the fields that are refused because they are not implemented.
+
+Types are strict; fields that need more than a type are checked in sampling.py. Of what may have any number of entries
+only the first wrong one is reported: a body of millions of them would hold up the event loop, and every stream, for the
+better part of a minute.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from lorikeet.api.errors import not_supported
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
+Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""Factors beyond would leave nothing of a logit in fp32, or infinity."""
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """Any body. Unknown fields are kept, so that those that would change the answer can be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def usage_wanted(at_the_end: object, along: object) -> tuple[bool, bool]:
+    """Return whether a stream shall end with its usage, and whether every chunk shall carry it.
+
+    Args:
+        at_the_end: ``include_usage``, if it was given.
+        along: ``continuous_usage_stats``, if it was given; brings the usage at the end unless that is refused.
+    """
+    wanted = along is True if at_the_end is None else at_the_end is True
+    return wanted, wanted and along is True
+
+
+class StreamOptions(Body):
+    """OpenAI's ``stream_options``, with vLLM's extension."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common. None means "not given"."""
+
+    model: str | None = None
+    lora_path: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    user: str | None = None
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        # A stream field that is wrong itself is not in the data, and is a fault of its own.
+        if value is not None and "stream" in info.data and not info.data["stream"]:
+            raise PydanticCustomError("stream_options", "only allowed with stream: true")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most_tokens(self) -> tuple[int | None, str]:
+        """Most tokens to generate, None if it is not said, and the field that says so."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if a stream shall end with a usage chunk."""
+        return self._usage[0]
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """True if every chunk shall carry usage."""
+        return self._usage[1]
+
+    @property
+    def _usage(self) -> tuple[bool, bool]:
+        options = self.stream_options or StreamOptions()
+        return usage_wanted(options.include_usage, options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationBody):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(Body):
+    """One part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    """One message. Fields that only templates know (``name``, ``tool_call_id``) are passed on."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatOptions(Body):
+    """How messages become a prompt.
+
+    How it ends may also be said in ``chat_template_kwargs``, which go before the fields, as in vLLM.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _end_by_kwargs(cls, data: Any) -> Any:
+        kwargs = data.get("chat_template_kwargs") if isinstance(data, dict) else None
+        if not isinstance(kwargs, dict):
+            return data
+        names = ("add_generation_prompt", "continue_final_message")
+        return data | {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _has_one_end(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise PydanticCustomError("continue_final_message", "goes with add_generation_prompt: false")
+        return value
+
+
+class ChatFields(ChatOptions):
+    """Messages, and how they become a prompt."""
+
+    messages: Messages
+
+
+class ChatCompletionRequest(GenerationBody, ChatFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(ChatOptions):
+    """Body of ``POST /tokenize``: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LoadAdapter(Body):
+    """Body of ``POST /v1/load_lora_adapter`` (vLLM) and ``/load_lora_adapter`` (SGLang)."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    pinned: bool = False
+
+
+class UnloadAdapter(Body):
+    """Body of the two unload routes."""
+
+    lora_name: str = ""
+    lora_int_id: int | None = None
+
+
+class NewAdapter(Body):
+    """Body of ``POST /v1/adapters``."""
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    replace: bool = False
+
+
+class AdapterSource(Body):
+    """Where Dynamo says an adapter lies."""
+
+    uri: Annotated[str, Field(min_length=1)]
+
+
+class DynamoAdapter(Body):
+    """Body of ``POST /v1/loras``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    source: AdapterSource
+
+
+SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
+_TOOLS = "Tool calls are not supported yet."
+_GRAMMAR = "Structured output is not supported yet; ask for the format in the prompt."
+_BEAM = "Beam search is not supported."
+_ADAPTER = "is not supported; name the adapter in model."
+
+_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
+    "response_format": (({"type": "text"},), _GRAMMAR),
+    "structured_outputs": (({},), _GRAMMAR),
+    "guided_json": ((), _GRAMMAR),
+    "guided_regex": ((), _GRAMMAR),
+    "guided_choice": ((), _GRAMMAR),
+    "guided_grammar": ((), _GRAMMAR),
+    "regex": ((), _GRAMMAR),
+    "json_schema": ((), _GRAMMAR),
+    "ebnf": ((), _GRAMMAR),
+    "use_beam_search": ((False,), _BEAM),
+    "best_of": ((1,), "best_of above 1 is not supported; ask for n answers and choose."),
+    "suffix": (("",), "Completing before a suffix is not supported."),
+    "prompt_logprobs": ((), "Log probabilities of the prompt are not supported yet."),
+    "prompt_embeds": ((), "Prompts as embeddings are not supported."),
+    "truncate_prompt_tokens": ((), "Truncating prompts is not supported; shorten the prompt."),
+    "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
+    "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
+    "logits_processors": (([],), "Logits processors are not supported."),
+    "cache_salt": ((), "cache_salt is not supported yet."),
+    "modalities": ((["text"],), "Only text is supported."),
+    "audio": ((), "Audio is not supported."),
+    "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
+    "documents": (([],), "documents is not supported yet; put them into a message."),
+    "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),
+    "return_tokens_as_token_ids": ((False,), "return_tokens_as_token_ids is not supported yet."),
+    "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
+    # Without these three the base would answer in the place of the adapter that was asked for.
+    "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
+    "adapter_id": (("",), f"LoRAX's adapter_id {_ADAPTER}"),
+    "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
+    "add_special_tokens": ((False,), SPECIAL_TOKENS),
+    "session_params": ((), "Sessions are not supported."),
+}
+"""Field → values that change nothing (null never does), and what a client is told otherwise."""
+
+
+def refuse_unsupported(body: Body) -> None:
+    """Check the fields that the body's model does not name.
+
+    Raises:
+        ApiError: 501 for the first one that asks for something that is not implemented.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name not in _FIELDS or value is None:
+            continue
+        neutral, message = _FIELDS[name]
+        if value not in neutral:
+            raise not_supported(message, name)

@@ -1,0 +1,170 @@
+"""The request log: JSON Lines in the workload format, so that real traffic can be replayed.
+
+Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and what became of the request.
+TTFT is the sum of ``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec,
+R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts, and is negative for requests
+that came before that one and ended after it; ``unix_s`` is the wall time. Lines are in the order in which requests
+ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in time, some are dropped and
+counted.
+"""
+
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorikeet.api.logs import log
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.request import Request
+
+_CHUNK_BYTES = 2**16
+_MAX_QUEUED = 10_000
+"""Lines that wait for the disk; with ``text`` one may take megabytes."""
+
+
+class RequestLog:
+    """Writes and rotates one log file.
+
+    Args:
+        path: the file; rotated ones are called ``path.1`` (the newest), ``path.2``, …
+        max_bytes: size beyond which a new file is begun.
+        keep: rotated files kept.
+        text: also write the prompt's token ids and the answer's text.
+
+    Attributes:
+        dropped: lines lost because too many were waiting for the disk.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int, keep: int, text: bool = False) -> None:
+        self.wants_text = text
+        self.dropped = 0
+        self._path = path
+        self._max_bytes = self._full_at_bytes = max_bytes
+        self._keep = keep
+        self._wall_minus_monotonic_s = time.time() - time.monotonic()
+        _drop_half_a_line(path)
+        self._zero_s = _first_arrival_unix_s(path)
+        self._file = path.open("ab")
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        request: Request,
+        timings: RequestTimings,
+        completion_tokens: int,
+        reason: str,
+        ended_s: float,
+        text: str | None,
+    ) -> None:
+        """Queue one request's line; ``ended_s`` is on the clock of ``timings``."""
+        line: dict[str, Any] = {
+            "unix_s": round(timings.arrival_s + self._wall_minus_monotonic_s, 6),
+            "adapter": None if request.adapter is None else request.adapter.name,
+            "input_tokens": len(request.prompt_token_ids),
+            "output_tokens": completion_tokens,
+            "tenant": request.tenant or None,
+            "priority": request.priority,
+            "slo": request.slo,
+            "request_id": request.request_id,
+            "adapter_digest": request.digest,
+            "cached_tokens": timings.cached_tokens,
+            "queue_s": _since(timings, timings.admitted_s),
+            "adapter_wait_s": round(timings.adapter_wait_s, 6),
+            "kv_wait_s": round(timings.kv_wait_s, 6),
+            "ttft_s": _since(timings, timings.first_token_s),
+            "e2e_s": _since(timings, ended_s),
+            "finish_reason": reason,
+        }
+        if self.wants_text:
+            line |= {"prompt_token_ids": request.prompt_token_ids, "text": text or ""}
+        try:
+            self._queue.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped.bit_count() == 1:  # 1, 2, 4, 8, …: told at once, and ever more rarely
+                log.error("the request log's disk is too slow", file=str(self._path), lines_dropped=self.dropped)
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while (line := self._queue.get()) is not None:
+            try:
+                self._write(line)
+                if self._queue.empty():
+                    self._file.flush()
+            except Exception as error:  # the next line may do better, and without this thread none would
+                log.error("the request log cannot be written", file=str(self._path), error=str(error))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file.tell() >= self._full_at_bytes:
+            self._try_to_rotate()
+        if self._zero_s is None:
+            self._zero_s = line["unix_s"]
+        arrival_s = round(line["unix_s"] - self._zero_s, 6)
+        self._file.write(msgspec.json.encode({"arrival_s": arrival_s, **line}) + b"\n")
+
+    def _try_to_rotate(self) -> None:
+        """Begin a new file; if that fails, go on with the old one until it has grown as much again."""
+        try:
+            for number in range(self._keep, 0, -1):
+                source = self._numbered(number - 1)
+                if source.exists():
+                    os.replace(source, self._numbered(number))
+            new = self._path.open("wb")
+        except OSError as error:
+            self._full_at_bytes = self._file.tell() + self._max_bytes
+            log.error("the request log cannot be rotated", file=str(self._path), error=str(error))
+            return
+        old, self._file = self._file, new
+        self._full_at_bytes, self._zero_s = self._max_bytes, None
+        old.close()
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+
+def _since(timings: RequestTimings, when_s: float | None) -> float | None:
+    return None if when_s is None else round(when_s - timings.arrival_s, 6)
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cut off what a process that was killed had not written to its end."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _CHUNK_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(begin + newline + 1)
+                return
+            end = begin
+        file.truncate(0)
+
+
+def _first_arrival_unix_s(path: Path) -> float | None:
+    """Return the wall time that ``arrival_s`` counts from in an existing file; None for a new one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        line = msgspec.json.decode(first, type=dict[str, Any])
+        return float(line["unix_s"]) - float(line["arrival_s"])
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        return None

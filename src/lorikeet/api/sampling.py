@@ -1,0 +1,192 @@
+"""Turns the fields of a body into the engine's sampling parameters."""
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.protocol import GenerationBody
+from lorikeet.core.request import SamplingParams
+
+_SEED_BITS = 63
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+"""As JSON writes a number, so that no token has two keys; beyond lies no vocabulary."""
+
+_LONGEST_SHOWN = 20
+
+MOST_BIASES = 2**16
+"""Of all sequences of a request: each carries its own to the engine."""
+
+_Number = TypeVar("_Number", int, float)
+
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a body leaves open: OpenAI's values, changed by the model's ``generation_config.json`` as in vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        """Take what ``config`` says of the fields of this class."""
+        return msgspec.convert({key: config[key] for key in _CONFIGURED if config.get(key) is not None}, cls)
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What checks need to know of the model.
+
+    Attributes:
+        max_model_len: longest sequence, prompt and answer together.
+        vocabulary: token ids are below it.
+        eos_token_ids: tokens that end an answer.
+        defaults: see :class:`SamplingDefaults`.
+    """
+
+    max_model_len: int
+    vocabulary: int
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+def check_text_length(fewest_tokens: int, limits: ModelLimits, param: str) -> None:
+    """Check a text that is not tokenized yet, by a number of tokens that it has at least.
+
+    Raises:
+        ApiError: 400; it leaves no room for an answer.
+    """
+    if fewest_tokens >= limits.max_model_len:
+        raise _too_long(f"at least {fewest_tokens}", limits, param)
+
+
+def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """Check that a prompt can be served at all.
+
+    Raises:
+        ApiError: 400; it is empty, leaves no room for an answer, or has an id outside the vocabulary.
+    """
+    if not token_ids:
+        raise bad_request("The prompt is empty; at least one token is needed.", param)
+    if len(token_ids) >= limits.max_model_len:
+        raise _too_long(str(len(token_ids)), limits, param)
+    if max(token_ids) >= limits.vocabulary:
+        raise bad_request(f"Token id {max(token_ids)} is outside the vocabulary of {limits.vocabulary}.", param)
+
+
+def sampling_params(
+    body: GenerationBody,
+    limits: ModelLimits,
+    *,
+    prompt_tokens: int,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    logit_bias: tuple[tuple[int, float], ...],
+) -> SamplingParams:
+    """Check the fields of ``body`` against each other and the model.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        limits: the model's.
+        prompt_tokens: length of the prompt.
+        default_max_tokens: what counts if the body does not say, as far as there is room; None for all of the room.
+        logprobs: alternatives to report with each token; None for no log probabilities.
+        logit_bias: what :func:`logit_bias_pairs` makes of the body's; the same object for all of its prompts.
+
+    Returns:
+        Parameters of the first choice; see :func:`params_for_choice` for the others.
+
+    Raises:
+        ApiError: 400 with the field named.
+    """
+    max_tokens, param = body.most_tokens
+    room = limits.max_model_len - prompt_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise bad_request(
+            f"{_context(limits)} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
+            f"input, {max_tokens} in the completion). Please reduce the length of the input or {param}.",
+            param,
+        )
+    most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
+    if (body.min_tokens or 0) > most:
+        raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
+    stop_token_ids = set(body.stop_token_ids or ())
+    if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
+    if not body.ignore_eos:  # checkpoints may name tokens that they have no room for, and never answer with
+        stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
+    defaults = limits.defaults
+    top_k = _given(body.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=most,
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % 2**_SEED_BITS,
+        min_tokens=body.min_tokens or 0,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=0 if top_k < 0 else top_k,
+        min_p=_given(body.min_p, defaults.min_p),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=logit_bias,
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        logprobs=logprobs,
+    )
+
+
+def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:
+    """Read ``body.logit_bias``.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        vocabulary: token ids are below it.
+        sequences: that the request asks for.
+
+    Raises:
+        ApiError: 400; a key is no token id, or they are too many.
+    """
+    biases = body.logit_bias or {}
+    if len(biases) * sequences > MOST_BIASES:
+        raise bad_request(
+            f"logit_bias: {len(biases)} entries for each of {sequences} sequences; at most {MOST_BIASES} are taken "
+            "for all of them together.",
+            "logit_bias",
+        )
+    pairs = []
+    for key, bias in biases.items():
+        token_id = int(key) if _TOKEN_ID.fullmatch(key) else vocabulary
+        if token_id >= vocabulary:
+            shown = key if len(key) <= _LONGEST_SHOWN else f"{key[:_LONGEST_SHOWN]}…"
+            raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
+        pairs.append((token_id, bias))
+    return tuple(pairs)
+
+
+def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Return ``params`` with the seed of the given choice; choice 0 keeps its own."""
+    return msgspec.structs.replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**_SEED_BITS)
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
+
+
+def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
+    return bad_request(
+        f"{_context(limits)} However, your request has {tokens} input tokens. "
+        "Please reduce the length of the input messages.",
+        param,
+    )
+
+
+def _context(limits: ModelLimits) -> str:
+    """The words are those of OpenAI and vLLM, which clients search for."""
+    return f"This model's maximum context length is {limits.max_model_len} tokens."

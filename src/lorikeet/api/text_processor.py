@@ -1,0 +1,636 @@
+"""The text side of one model: messages and prompts to tokens, tokens to text while they arrive.
+
+The chat template is the checkpoint's Jinja template, rendered as transformers renders it, without importing it
+(https://huggingface.co/docs/transformers/chat_templating). Text that is far too long is refused by a lower bound on its
+tokens, before it is tokenized. The bound is known for BPE over the bytes of a text, or over its characters with bytes
+for those that no token holds; of other tokenizers nothing is known, and any text may be short.
+"""
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Container, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.protocol import ChatMessage, TextPart
+from lorikeet.api.sampling import ModelLimits, check_text_length
+from lorikeet.api.threads import THREAD_LENGTH, off_the_loop
+from lorikeet.models.config import ModelConfigError, read_json_object
+
+_END_OF_TEXT, _SPACE = str(secrets.randbits(128)), "  "
+"""Mark where the text of a message ends that is to be continued. Digits: no filter of a template changes them. The
+spaces behind them are gone where a template takes away what a message ends with; a template may add one.
+"""
+
+
+class TemplateError(ValueError):
+    """There is no template, or it refused the messages; the message says which and why."""
+
+
+class _GenerationBlocks(Extension):
+    """Accepts ``{% generation %}``, which marks answers for training, and renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: ``bos_token`` and the like, which templates name.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
+        """Return the prompt that ends with the text of the last message, which the answer continues.
+
+        Args:
+            messages: at least one.
+            extra: as in :meth:`render`.
+
+        Raises:
+            TemplateError: as :meth:`render`, or the template leaves the last message out.
+        """
+        *before, last = messages
+        marked = [*before, {**last, "content": last["content"] + _END_OF_TEXT + _SPACE}]
+        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_OF_TEXT)
+        if not mark:
+            raise TemplateError("the chat template does not show the last message, so it cannot be continued")
+        if not rest.startswith(_SPACE):
+            text = text.rstrip()
+        # A template may show it twice.
+        return text.replace(_END_OF_TEXT + _SPACE, "").replace(_END_OF_TEXT, "")
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
+    ) -> str:
+        """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
+
+        Raises:
+            TemplateError: the template refuses the messages or fails on them.
+        """
+        variables = {**self._special_tokens, "tools": None, "documents": None, **extra}
+        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+
+
+def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
+    """Read the template of a model folder.
+
+    Args:
+        folder: with ``chat_template.jinja`` or ``tokenizer_config.json``.
+        override: file to use instead.
+
+    Returns:
+        None if the model has none (a base model).
+
+    Raises:
+        TemplateError: the file given is missing, or the template does not compile.
+        ModelConfigError: ``tokenizer_config.json`` cannot be read.
+    """
+    config_file = folder / "tokenizer_config.json"
+    config = read_json_object(config_file) if config_file.is_file() else {}
+    source: Any
+    if override:
+        if not Path(override).is_file():
+            raise TemplateError(f"chat template {override}: no such file")
+        source = Path(override).read_text()
+    elif (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text()
+    else:
+        source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return ChatTemplate(source, _special_tokens(config)) if source else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens named ``…_token``; each is a string or an object with ``content``."""
+    tokens = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as is: Jinja's own filter escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+_MOST_COMPOSED = 4
+"""Characters that NFC may put together into one: as many as the longest canonical decomposition has."""
+
+
+class TokenLowerBound:
+    """A bound from below for the tokens of any text.
+
+    Args:
+        tokenizer: without truncation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spec: dict[str, Any] = json.loads(tokenizer.to_str())
+        added = spec["added_tokens"]
+        composed = _most_composed(_steps(spec["normalizer"], "normalizers"))
+        dropped = _dropped(spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers"))
+        # A token that takes the space beside it with it may stand for any amount of it.
+        takes_space = any(token["lstrip"] or token["rstrip"] for token in added)
+        self._dropped = ""
+        self._most_characters = math.inf
+        """Of a text, in one token."""
+        if not takes_space and composed is not None and dropped is not None:
+            longest = max(map(len, (*spec["model"]["vocab"], *(token["content"] for token in added))))
+            self._dropped, self._most_characters = dropped, longest * composed
+
+    def fewest(self, text: str) -> int:
+        """Return a number of tokens that ``text`` has at least."""
+        characters = len(text) - sum(map(text.count, self._dropped))
+        return math.ceil(characters / self._most_characters)
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of a tokenizer, in their order."""
+    if part is None:
+        return []
+    return [step for each in part[key] for step in _steps(each, key)] if part["type"] == "Sequence" else [part]
+
+
+def _most_composed(normalizers: list[dict[str, Any]]) -> int | None:
+    """Return how many characters may become one; None where that is not known."""
+    most = 1
+    for step in normalizers:
+        match step:
+            case {"type": "NFC"}:
+                most *= _MOST_COMPOSED
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(new) >= len(old):
+                pass
+            case _:
+                return None
+    return most
+
+
+def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str | None:
+    """Return the characters that may be left out of the tokens; None where that is not known."""
+    is_of_bytes = False
+    for step in pre_tokenizers:
+        match step:
+            case {"type": "ByteLevel"}:
+                is_of_bytes = True
+            case {"type": "Digits" | "Metaspace"}:
+                pass
+            case {"type": "Split", "behavior": behavior} if behavior != "Removed":
+                pass
+            case _:
+                return None
+    if model["type"] != "BPE":
+        return None
+    if not is_of_bytes:
+        has_bytes = model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+        return "" if has_bytes else None
+    # In UTF-8 every character ends with the same byte as one of these.
+    bytes_of = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    last_bytes = {chr(code): bytes_of(chr(code))[0][0][-1] for code in range(0xC0)}
+    lacking = [character for character, byte in last_bytes.items() if byte not in model["vocab"]]
+    return "".join(lacking) if all(map(str.isascii, lacking)) else None
+
+
+_CONTEXT_TOKENS = (6, 24)
+"""How many of a prompt's last tokens are looked at: so many if they end with a whole character, else up to so many."""
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence token by token; characters split over tokens come out once they are whole.
+
+    Args:
+        tokenizer: the model's.
+        context: the prompt; its last tokens decide whether the first word starts with a space.
+        unseen: tokens that are left out, such as end of text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), unseen: Container[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._unseen = unseen
+        self._shown = self._end_of(context)
+        self._pending: list[int] = []
+        self._stream = DecodeStream(list(self._shown), skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        """Take one token in; return the text it completes, often all of its own, sometimes none."""
+        if token_id in self._unseen:  # else the stream would keep it, and decode it again with every one that follows
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # tokenizers knows no other class
+            if "Invalid prefix" not in str(error):
+                raise
+            # See flush: with this byte those before it, which have been shown, make no characters any more.
+            text = self._decode(self._pending)
+            self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
+        if text is None:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end: characters that never became whole, as replacement characters."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._shown)
+        text = self._decode(self._shown + self._pending)
+        # A byte that makes no character spoils those of the bytes before it, too, which have been shown.
+        text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
+        self._pending = []
+        return text
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """Return the end of a prompt for a stream to begin with; nothing if its text ends with U+FFFD.
+
+        With that the stream would take the text for half a character, and show all of it with the first token. Of
+        bytes, some make characters only together with those before them.
+        """
+        least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
+        for tokens in range(least, most + 1):
+            end = [token_id for token_id in context[len(context) - tokens :] if token_id not in self._unseen]
+            if not self._decode(end).endswith("\ufffd"):
+                return end
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class StopScanner:
+    """Finds stop strings in text that arrives in pieces, holding back what may become one.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: whether the one that is found stays in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(map(_Stop, stops))
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Take text in.
+
+        Args:
+            text: what has come.
+            may_stop: whether stop strings that end in it count.
+
+        Returns:
+            The text that may be shown, and the stop string that ended it. Of several in the same text, the
+            one that starts first counts, of those the longest; after a match nothing more may be pushed.
+        """
+        held, text = len(self._held), self._held + text
+        if may_stop:
+            found = [(at, -len(each.text), each.text) for each in self._stops if (at := each.find(text, held)) >= 0]
+            if found:
+                at, _, stop = min(found)
+                self._held = ""
+                return text[: at + len(stop) if self._include else at], stop
+        for each in self._stops:
+            each.follow(text[held:])
+        keep = max((each.begun for each in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def release(self) -> str:
+        """Return the text held back; no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+
+class _Stop:
+    """A stop string, and how much of it the text so far ends with.
+
+    However long both are, a letter of text takes a few steps on average: D. Knuth, J. Morris and V. Pratt, "Fast
+    Pattern Matching in Strings", SIAM Journal on Computing 6 (1977), its table made as far as the text has come.
+
+    Args:
+        text: not empty.
+
+    Attributes:
+        text: see above.
+        begun: letters at its beginning that the text ends with, all of them left out.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        self._borders = [0]  # at i: letters that text[: i + 1] both begins and ends with, all of them left out
+
+    def find(self, text: str, ends_after: int) -> int:
+        """Return where it is first in a text, to end after so many letters or more; -1 if it is not."""
+        return text.find(self.text, max(0, ends_after - len(self.text) + 1))
+
+    def follow(self, letters: str) -> None:
+        """Take in what the text goes on with."""
+        if not self.begun and self.text[0] not in letters:
+            return
+        for letter in letters:
+            self.begun = self._longer(self.begun, letter)
+            if self.begun > len(self._borders):
+                self._borders.append(self._longer(self._borders[-1], letter))
+            if self.begun == len(self.text):
+                self.begun = self._borders[-1]
+
+    def _longer(self, begun: int, letter: str) -> int:
+        """Return how much of it a text ends with that ended with ``begun`` letters of it before ``letter`` came."""
+        while begun and self.text[begun] != letter:
+            begun = self._borders[begun - 1]
+        return begun + (self.text[begun] == letter)
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A byte in vocabularies of SentencePiece."""
+
+
+class TokenText(NamedTuple):
+    """A token by itself.
+
+    Attributes:
+        text: U+FFFD for what is no whole character.
+        utf8: the bytes that it stands for, also where they are part of a character.
+    """
+
+    text: str
+    utf8: tuple[int, ...]
+
+
+class TextProcessor:
+    """Tokenizer and chat template.
+
+    Args:
+        tokenizer: the model's.
+        template: None if the model has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._bound = TokenLowerBound(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._tokens: dict[int, TokenText] = {}
+
+    @classmethod
+    def read(cls, folder: Path, chat_template: str = "") -> "TextProcessor":
+        """Read ``tokenizer.json`` and the chat template of a model folder.
+
+        Raises:
+            TemplateError: the template is missing or broken.
+            FileNotFoundError: the folder has no ``tokenizer.json``.
+            ModelConfigError: one of the files cannot be read.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: the server needs a model folder with a tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers knows no other class
+            raise ModelConfigError(f"{file}: cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, read_chat_template(folder, chat_template))
+
+    async def encode(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        limits: ModelLimits | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of every prompt; those that are token ids already stay as they are.
+
+        Args:
+            prompts: text or token ids.
+            add_special_tokens: those that begin or end a text of this model.
+            limits: of the model, for text that is to be answered; None takes text of any length.
+
+        Raises:
+            ApiError: 400 for text that cannot be within the limits, however it is tokenized.
+        """
+
+        def run() -> list[list[int]]:
+            return [
+                self.token_ids(prompt, add_special_tokens=add_special_tokens, limits=limits, param="prompt")
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+
+    def token_ids(
+        self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
+    ) -> list[int]:
+        """Return the token ids of one text; arguments and errors as of :meth:`encode`, which errors name ``param``."""
+        if limits is not None:
+            check_text_length(self._bound.fewest(text), limits, param)
+        # Calls for single texts would keep Python to themselves until they are done, and every stream would wait.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ``token_ids``, all at once."""
+        (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """Return what turns the tokens that answer ``context`` into text while they arrive."""
+        return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
+
+    def token(self, token_id: int) -> TokenText:
+        """Return a token by itself; what was asked for once is remembered."""
+        known = self._tokens.get(token_id)
+        if known is None:
+            text = self.decode([token_id])
+            known = self._tokens[token_id] = TokenText(text, tuple(self._utf8(token_id, text)))
+        return known
+
+    def _utf8(self, token_id: int, text: str) -> bytes:
+        entry = self.tokenizer.id_to_token(token_id) or ""
+        if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
+            return bytes.fromhex(byte[1])
+        if "\ufffd" in text and all(letter in _BYTES for letter in entry):
+            return bytes(map(_BYTES.__getitem__, entry))
+        return text.encode()
+
+    async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """Return the text of every prompt; those that are text already stay as they are."""
+
+        def run() -> list[str]:
+            return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
+
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the vocabulary's entry for every token."""
+        return await off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+        continue_final_message: bool = False,
+        limits: ModelLimits | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Args:
+            messages: at least one.
+            add_generation_prompt: end with what opens an answer.
+            extra: further variables of the template.
+            continue_final_message: end with the text of the last message instead.
+            limits: as of :meth:`encode`.
+
+        Raises:
+            ApiError: 400 if the model has no template, it refuses the messages, or they cannot be within the limits,
+                501 for content other than text.
+        """
+
+        def run() -> list[int]:
+            prompt = self.chat_prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                extra=extra,
+                continue_final_message=continue_final_message,
+            )
+            return self.token_ids(prompt, add_special_tokens=False, limits=limits, param="messages")
+
+        return await off_the_loop(run, _length(messages, extra))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+        continue_final_message: bool = False,
+    ) -> str:
+        """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
+        if self.template is None:
+            raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
+        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        try:
+            if continue_final_message:
+                return self.template.render_open(plain, extra=extra)
+            return self.template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra)
+        except TemplateError as error:
+            raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """Return the letters that vocabularies of bytes write them with, as GPT-2 began it.
+
+    Printable letters of Latin-1 stand for themselves, the letters from U+0100 on for the other bytes in their order.
+    """
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _letters_of_bytes()
+
+
+def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
+    """Return the size of all that a template sees, in characters and values; once it is large, no more is counted."""
+    length, left = 0, [extra, *messages]
+    while left and length < THREAD_LENGTH:
+        part: Any = left.pop()
+        match part:
+            case ChatMessage():
+                left += (part.role, part.content, part.model_extra)
+            case TextPart():
+                left.append(part.text)
+            case dict():
+                left += (*part, *part.values())
+            case list():
+                left += part
+        length += len(part) if isinstance(part, str) else 1
+    return length
+
+
+def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
+    """A message as templates expect it: content as one string, text parts joined by newlines as vLLM does.
+
+    Fields that say nothing, which clients write into answers that they send back, are left out: to templates a field
+    that is there means something.
+    """
+    plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    plain["role"] = message.role
+    if plain.pop("tool_calls", None):
+        raise not_supported("Tool calls are not supported yet.", "messages")
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type not in ("text", "input_text"):
+                raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
+            if part.text is None:
+                raise bad_request(f"messages.{index}: a text part has no text.", "messages")
+        plain["content"] = "\n".join(part.text or "" for part in message.content)
+    else:
+        plain["content"] = message.content or ""
+    return plain
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the model's own sampling defaults; empty if it has none."""
+    file = folder / "generation_config.json"
+    return read_json_object(file) if file.is_file() else {}

@@ -1,0 +1,72 @@
+"""The interface of a backend in an offline benchmark: one batch of requests in, its timings out."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+Prompt = list[int]
+
+
+class OfflineBatch(NamedTuple):
+    """One batch of requests, all given at once.
+
+    Attributes:
+        prompts: token ids, all of the same length.
+        adapters: for each prompt the index of its adapter, None for the base model.
+        output_tokens: tokens to generate for each, end of text ignored.
+    """
+
+    prompts: Sequence[Prompt]
+    adapters: Sequence[int | None]
+    output_tokens: int
+
+
+class OfflineResult(NamedTuple):
+    """What one batch took.
+
+    Attributes:
+        seconds: from the first request to the last token.
+        tokens: of each request.
+        decode_tok_s: tokens per second after the moment when every request had its first; None where that moment
+            is not known, or nothing came after it.
+    """
+
+    seconds: float
+    tokens: list[list[int]]
+    decode_tok_s: float | None = None
+
+
+class OfflineBackend(Protocol):
+    """Runs batches, one after the other, with all adapters in memory; uses no processor between them."""
+
+    name: str
+    versions: dict[str, str]
+    """Package → version."""
+
+    def run(self, work: OfflineBatch) -> OfflineResult:
+        """Run one batch, greedily."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class BaseModelBackend:
+    """Runs the same prompts without their adapters.
+
+    Args:
+        inner: a peer that was loaded without adapters.
+    """
+
+    def __init__(self, inner: OfflineBackend) -> None:
+        self._inner = inner
+        self.name = f"{inner.name}-base"
+        self.versions = inner.versions
+
+    def run(self, work: OfflineBatch) -> OfflineResult:
+        """Run one batch, greedily, all of it on the base model."""
+        return self._inner.run(work._replace(adapters=[None] * len(work.prompts)))
+
+    def close(self) -> None:
+        """Release what the peer holds."""
+        self._inner.close()

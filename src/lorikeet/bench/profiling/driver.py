@@ -1,0 +1,236 @@
+"""Drives an executor by hand: steps of any shape, repeated, over memory that has been written before."""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import EngineSizes, Executor
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, Tier, Transfer
+from lorikeet.core.request import SamplingParams
+from lorikeet.costs.model import SequenceWork
+from lorikeet.memory.packing import pack
+
+SLACK_TOKENS = 16
+"""Room behind each sequence, for decodes that are repeated."""
+
+_NEVER_S = 3600.0
+_SEED = 7
+
+
+class ExecutorDriverError(RuntimeError):
+    """A measurement cannot be made here; the message says why."""
+
+
+class StepTiming(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        seconds: of one step.
+        steps: how many ran in the plan.
+    """
+
+    seconds: float
+    steps: int
+
+
+class ExecutorDriver:
+    """A scheduler by hand. A prepared step can be run again and again: it always computes the same positions.
+
+    All prepared steps share the same scattered KV blocks; what the blocks hold does not matter, but somebody must have
+    written them: pages that nobody has written all read from the same zeros, out of the cache.
+
+    Args:
+        executor: runs the steps; nobody else drives it meanwhile.
+        sizes: of the executor.
+        vocabulary: number of token ids.
+        kv_tokens: room for the KV of one step; at most half of the memory is used for it.
+    """
+
+    def __init__(self, executor: Executor, sizes: EngineSizes, vocabulary: int, kv_tokens: int) -> None:
+        self.sizes = sizes
+        self._executor = executor
+        generator = random.Random(_SEED)
+        blocks = [BlockId(block) for block in range(sizes.total_blocks)]
+        generator.shuffle(blocks)
+        kv_blocks = min(-(-kv_tokens // sizes.block_size), len(blocks) // 2)
+        self._kv_blocks, self._free = blocks[:kv_blocks], blocks[kv_blocks:]
+        self._host_blocks = [BlockId(block) for block in range(sizes.host_blocks)]
+        generator.shuffle(self._host_blocks)
+        self._order = generator
+        self._token_ids = generator.choices(range(vocabulary), k=sizes.max_model_len)
+        self._loaded: dict[AdapterDigest, tuple[BlockId, ...]] = {}
+        self._started: list[RequestId] = []
+        self._transfers = 0
+
+    @property
+    def most_copied_blocks(self) -> int:
+        """Blocks that a copy can have."""
+        return min(len(self._kv_blocks), len(self._host_blocks))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room for the KV of one step."""
+        return len(self._kv_blocks) * self.sizes.block_size
+
+    def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
+        """Start the sequences of a step; those that have adapters name them by their digests.
+
+        Raises:
+            ExecutorDriverError: there is no room for their KV.
+        """
+        free = list(reversed(self._kv_blocks))
+        starts, blocks = [], []
+        for number, work in enumerate(sequences, len(self._started)):
+            needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_size)
+            if needed > len(free):
+                raise ExecutorDriverError(f"the KV of a step does not fit {self.kv_tokens} tokens")
+            blocks.append(tuple(free.pop() for _ in range(needed)))
+            known = work.start + work.tokens
+            sampling = SamplingParams(max_tokens=self.sizes.max_model_len, temperature=0.0)
+            adapter = None if work.adapter is None else AdapterDigest(str(work.adapter))
+            name = RequestId(f"profile-{number}")
+            starts.append(SequenceStart(name, self._token_ids[:known], known, sampling, adapter))
+        self._started += [start.request_id for start in starts]
+        first = [
+            SequenceStep(start.request_id, work.start, work.tokens, new, work.samples)
+            for start, work, new in zip(starts, sequences, blocks, strict=True)
+        ]
+        self._executor.execute(StepPlan(0, sequences=tuple(first), starts=tuple(starts)))
+        return tuple(msgspec.structs.replace(step, new_blocks=()) for step in first)
+
+    def run(
+        self,
+        steps: tuple[SequenceStep, ...],
+        form: KernelForm = KernelForm.UNPADDED,
+        repeat: int = 1,
+        limit_s: float = _NEVER_S,
+    ) -> StepTiming:
+        """Run a prepared step, or decodes several times, and return the time of one.
+
+        Args:
+            steps: what :meth:`prepare` returned.
+            form: how mixed ranks are computed.
+            repeat: how many steps, at most ``SLACK_TOKENS``.
+            limit_s: no further step begins after this time.
+        """
+        plan = StepPlan(0, sequences=steps, kernel_form=form, repeat=repeat, max_duration_s=limit_s)
+        result = self._executor.execute(plan)
+        return StepTiming(result.duration_s / result.steps_run, result.steps_run)
+
+    def switch(self, steps: tuple[SequenceStep, ...], merged: AdapterDigest | None) -> float:
+        """Run a prepared step with an adapter merged, or none, and return the seconds that the change took.
+
+        Args:
+            steps: of that adapter alone; of any, if none is merged. Steps that are run otherwise merge none.
+            merged: a loaded adapter.
+        """
+        return self._executor.execute(StepPlan(0, sequences=steps, merged=merged)).switch_s
+
+    def load(self, ref: AdapterRef) -> float:
+        """Load an adapter into device blocks and return the seconds that took.
+
+        Raises:
+            ExecutorDriverError: there is no room, or the load failed.
+        """
+        count = self._blocks_of(ref)
+        if count > len(self._free):
+            raise ExecutorDriverError(
+                f"adapter {ref.name!r} takes {count} blocks, {len(self._free)} are free; give more memory"
+            )
+        self._loaded[ref.digest] = tuple(self._free.pop() for _ in range(count))
+        return self._transfer(Tier.SOURCE, Tier.DEVICE, device=self._loaded[ref.digest], adapter=ref)
+
+    def read_to_host(self, ref: AdapterRef) -> float:
+        """Read an adapter into host blocks, whose contents do not matter, and return the seconds that took.
+
+        Raises:
+            ExecutorDriverError: there is no room, or it failed.
+        """
+        return self._transfer(Tier.SOURCE, Tier.HOST, host=self._some_host_blocks(self._blocks_of(ref)), adapter=ref)
+
+    def copy(self, target: Tier, count: int) -> float:
+        """Copy scattered blocks from the other tier to ``target`` and return the seconds that took.
+
+        Raises:
+            ExecutorDriverError: a tier has fewer blocks, or it failed.
+        """
+        if count > self.most_copied_blocks:
+            raise ExecutorDriverError(
+                f"{count} blocks are more than the {self.most_copied_blocks} that a copy can have here"
+            )
+        device, host = tuple(self._order.sample(self._kv_blocks, count)), self._some_host_blocks(count)
+        return self._transfer(Tier.HOST if target is Tier.DEVICE else Tier.DEVICE, target, host=host, device=device)
+
+    def evict(self, digest: AdapterDigest) -> None:
+        """Give an adapter's blocks back."""
+        self._executor.execute(StepPlan(0, evictions=(digest,)))
+        self._free.extend(self._loaded.pop(digest))
+
+    def write_kv(self, ref: AdapterRef) -> None:
+        """Write all KV blocks by loading an adapter over and over, which takes a fraction of a prefill's time.
+
+        Raises:
+            ExecutorDriverError: the KV blocks do not even hold the adapter.
+        """
+        count = self._blocks_of(ref)
+        if count > len(self._kv_blocks):
+            raise ExecutorDriverError(
+                f"adapter {ref.name!r} takes {count} blocks, {len(self._kv_blocks)} are kept for KV"
+            )
+        for first in range(0, len(self._kv_blocks), count):
+            last = min(first + count, len(self._kv_blocks))
+            blocks = tuple(self._kv_blocks[last - count : last])
+            self._transfer(Tier.SOURCE, Tier.DEVICE, device=blocks, adapter=ref)
+        self._executor.execute(StepPlan(0, evictions=(ref.digest,)))
+
+    def write_host(self) -> None:
+        """Write all host blocks.
+
+        Raises:
+            ExecutorDriverError: there are none.
+        """
+        most = self.most_copied_blocks
+        if not most:
+            raise ExecutorDriverError("there are no host blocks to copy to; give host memory")
+        for first in range(0, len(self._host_blocks), most):
+            blocks = tuple(self._host_blocks[first : first + most])
+            self._transfer(Tier.DEVICE, Tier.HOST, host=blocks, device=tuple(self._kv_blocks[: len(blocks)]))
+
+    def clear(self) -> None:
+        """Let the executor forget all sequences and adapters, so that another may drive it."""
+        self._executor.execute(StepPlan(0, drops=tuple(self._started), evictions=tuple(self._loaded)))
+        for blocks in self._loaded.values():
+            self._free.extend(blocks)
+        self._loaded, self._started = {}, []
+
+    def _blocks_of(self, ref: AdapterRef) -> int:
+        geometry = self.sizes.local_geometry
+        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_size)).blocks
+
+    def _some_host_blocks(self, count: int) -> tuple[BlockId, ...]:
+        if count > len(self._host_blocks):
+            raise ExecutorDriverError(
+                f"{count} host blocks are needed, there are {len(self._host_blocks)}; give more host memory"
+            )
+        return tuple(self._order.sample(self._host_blocks, count))
+
+    def _transfer(
+        self,
+        source: Tier,
+        target: Tier,
+        host: tuple[BlockId, ...] = (),
+        device: tuple[BlockId, ...] = (),
+        adapter: AdapterRef | None = None,
+    ) -> float:
+        self._transfers += 1
+        transfer = Transfer(self._transfers, source, target, host, device, adapter)
+        self._executor.execute(StepPlan(0, transfers=(transfer,)))
+        while not (done := self._executor.completed_transfers()):
+            self._executor.wait_for_transfer(None)
+        if done[0].error is not None:
+            raise ExecutorDriverError(done[0].error)
+        return done[0].duration_s

@@ -1,0 +1,84 @@
+"""What host workers take for a layer of a cold prefill, by workers like those of an engine."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from statistics import median
+
+from lorikeet.bench.statistics import median_interval
+from lorikeet.config import EngineSettings
+from lorikeet.core.executor import EngineSizes
+from lorikeet.core.plan import KernelForm
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import Constant, CostProfile, HostLora
+from lorikeet.presets import resolve_preset
+from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
+from lorikeet.worker.host_lora.start import open_pool, start_worker_processes
+from lorikeet.worker.threads import usable_cores
+from lorikeet.worker.torch_executor import TorchExecutor
+
+_ASSISTING_ROW = "toppings"
+"""One whose replicas have host workers, where settings and device allow any."""
+
+
+def measure_host_lora(
+    executor: TorchExecutor, sizes: EngineSizes, engine: EngineSettings, rounds: int, tick: Callable[[], None]
+) -> list[HostTimes]:
+    """Measure host workers several times. What lies in the executor's host tier means nothing afterwards.
+
+    Args:
+        executor: at rest.
+        sizes: of it.
+        engine: its settings.
+        rounds: how often.
+        tick: called after each round.
+
+    Returns:
+        The times of each round; none where replicas with these settings have no host workers.
+
+    Raises:
+        ConfigError: the host tier is too small.
+        ExecutorError: a worker did not start, or was lost.
+    """
+    if engine.tensor_parallel > 1:  # the other ranks' adapters are out of reach here
+        return []
+    processes = start_worker_processes(engine, resolve_preset(_ASSISTING_ROW)[1])
+    if not processes:
+        return []
+    found = []
+    pool, _ = open_pool(processes, engine, sizes.local_geometry, executor.transfers, usable_cores())
+    with closing(pool):
+        for _ in range(rounds):
+            transfers = executor.transfers
+            found.append(measure_host(pool, sizes.local_geometry, transfers.host, transfers.place))
+            tick()
+    return found
+
+
+def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> HostLora:
+    """Return the constants of a profile that has everything else.
+
+    Args:
+        times: of at least one round.
+        profile: knows steps and the link to the device.
+        cores: of the workers.
+    """
+    fixed_s, token_s, token_rank_s = (
+        _figure([getattr(each, name) for each in times], unit)
+        for name, unit in (("fixed_s", "s"), ("token_s", "s/token"), ("token_rank_s", "s/(token·rank)"))
+    )
+    middle = HostTimes(fixed_s.value, token_s.value, token_rank_s.value, times[0].rank)
+    work = step_work([SequenceWork(0, DEVICE_TOKENS[0], True, None, 0.0)], KernelForm.UNPADDED)
+    layer_s = CostModel(profile, KernelForm.UNPADDED).step_s(work) / profile.geometry.layers
+    link = profile.need(profile.transfers.host_to_device, "transfers.host_to_device")
+    return HostLora(
+        fixed=fixed_s,
+        token=token_s,
+        token_rank=token_rank_s,
+        cores=cores,
+        core_tokens=suiting_tokens(middle, profile.geometry, layer_s, link.bandwidth.value),
+    )
+
+
+def _figure(seconds: Sequence[float], unit: str) -> Constant:
+    low, high = median_interval(seconds)
+    return Constant(median(seconds), unit, (high - low) / 2)

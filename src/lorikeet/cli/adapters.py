@@ -1,0 +1,82 @@
+"""``lorikeet adapters``: those of a running server, and what a folder holds."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorikeet.cli.console import fail, format_size
+from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+
+app = typer.Typer(help="List, add, remove and inspect adapters.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_PAGE = 1000
+
+
+@app.command("list")
+def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List the adapters of a running server."""
+    api = ServerClient(url, api_key)
+    cards: list[dict[str, Any]] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = api.get("/v1/adapters", limit=_PAGE, cursor=cursor)
+        cards += page["data"]
+        cursor = page["next_cursor"]
+    if as_json:
+        print(json.dumps(cards, indent=1))
+        return
+    table = Table("name", "rank", "size", "on device", "version", "source")
+    for card in cards:
+        loaded = format_size(card["device_bytes"]) if card["device_bytes"] else "-"
+        size = format_size(card["weight_bytes"])
+        table.add_row(card["name"], str(card["rank"]), size, loaded, card["digest"][:12], card["source"])
+    Console().print(table)
+
+
+@app.command("add")
+def add_adapter(
+    name: Annotated[str, typer.Argument(help="What clients will write in `model`.")],
+    source: Annotated[str, typer.Argument(help="Folder or URL, as the server sees it.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Let an existing name point to the new content.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Register an adapter on a running server."""
+    card = ServerClient(url, api_key).post("/v1/adapters", {"name": name, "source": source, "replace": replace})
+    print(f"added {card['name']}: rank {card['rank']}, {format_size(card['weight_bytes'])}, version {card['digest']}")
+
+
+@app.command("remove")
+def remove_adapter(
+    name: Annotated[str, typer.Argument(help="The adapter's name.")], url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Remove an adapter from a running server, once its running requests have ended."""
+    answer = ServerClient(url, api_key).delete(f"/v1/adapters/{quote(name)}")
+    freed = answer["freed_bytes"]
+    print(f"removed {name}: " + (f"{format_size(freed)} freed" if freed is not None else "freed when its requests end"))
+
+
+@app.command("inspect")
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], as_json: AsJson = False
+) -> None:
+    """Print what a PEFT folder holds and covers, or why it cannot be served. Needs no server."""
+    from lorikeet.adapters.checkpoint import inspect_adapter
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.cli.adapter_report import describe, show
+
+    try:
+        description = describe(inspect_adapter(folder))
+    except AdapterError as error:
+        fail(str(error))
+    if as_json:
+        print(json.dumps(description, indent=1))
+    else:
+        show(description)

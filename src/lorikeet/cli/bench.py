@@ -1,0 +1,96 @@
+"""``lorikeet bench``: measurements. Holds the two short ones, ``limits`` and ``shape``."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
+from lorikeet.cli.bench_memory import bench_memory
+from lorikeet.cli.bench_offline import bench_offline
+from lorikeet.cli.bench_serve import bench_serve
+from lorikeet.cli.console import fail
+from lorikeet.config import ConfigError, ModelSettings
+
+
+def bench_limits(
+    model: Annotated[str, typer.Option(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure memory bandwidth and multiply rates, and print the speeds that they allow a model at most."""
+    import torch
+
+    from lorikeet.api.announce import Announcer
+    from lorikeet.api.model_folder import prepare_model
+    from lorikeet.bench.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
+    from lorikeet.kernels.tensors import torch_dtype
+    from lorikeet.models.config import ModelConfigError, read_model_config
+
+    try:
+        kind = torch_dtype(dtype)
+    except ValueError as error:
+        fail(str(error), code=2)
+    try:
+        with Announcer() as announcer:
+            folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
+        cost = model_cost(read_model_config(folder), kind.itemsize)
+    except (ConfigError, ModelConfigError) as error:
+        fail(str(error))
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    limits = LimitMeter(kind).measure()
+    report = {
+        "model": folder.name,
+        "dtype": dtype,
+        "threads": limits.threads,
+        "read_gb_s": limits.read_gb_s,
+        "gemm_gflops": limits.gemm_gflops,
+        "decode_tok_s": {rows: decode_limit_tok_s(cost, limits, rows) for rows in limits.gemm_gflops},
+        "prefill_tok_s": prefill_limit_tok_s(cost, limits),
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(f"{report['model']}, {report['dtype']}, {report['threads']} threads", soft_wrap=True)
+    table = Table()
+    for heading in ("rows", "GFLOP/s", "decode tok/s at most"):
+        table.add_column(heading, justify="right")
+    for rows, rate in report["gemm_gflops"].items():
+        table.add_row(str(rows), f"{rate:.1f}", f"{report['decode_tok_s'][rows]:.1f}")
+    console.print(table)
+    console.print(f"memory read: {report['read_gb_s']:.1f} GB/s (bounds the decode of one row)")
+    console.print(f"prefill: {report['prefill_tok_s']:.0f} tok/s at most")
+
+
+def bench_shape(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(MODEL_SHAPES)}.")],
+    folder: Annotated[Path, typer.Argument(help="Made if it is missing.")],
+) -> None:
+    """Write the config of a published model into a folder, to be a ``--model`` with ``--load-format dummy``."""
+    if (folder / "config.json").exists():
+        fail(f"{folder}: there is a model already", code=2)
+    try:
+        print(write_model_shape(folder, name))
+    except ValueError as error:
+        fail(str(error), code=2)
+    except OSError as error:
+        fail(str(error))
+
+
+app = typer.Typer(help="Measure.", no_args_is_help=True)
+
+app.command("serve")(bench_serve)
+app.command("offline")(bench_offline)
+app.command("memory")(bench_memory)
+app.command("limits")(bench_limits)
+app.command("shape")(bench_shape)

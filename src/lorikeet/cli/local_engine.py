@@ -1,0 +1,103 @@
+"""Runs one request on an engine in this process, without a server."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.store import reference
+from lorikeet.api.announce import Announcer
+from lorikeet.api.errors import ApiError
+from lorikeet.api.model_folder import prepare_model
+from lorikeet.api.protocol import ChatMessage
+from lorikeet.api.text_processor import IncrementalDetokenizer, TextProcessor
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.clock import MonotonicClock
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import build_replica
+from lorikeet.engine.driver import rest
+from lorikeet.engine.loop import Engine
+from lorikeet.models.config import ModelConfig, read_model_config
+
+
+class GenerationError(RuntimeError):
+    """The request failed; the message says why."""
+
+
+def stream_answer(
+    settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, *, raw: bool
+) -> Iterator[str]:
+    """Yield the pieces of one answer as they are computed; progress of loading goes to stderr.
+
+    Args:
+        settings: name the model; the engine is built from them.
+        prompt: what to answer.
+        adapter: folder of a PEFT adapter, None for the base model.
+        sampling: how tokens are chosen; the model's own stop tokens are added.
+        raw: continue ``prompt`` itself instead of the chat template around it.
+
+    Raises:
+        GenerationError: model, adapter or prompt cannot be used.
+    """
+    with Announcer() as announcer:
+        try:
+            folder = prepare_model(settings.model, announcer.stage).path
+            config = read_model_config(folder)
+            texts = TextProcessor.read(folder)
+            token_ids = _token_ids(texts, prompt, raw=raw)
+            sampling = _within(config, len(token_ids), sampling)
+            # No longer than needed: memory for a whole context is more than many machines have.
+            longest_tokens = len(token_ids) + sampling.max_tokens
+            model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
+            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), announcer.show)
+            ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
+        except ApiError as error:
+            raise GenerationError(error.message) from error
+        except (AdapterError, ConfigError, OSError, ValueError) as error:
+            raise GenerationError(str(error)) from error
+    request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
+    try:
+        yield from _decode(engine, request, texts.stream(token_ids))
+    finally:
+        engine.close()
+
+
+def _token_ids(texts: TextProcessor, prompt: str, *, raw: bool) -> list[int]:
+    if raw or texts.template is None:
+        return texts.token_ids(prompt, add_special_tokens=True)
+    text = texts.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
+    return texts.token_ids(text, add_special_tokens=False)
+
+
+def _within(config: ModelConfig, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
+    """Return ``sampling`` with the model's stop tokens, and for no more tokens than a prompt of that length leaves.
+
+    Raises:
+        GenerationError: it leaves none, or is empty.
+    """
+    room_tokens = config.context_tokens - prompt_tokens
+    if not prompt_tokens or room_tokens < 1:
+        raise GenerationError(
+            f"the prompt has {prompt_tokens} tokens; the model takes 1 to {config.context_tokens - 1}"
+        )
+    most_tokens = min(sampling.max_tokens, room_tokens)
+    return msgspec.structs.replace(sampling, stop_token_ids=config.eos_token_ids, max_tokens=most_tokens)
+
+
+def _decode(engine: Engine, request: Request, text: IncrementalDetokenizer) -> Iterator[str]:
+    engine.submit(request)
+    while engine.has_requests:
+        outputs = engine.step()
+        for output in outputs.tokens:
+            for token in output.tokens:
+                yield text.push(token.token_id)
+        for event in outputs.events:
+            if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
+                raise GenerationError(event.error or "the request failed")
+        if not engine.is_busy and engine.has_requests:
+            rest(engine, MonotonicClock(), math.inf)
+    yield text.flush()

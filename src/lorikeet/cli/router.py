@@ -1,0 +1,107 @@
+"""``lorikeet router``: one address for servers that others started."""
+
+import re
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lorikeet.cli.console import fail
+from lorikeet.cli.serve_flags import origins, preload_pair
+
+if TYPE_CHECKING:
+    from lorikeet.router.adapters import RoutedAdapter
+
+_RANK = re.compile(r"(.*),rank=(\d+)")
+
+
+def route(
+    backend: Annotated[list[str], typer.Option(help="Address of a server; repeatable.", metavar="URL")],
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Adapter that clients may ask for, as all backends find it; with its rank where it cannot be read "
+            "here. Repeatable.",
+            metavar="NAME=SOURCE[,rank=16]",
+        ),
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="The system whose routing and placement count: a preset's name.")
+    ] = "auto",
+    profile: Annotated[str, typer.Option(help="Profile of a backend, for systems that decide by costs.")] = "",
+    slo: Annotated[str, typer.Option(help="Limits that such systems keep to: ttft=0.5,tpot=0.1 (seconds).")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
+    api_key: Annotated[list[str] | None, typer.Option(help="Key that clients need; repeatable.")] = None,
+    admin_key: Annotated[list[str] | None, typer.Option(help="Key for changing adapters; repeatable.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin whose web pages may use the gateway, or a JSON list of them; * for any; repeatable.",
+            metavar="ORIGIN",
+        ),
+    ] = None,
+    backend_key: Annotated[
+        str,
+        typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
+    ] = "",
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
+    log_level: Annotated[str, typer.Option(help="Of the gateway's own log.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
+) -> None:
+    """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
+
+    The servers may be vLLM, Lorikeet or others that load adapters as vLLM does. When one is lost, answers go on at
+    another.
+    """
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.config import ConfigError, check_keys, check_origins
+    from lorikeet.core.request import SloError, parse_slo
+    from lorikeet.presets import resolve_preset
+    from lorikeet.router.run import RouterOptions
+    from lorikeet.router.run import route as run_gateway
+
+    try:
+        resolve_preset(preset)
+        check_keys((*(api_key or ()), *(admin_key or ())))
+        pages = tuple(chain.from_iterable(map(origins, allowed_origins or ())))
+        check_origins(pages)
+        options = RouterOptions(
+            backends=tuple(backend),
+            adapters=tuple(map(read_adapter, lora_modules or ())),
+            preset=preset,
+            profile=profile,
+            slo=parse_slo(slo),
+            seed=seed,
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            admin_keys=tuple(admin_key or ()),
+            allowed_origins=pages,
+            backend_key=backend_key,
+            drain_timeout_s=drain_timeout,
+            log_level=log_level,
+            log_json=log_json,
+        )
+    except (AdapterError, ConfigError, SloError, ValueError) as error:
+        fail(str(error), code=2)
+    run_gateway(options)
+
+
+def read_adapter(text: str) -> "RoutedAdapter":
+    """Return the adapter that a value of ``--lora-modules`` names. A folder of this machine becomes an absolute path.
+
+    Raises:
+        AdapterError: nothing is known of it.
+        ValueError: it is neither ``NAME=SOURCE`` nor vLLM's JSON.
+    """
+    from lorikeet.router.adapters import describe_adapter
+
+    name, _, source = preload_pair(text).partition("=")
+    match = _RANK.fullmatch(source)
+    rank = None if match is None else int(match[2])
+    source = source if match is None else match[1]
+    folder = Path(source)
+    return describe_adapter(name, str(folder.resolve()) if folder.is_dir() else source, rank)

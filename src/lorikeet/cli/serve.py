@@ -1,0 +1,89 @@
+"""``lorikeet serve``: flags to settings, then the server."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.api.slo_targets import read_targets
+from lorikeet.cli import serve_flags
+from lorikeet.cli.console import fail
+from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
+from lorikeet.presets import resolve_preset
+
+Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep KV for later requests of the same adapter; the preset decides.",
+        rich_help_panel="Engine",
+        show_default=False,
+    ),
+]
+
+
+def serve(model: Model = None, config: ConfigFile = None, prefix_caching: PrefixCaching = None, **flags: Any) -> None:
+    """Serve a base model and many adapters over an OpenAI-compatible API.
+
+    Every setting can also come from the file given with --config, or from LORIKEET_SECTION__KEY in the
+    environment. Flags of vLLM and SGLang are understood, or answered with a note.
+    """
+    try:
+        settings = build_settings(model, config, prefix_caching, flags, os.environ)
+    except ConfigError as error:
+        fail(str(error), code=2)
+    from lorikeet.api.run import serve as run_server
+
+    run_server(settings)
+
+
+def _with_table(function: Any) -> None:
+    """Replace ``**flags`` in the signature by the options of the table, for typer to read."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = inspect.Signature([*own, *serve_flags.parameters()], return_annotation=None)
+
+
+_with_table(serve)
+
+
+def build_settings(
+    model: str | None,
+    config: Path | None,
+    prefix_caching: bool | None,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> Settings:
+    """Merge flags, environment, file and defaults.
+
+    Args:
+        model: folder or hub id.
+        config: TOML file.
+        prefix_caching: False chooses the preset that drops KV, unless another is named; True leaves it to the preset.
+        flags: values by the names of ``serve_flags.parameters``.
+        environment: of the process; ``VLLM_API_KEY`` counts where no other key is given.
+
+    Raises:
+        ConfigError: what cannot be, with its source.
+    """
+    tables = serve_flags.sections(flags)
+    tables["model"]["model"] = model
+    settings = load_settings(tables, config, environment)
+    if prefix_caching is False:
+        if (preset := settings.engine.preset) != EngineSettings().preset:
+            raise ConfigError(
+                f"--no-enable-prefix-caching: preset {preset} says what becomes of KV; --preset {preset},kv_after_finish=dropped "
+                "drops it"
+            )
+        tables["engine"]["preset"] = "lorikeet:plain-no-reuse"
+        settings = load_settings(tables, config, environment)
+    if not settings.server.api_keys and "VLLM_API_KEY" in environment:
+        tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
+        settings = load_settings(tables, config, environment)
+    resolve_preset(settings.engine.preset)
+    read_targets(settings.server, settings.cluster)
+    return settings

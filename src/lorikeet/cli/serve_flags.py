@@ -1,0 +1,243 @@
+"""The flags of ``lorikeet serve``, as a table: one line each, with the setting it fills."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from lorikeet.cli.console import parse_size
+
+_HALF_NAMES = {"half": "float16", "float": "float32"}
+_FORMAT_NAMES = {"safetensors": "auto"}
+
+
+class Flag(NamedTuple):
+    """One option.
+
+    Attributes:
+        names: as on the command line, ours or vLLM's first, aliases after it.
+        setting: ``section.key`` of the settings.
+        kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
+        help: for ``--help``.
+        parse: turns the text into the value, where the type alone does not; for ``list[str]`` into one, or a list.
+        metavar: shown for the value.
+    """
+
+    names: str
+    setting: str
+    kind: Any
+    help: str
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+
+
+def preload_pair(text: str) -> str:
+    """Return ``name=source`` for a value of ``--lora-modules``, which may be vLLM's JSON form.
+
+    Raises:
+        ValueError: it is neither, or asks for a layout that is not served.
+    """
+    if not text.startswith("{"):
+        name, _, source = text.partition("=")
+        if not name or not source:
+            raise ValueError(f"{text!r} is not NAME=SOURCE")
+        return text
+    module = json.loads(text)
+    if not (isinstance(module, dict) and isinstance(module.get("name"), str) and isinstance(module.get("path"), str)):
+        raise ValueError(f"{text!r} needs at least a name and a path")
+    if module.get("is_3d_lora_weight"):
+        raise ValueError(f"{text!r}: adapters of experts (is_3d_lora_weight) are not served")
+    return f"{module['name']}={module['path']}"
+
+
+def origins(text: str) -> list[str]:
+    """Return the origins that a value of ``--allowed-origins`` names: one, or vLLM's JSON list.
+
+    Raises:
+        ValueError: it looks like JSON, and is no list of strings.
+    """
+    if not text.startswith(("[", "{", '"')):
+        return [text]
+    named = json.loads(text)
+    if not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+        raise ValueError(f"{text!r} is no list of origins")
+    return named
+
+
+def _gigabytes(text: str) -> float:
+    return float(text) * 1e9
+
+
+FLAGS = (
+    Flag("--served-model-name", "model.served_names", list[str], "Name of the base model for clients; repeatable."),
+    Flag("--dtype", "model.dtype", str, "auto, bfloat16, float16 or float32.", lambda t: _HALF_NAMES.get(t, t), "TEXT"),
+    Flag(
+        "--load-format",
+        "model.load_format",
+        str,
+        "auto (safetensors) or dummy (random weights).",
+        lambda t: _FORMAT_NAMES.get(t, t),
+        "TEXT",
+    ),
+    Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
+    Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
+    Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
+    Flag("--preset", "engine.preset", str, "Which system to run as; auto."),
+    Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
+    Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
+    Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
+    Flag(
+        "--gpu-memory-utilization --mem-fraction-static",
+        "engine.gpu_memory_utilization",
+        float,
+        "Of a GPU's memory, for weights, pool and steps together, unless --memory says what the pool gets.",
+    ),
+    Flag(
+        "--host-memory",
+        "engine.host_memory_bytes",
+        int,
+        "Host tier, for adapters and KV that have no room in the pool; 0, none.",
+        parse_size,
+        "SIZE",
+    ),
+    Flag("--touch-memory", "engine.touch_memory", bool, "Take all memory from the system at the start."),
+    Flag(
+        "--link-gb-per-s",
+        "engine.link_bytes_per_s",
+        float,
+        "Declared speed of the link to the host tier, 10^9 bytes a second each way; on CPUs.",
+        _gigabytes,
+        "NUMBER",
+    ),
+    Flag("--block-size", "engine.block_size", int, "Tokens of KV in a block."),
+    Flag("--max-num-seqs --max-running-requests", "engine.max_num_seqs", int, "Most sequences running at once."),
+    Flag(
+        "--max-num-batched-tokens --chunked-prefill-size",
+        "engine.max_num_batched_tokens",
+        int,
+        "Most tokens in a step.",
+    ),
+    Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
+    Flag("--device", "engine.device", str, "cpu or cuda."),
+    Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
+    Flag(
+        "--enforce-eager --disable-cuda-graph", "engine.enforce_eager", bool, "Do not capture decode steps as graphs."
+    ),
+    Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
+    Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
+    Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
+    Flag(
+        "--lora-modules --lora-paths",
+        "adapters.preload",
+        list[str],
+        "Adapter to register at start, or JSON with name and path; repeatable.",
+        preload_pair,
+        "NAME=SOURCE",
+    ),
+    Flag("--adapter-dir", "adapters.adapter_dir", str, "The only folder that local adapters may be loaded from."),
+    Flag(
+        "--allow-source", "adapters.allowed_sources", list[str], "URL prefix that adapters may come from; repeatable."
+    ),
+    Flag("--store-dir", "adapters.store_dir", str, "Where the content of adapters is kept."),
+    Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
+    Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
+    Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag(
+        "--replicas --data-parallel-size --dp-size -dp",
+        "cluster.replicas",
+        int,
+        "Engines; the preset says who serves what.",
+    ),
+    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines, where their number follows the load; 1."),
+    Flag("--max-replicas", "cluster.max_replicas", int, "Most engines; else their number stays as it is."),
+    Flag(
+        "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
+    ),
+    Flag("--host", "server.host", str, "Address to listen on; 127.0.0.1."),
+    Flag("--port", "server.port", int, "Port; 8000, and 0 picks a free one."),
+    Flag(
+        "--api-key",
+        "server.api_keys",
+        list[str],
+        "Key for all routes but health, ping, version, load and metrics; repeatable.",
+    ),
+    Flag("--admin-key --admin-api-key", "server.admin_keys", list[str], "Key for changing adapters; repeatable."),
+    Flag(
+        "--allowed-origins",
+        "server.allowed_origins",
+        list[str],
+        "Origin whose web pages may use the server, or a JSON list of them; * for any; repeatable.",
+        origins,
+        "ORIGIN",
+    ),
+    Flag(
+        "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
+    ),
+    Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
+    Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
+    Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
+    Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
+    Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
+    Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
+    Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
+    Flag(
+        "--adapter-slo",
+        "server.adapter_slos",
+        list[str],
+        "Targets of an adapter, before the server's; repeatable.",
+        None,
+        "NAME=ttft=0.5,tpot=0.1",
+    ),
+    Flag("--shed", "server.shed", bool, "Answer 429 where the first token is predicted to miss its target."),
+    Flag("--request-log", "server.request_log", str, "File for the request log, in the workload format."),
+    Flag("--request-log-text", "server.request_log_text", bool, "Also log prompts and answers."),
+    Flag("--length-predictor", "server.length_predictor", str, "none, history, learned or auto."),
+    Flag("--length-predictor-file", "server.length_predictor_file", str, "Of lorikeet train-predictor.", None, "FILE"),
+    Flag(
+        "--length-predictor-timeout",
+        "server.length_predictor_timeout_s",
+        float,
+        "Seconds after which history predicts instead.",
+    ),
+    Flag("--log-level --uvicorn-log-level", "server.log_level", str, "Of the server's own log."),
+    Flag("--log-json", "server.log_json", bool, "Log lines as JSON."),
+)
+"""Every flag with a setting of its own. Those of vLLM and SGLang keep their names."""
+
+
+def parameters() -> list[inspect.Parameter]:
+    """Return the table as keyword parameters that typer reads; all default to None, "not given"."""
+    return [_parameter(flag) for flag in FLAGS]
+
+
+def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arrange parsed values, named as in :func:`parameters`, by section and key."""
+    tables: dict[str, dict[str, Any]] = {}
+    for flag in FLAGS:
+        value = given[_variable(flag)]
+        section, key = flag.setting.split(".")
+        if flag.kind == list[str] and value:
+            value = [one for each in value for one in (each if isinstance(each, list) else [each])]
+        tables.setdefault(section, {})[key] = value
+    return tables
+
+
+def _variable(flag: Flag) -> str:
+    return flag.setting.replace(".", "_")
+
+
+def _parameter(flag: Flag) -> inspect.Parameter:
+    panel = flag.setting.split(".")[0].capitalize()
+    option = typer.Option(
+        *flag.names.split(),
+        help=flag.help,
+        parser=flag.parse,
+        metavar=flag.metavar,
+        rich_help_panel=panel,
+        show_default=False,
+    )
+    kind: Any = flag.kind | None
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(_variable(flag), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -1,0 +1,210 @@
+"""``lorikeet simulate``: a workload through engines on a virtual clock, by a profile."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lorikeet.cli.console import fail
+
+if TYPE_CHECKING:
+    from lorikeet.bench.peak import Peak
+    from lorikeet.simulator.run import ClusterFigures
+    from lorikeet.simulator.study import ScenarioResult
+
+Text = str | None
+Whole = int | None
+Number = float | None
+
+
+def simulate(
+    context: typer.Context,
+    scenario: Annotated[Path | None, typer.Argument(help="TOML file; flags win over it.", dir_okay=False)] = None,
+    profile: Annotated[Text, typer.Option(help="Name (lorikeet profiles lists them) or .toml file.")] = None,
+    preset: Annotated[Text, typer.Option(help="The system: a row's name.")] = None,
+    trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
+    shape: Annotated[
+        Text, typer.Option(help="plain, chat (of --trace), translation, agent, chatbot or conversations.")
+    ] = None,
+    arrivals: Annotated[Text, typer.Option(help="poisson, gamma, uniform, now or functions.")] = None,
+    rate: Annotated[Text, typer.Option(help="Requests per second, or points: 0:2,400:8.")] = None,
+    cv: Annotated[Number, typer.Option(help="Variation of the gaps of gamma and functions.")] = None,
+    count: Annotated[Whole, typer.Option(min=1, help="Requests.")] = None,
+    duration_s: Annotated[Number, typer.Option(help="Instead: all that arrive before.")] = None,
+    adapters: Annotated[Whole, typer.Option(min=0, help="How many there are.")] = None,
+    ranks: Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")] = None,
+    modules: Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")] = None,
+    adapter_choice: Annotated[Text, typer.Option(help="See docs/workloads.md.")] = None,
+    prompt_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
+    output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
+    length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
+    block_size: Annotated[
+        Whole, typer.Option(min=2, help="Of a prefix block, before scaling; else what --trace says, or 32.")
+    ] = None,
+    most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
+    max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")] = None,
+    replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the row's placement and routing.")] = None,
+    fetch: Annotated[
+        Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
+    ] = None,
+    provisioned: Annotated[
+        bool | None, typer.Option(help="At first adapters are where they are placed; else in their files.")
+    ] = None,
+    slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
+    predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
+    seed: Annotated[Whole, typer.Option(min=0, help="Of all that is drawn.")] = None,
+    find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
+    slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
+    top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write distributions there, as SVG; of a search at the peak.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Run a workload through engines on a virtual clock: the same scenario, the same answer."""
+    from lorikeet.api.announce import Announcer
+    from lorikeet.cli.load_tables import peak_words, probes_table
+    from lorikeet.simulator.scenario import make_scenario
+    from lorikeet.simulator.study import find_peak_rate, run_scenario
+
+    for file in (json_file, plot):
+        if file is not None and not file.parent.is_dir():
+            fail(f"there is no folder {str(file.parent)!r}", code=2)
+    flags = {name: value for name, value in context.params.items() if name not in _NOT_OF_THE_SCENARIO}
+    flags["engine"] = _engine_settings(engine) if engine else None
+    peak = None
+    try:
+        asked = make_scenario(scenario, flags)
+        with Announcer() as announcer:
+            if find_peak:
+                peak, outcomes = find_peak_rate(asked, announcer.show, slo_target, _first_rate(asked.rate))
+            else:
+                outcomes = [run_scenario(asked, announcer.show)]
+    except ValueError as error:
+        fail(str(error), code=2)
+    console = Console(highlight=False)
+    if peak is None:
+        (shown,) = outcomes
+        _print_outcome(console, shown, top)
+    else:
+        shown = _at_peak(peak, outcomes)
+        console.print(probes_table([(outcome.rate or 0.0, outcome.figures) for outcome in outcomes], slo_target))
+        console.print(peak_words(peak))
+    if json_file is not None:
+        json_file.write_bytes(_json(outcomes, peak))
+    if plot is not None:
+        plot.write_text(_plot(shown), encoding="utf-8")
+
+
+_NOT_OF_THE_SCENARIO = ("scenario", "engine", "find_peak", "slo_target", "top", "json_file", "plot")
+
+
+def _first_rate(text: str) -> float:
+    """Where a search begins; points of rates are refused by whoever searches."""
+    if not text or ":" in text:
+        return 1.0
+    try:
+        return float(text)
+    except ValueError:
+        fail(f"--rate {text!r} is not a number", code=2)
+
+
+def _engine_settings(pairs: list[str]) -> dict[str, str]:
+    given = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            fail(f"--engine {pair!r} is not KEY=VALUE, such as max_num_seqs=256", code=2)
+        given[name.strip()] = value.strip()
+    return given
+
+
+def _print_outcome(console: Console, outcome: "ScenarioResult", top: int) -> None:
+    from lorikeet.cli.load_tables import adapters_table, errors_table, times_table, totals_table
+    from lorikeet.simulator.study import counters
+
+    figures, profile = outcome.figures, outcome.profile
+    console.print(
+        f"modelled on a virtual clock by profile [bold]{escape(profile.name)}[/] ({escape(profile.origin)})",
+        soft_wrap=True,
+    )
+    for text in outcome.simulated.notes:
+        console.print(f"  {escape(text)}", soft_wrap=True)
+    console.print(times_table(figures, "held for the answer before", has_client=False))
+    console.print(totals_table(figures, None, {}))
+    table = Table("engine", title="Engine", title_justify="left")
+    table.add_column("count", justify="right")
+    for name, value in counters(outcome.simulated.stats).items():
+        table.add_row(name.replace("_", " "), f"{value:,}")
+    console.print(table)
+    if outcome.simulated.cluster is not None:
+        _print_cluster(console, outcome.simulated.cluster)
+    if top and any(each.adapter is not None for each in figures.adapters):
+        console.print(adapters_table(figures.adapters, top))
+    if figures.errors:
+        console.print(errors_table(figures.errors))
+
+
+def _print_cluster(console: Console, cluster: "ClusterFigures") -> None:
+    table = Table(title="Replicas", title_justify="left", padding=(0, 0))
+    table.add_column("replica", no_wrap=True)
+    for name in (
+        *("requests", "output\ntokens", "busy", "adapters\nrouted, mean", "most"),
+        *("held,\nmean", "most", "GB held,\nmean", "most"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in cluster.replicas:
+        table.add_row(
+            each.replica,
+            f"{each.requests:,}",
+            f"{each.output_tokens:,}",
+            f"{each.busy_share:.1%}",
+            *(f"{each.routed_mean:.1f}", str(each.routed_most), f"{each.held_mean:.1f}", str(each.held_most)),
+            *(f"{size_bytes / 1e9:.2f}" for size_bytes in (each.held_bytes_mean, each.held_bytes_most)),
+        )
+    console.print(table)
+    held = "" if cluster.held_share is None else f", mean per replica {cluster.held_share:.1%} of all"
+    console.print(
+        f"adapters: {cluster.adapters}, {cluster.adapter_bytes / 1e9:.2f} GB{held}; "
+        f"{cluster.fetches} fetched ({cluster.fetched_bytes / 1e9:.2f} GB), {cluster.provisions} from files, "
+        f"{cluster.deletes} copies deleted; {cluster.placements} placements after the first; "
+        f"{cluster.moves} requests moved",
+        soft_wrap=True,
+    )
+
+
+def _json(outcomes: "list[ScenarioResult]", peak: "Peak | None") -> bytes:
+    """Everything as JSON; of a search without the single requests."""
+    if peak is None:
+        (outcome,) = outcomes
+        found = {**outcome.report(), "requests": outcome.simulated.run.exchanges}
+    else:
+        probes = [outcome.report() for outcome in outcomes]
+        found = {"peak_rate": peak.rate, "missed_rate": peak.missed_rate, "probes": probes}
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+
+
+def _at_peak(peak: "Peak", outcomes: "list[ScenarioResult]") -> "ScenarioResult":
+    """Return the probe at the highest rate that met the SLO; if none did, at the lowest that was tried."""
+    rate = peak.missed_rate if peak.rate is None else peak.rate
+    return next(outcome for outcome in outcomes if outcome.rate == rate)
+
+
+def _plot(outcome: "ScenarioResult") -> str:
+    from lorikeet.simulator.plot import distribution_panels
+
+    whole = [exchange for exchange in outcome.simulated.run.exchanges if exchange.error is None]
+    panels = [
+        ("TTFT", [exchange.ttft_s or 0.0 for exchange in whole]),
+        ("TPOT", [exchange.tpot_s or 0.0 for exchange in whole]),
+        ("E2E", [exchange.e2e_s for exchange in whole]),
+    ]
+    rate = "" if outcome.rate is None else f" at {outcome.rate:.4g} requests/s"
+    return distribution_panels(f"{outcome.scenario.preset}{rate} by {outcome.profile.name}, modelled", panels)

@@ -1,0 +1,80 @@
+"""``lorikeet status``: the replicas of a running server."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorikeet.cli.console import format_size
+from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    adapters: Annotated[bool, typer.Option("--adapters", help="Show which replicas serve which adapters.")] = False,
+    links: Annotated[bool, typer.Option("--links", help="Show what went between each replica's tiers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a running server's replicas: where they are, what they do, which adapters they have."""
+    cluster = ServerClient(url, api_key).get("/v1/cluster")
+    if as_json:
+        print(json.dumps(cluster, indent=1))
+        return
+    console = Console()
+    console.print(_replicas(cluster["replicas"]))
+    if cluster["unrouted"]:
+        console.print(f"{cluster['unrouted']} requests wait for a replica")
+    if cluster["wanted"] is not None:
+        console.print(f"replicas that the load asks for: {cluster['wanted']}")
+    if cluster["moves"]:
+        console.print(f"{cluster['moves']} requests were moved between replicas")
+    copies = {name: value for name, value in cluster["copies"].items() if value}
+    if copies:
+        words = (f"{name.replace('_', ' ')} {_amount(name, value)}" for name, value in copies.items())
+        console.print(f"copies of adapters: {', '.join(words)}")
+    if links:
+        console.print(_links(cluster["replicas"]))
+    if adapters:
+        console.print(_shares(cluster["shares"], cluster["epoch"]))
+
+
+def _replicas(replicas: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for name in ("replica", "state", "process", "runs", "waits", "memory", "adapters"):
+        table.add_column(name, no_wrap=name in ("replica", "process"))
+    for replica in replicas:
+        state = "open" if replica["is_open"] else "drains" if replica["alive"] else "down"
+        restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
+        table.add_row(
+            replica["id"],
+            state + restarts,
+            replica["address"] if replica["pid"] is None else f"{replica['address']}:{replica['pid']}",
+            str(replica["running"]),
+            str(replica["waiting"]),
+            "-" if replica["memory_used"] is None else f"{replica['memory_used']:.0%}",
+            f"{len(replica['resident'])} on device, {replica['held']} held ({format_size(replica['held_bytes'])})",
+        )
+    return table
+
+
+def _shares(shares: dict[str, dict[str, float]], epoch: int) -> Table:
+    table = Table("adapter", "share of its requests", title=f"placement {epoch}", title_justify="left")
+    for name in sorted(shares):
+        table.add_row(name, ", ".join(f"{replica} {share:.0%}" for replica, share in shares[name].items()))
+    return table
+
+
+def _links(replicas: list[dict[str, Any]]) -> Table:
+    table = Table("replica", "link", "transfers", "bytes", "busy", "failed")
+    for replica in replicas:
+        for route, use in sorted(replica["links"].items()):
+            moved, busy_s = format_size(use["bytes"]), f"{use['busy_s']:.1f} s"
+            table.add_row(replica["id"], route, str(use["transfers"]), moved, busy_s, str(use["failed"]))
+    return table
+
+
+def _amount(name: str, value: int) -> str:
+    return format_size(value) if name.endswith("_bytes") else str(value)

@@ -1,0 +1,70 @@
+"""``lorikeet train-predictor``: learn from request logs how long answers get."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lorikeet.cli.console import fail
+from lorikeet.config import ConfigError, ModelSettings
+
+if TYPE_CHECKING:
+    from lorikeet.scheduling.prediction.learned import LengthModelInfo
+
+
+def train_predictor(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(help="Request logs with prompts (--request-log-text), the oldest first.", dir_okay=False),
+    ],
+    output: Annotated[Path, typer.Option(help="Where to write what was learned.", dir_okay=False)],
+    model: Annotated[
+        str, typer.Option(help="Local folder or hub id of the model served.", show_default="SmolLM2-135M-Instruct")
+    ] = "",
+) -> None:
+    """Learn from logged requests how many tokens an answer will have, for `serve --length-predictor-file`.
+
+    The last fifth of the requests is held out first, to compare with what the history of each adapter would have said.
+    """
+    if not output.absolute().parent.is_dir():
+        fail(f"--output: there is no folder {output.absolute().parent}", code=2)
+    try:
+        from lorikeet.engine.length_predictor_training import read_logs, train_from_logs
+        from lorikeet.models.sentence_files import SentenceModelError
+    except ModuleNotFoundError as error:
+        if error.name != "sklearn":
+            raise
+        fail("learning needs scikit-learn: run `pip install 'lorikeet[predictor]'`")
+    from lorikeet.api.announce import Announcer
+    from lorikeet.api.model_folder import prepare_model
+
+    try:
+        requests = read_logs(logs)
+        with Announcer() as announcer:
+            folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
+            head = train_from_logs(
+                requests,
+                folder / "tokenizer.json",
+                len(os.sched_getaffinity(0)),
+                lambda done: announcer.show("prompts", done, len(requests)),
+            )
+        head.write(output)
+    except (ConfigError, OSError, SentenceModelError, ValueError) as error:
+        fail(str(error))
+    _print(head.about)
+    print(f"written to {output}")
+
+
+def _print(about: "LengthModelInfo") -> None:
+    table = Table(title=f"{about.learned.requests} requests held out of {about.requests}", title_justify="left")
+    for name in ("predicted by", "mean error, tokens", "median error, share", "in the true quintile"):
+        table.add_column(name, justify="left" if name == "predicted by" else "right")
+    for name, errors in (("the learned head", about.learned), ("history", about.history)):
+        table.add_row(name, f"{errors.mean_tokens:.1f}", f"{errors.median_share:.0%}", f"{errors.in_quintile:.0%}")
+    console = Console(highlight=False)
+    console.print(table)
+    better = "the learned head" if about.is_better else "history"
+    console.print(f"--length-predictor auto uses {better}: its mean error is the smaller one")

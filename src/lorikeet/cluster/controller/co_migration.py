@@ -1,0 +1,86 @@
+"""Co-migration in a live cluster:
+
+reviews the load every second and moves the requests that run better elsewhere.  Source: B. Wu et al., "dLoRA:
+Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section 5.2. What the paper leaves
+open: docs/decisions/comigration.md.
+"""
+
+import asyncio
+import time
+
+import structlog
+
+from lorikeet.cluster.build import MigrationCosts
+from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.migration.problem import CoMigrationSettings, MigrationPlan
+from lorikeet.cluster.migration.review import CoMigration, ReviewInput, observe
+from lorikeet.core.ids import RequestId
+
+REVIEW_S = 1.0
+"""Time between the end of a review and the next (docs/decisions/comigration.md)."""
+
+log = structlog.get_logger("lorikeet")
+
+
+class CoMigrationController:
+    """See the module.
+
+    Args:
+        client: of the cluster.
+        costs: of moving a request.
+        settings: of the reviews.
+        review_s: see ``REVIEW_S``.
+    """
+
+    def __init__(
+        self,
+        client: ClusterClient,
+        costs: MigrationCosts,
+        settings: CoMigrationSettings | None = None,
+        review_s: float = REVIEW_S,
+    ) -> None:
+        self._client = client
+        self._costs = costs
+        self._comigration = CoMigration(settings)
+        self._review_s = review_s
+        self._moved_s: dict[RequestId, float] = {}
+
+    async def run(self) -> None:
+        """Review for ever. A review that fails is told of, and moves nothing."""
+        while True:
+            await asyncio.sleep(self._review_s)
+            try:
+                await self.review()
+            except Exception:
+                log.exception("a review of where requests run has failed")
+
+    async def review(self) -> MigrationPlan:
+        """Look at the cluster, and move what a plan moves; return the plan.
+
+        The plan is made on another thread, of values that nobody changes. What has changed meanwhile in the cluster
+        shows when a move is made: it is left out if its request has ended or gone elsewhere, or its target has left.
+        """
+        fleet = self._client.fleet
+        self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
+        sent_s, (times, reserved_share) = self._client.sent_s(), self._costs
+        observed = observe(fleet, sent_s, self._moved_s, times, time.monotonic(), reserved_share)
+        plan = await asyncio.to_thread(self._comigration.review, *observed)
+        if plan.moves:
+            moved = self._move(plan, observed)
+            log.info(
+                "requests move", moved=moved, planned=len(plan.moves), before_s=plan.before_s, after_s=plan.after_s
+            )
+        return plan
+
+    def _move(self, plan: MigrationPlan, observed: ReviewInput) -> int:
+        """Return how many requests were moved."""
+        requests = {request.request_id: request for request in observed.requests}
+        fleet, moved = self._client.fleet, 0
+        for move in plan.moves:
+            is_as_planned = fleet.where(move.request_id) == move.source and move.target in fleet.open_index
+            request = requests[move.request_id]
+            if is_as_planned and self._client.move(move.request_id, move.target, with_kv=request.carries_kv):
+                earlier_s = self._moved_s.get(move.request_id, 0.0)
+                self._moved_s[move.request_id] = earlier_s + request.move_s
+                moved += 1
+        return moved

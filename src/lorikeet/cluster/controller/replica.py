@@ -1,0 +1,51 @@
+"""A replica of a live cluster, as the controller sees it."""
+
+from lorikeet.client.client import PendingDrops
+from lorikeet.client.supervisor import EngineSupervisor
+from lorikeet.cluster.routing.fleet import ReplicaInfo
+from lorikeet.config import EngineSettings
+from lorikeet.core.events import AdapterEvent, AdapterEvicted
+from lorikeet.core.ids import AdapterDigest
+
+
+class LiveReplica:
+    """A replica from its first start to its last end.
+
+    Attributes:
+        keeper: of its engine.
+        epoch: incarnation of the engine; rises with every start.
+        is_joined: the dispatcher knows it.
+        is_leaving: it is being taken out.
+        drops: adapters that its engine was told to drop.
+    """
+
+    def __init__(self, keeper: EngineSupervisor) -> None:
+        self.keeper = keeper
+        self.epoch = 0
+        self.is_joined = False
+        self.is_leaving = False
+        self.drops = PendingDrops()
+
+    def info(self, engine: EngineSettings) -> ReplicaInfo:
+        """Return what the fleet must know of it; ``engine`` has its settings."""
+        engine_info = self.keeper.engine_info
+        return ReplicaInfo(
+            replica=self.keeper.replica,
+            epoch=self.epoch,
+            total_tokens=engine_info.total_blocks * engine_info.block_size,
+            max_batch=engine.max_num_seqs,
+            kv_token_bytes=engine.memory_ranks * engine_info.block_bytes / engine_info.block_size,
+        )
+
+    def on_adapter_event(self, event: AdapterEvent) -> None:
+        """Note the end of a drop."""
+        if isinstance(event, AdapterEvicted) and event.dropped:
+            self.drops.ended(event.digest, event.freed_bytes)
+
+    async def drop(self, adapter: AdapterDigest) -> int:
+        """Have its engine forget an adapter that no request uses there; return the bytes freed."""
+        if not self.keeper.alive:
+            return 0
+        freed = self.drops.begin(adapter)
+        self.keeper.drop(adapter)
+        return await freed

@@ -1,0 +1,181 @@
+"""Both forms of the co-migration problem, written with PuLP and solved by HiGHS.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+section 5.2. What is added to it: docs/decisions/comigration.md.
+"""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pulp
+
+from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, MigrationProblem, Whole
+
+MOVE_WEIGHT = 1e-3
+"""What a move costs beside the objective, as a share of the mean execution time: a move that wins less is not made."""
+
+SAME_SHARE = 1e-6
+"""Shares this close are equal: the solver's own tolerance."""
+
+_Sum = Any  # a variable of PuLP, or a linear expression; PuLP publishes no types
+_Grid = list[list[_Sum]]
+
+
+class RelaxedSolution(NamedTuple):
+    """A solution of the relaxed problem.
+
+    Attributes:
+        shares: ``[n, m]``, how much of each request each replica gets; rows sum to 1.
+        running_s: how long the busiest replica would run if requests could be split so.
+    """
+
+    shares: Floats
+    running_s: float
+
+
+class FullSolution(NamedTuple):
+    """A solution of the full problem.
+
+    Attributes:
+        placement: ``[n]``, replica of each request.
+        on_host: ``[n]``, whether its KV is swapped out there.
+    """
+
+    placement: Whole
+    on_host: Flags
+
+
+def solve(model: pulp.LpProblem, solver: pulp.HiGHS) -> bool:
+    """Solve, and return whether the solution is proven to be the best (within the solver's gap).
+
+    The status that PuLP returns says "optimal" also of whatever HiGHS had when its time was up; only the status of the
+    solution tells the two apart.
+    """
+    model.solve(solver)
+    return bool(model.sol_status == pulp.LpSolutionOptimal)
+
+
+def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) -> RelaxedSolution | None:
+    """Choose for whole adapters and for shares of requests; None if that was not done in time.
+
+    Two runs. The first chooses which adapters are where, with any solution for the requests. The second takes these as
+    given and is a plain linear program, solved by the simplex method. So its solution is a vertex: no more requests are
+    split than there are constraints on replicas, all others are whole, and rounding has little to do. A solution of the
+    same value that splits all requests alike may be rounded to no move at all.
+
+    Args:
+        problem: at least one request.
+        gap: how close to the best the choice of adapters must be, relative.
+        time_limit_s: for each run.
+    """
+    requests, replicas = problem.cost_s.shape
+    model = pulp.LpProblem("adapters", pulp.LpMinimize)
+    shares = [[model.add_variable(f"x_{i}_{j}", 0, 1) for j in range(replicas)] for i in range(requests)]
+    adapters = _binary(model, "y", len(problem.adapters), replicas)
+    _relaxed(model, problem, shares, adapters)
+    _match(model, problem, shares, adapters)
+    if not solve(model, _whole_solver(gap, time_limit_s)):
+        return None
+    allowed = _flags(adapters)
+
+    model = pulp.LpProblem("requests", pulp.LpMinimize)
+    shares = [[0] * replicas for _ in range(requests)]
+    for i, j in product(range(requests), range(replicas)):
+        k = problem.adapter_of[i]
+        if k == NO_ADAPTER or allowed[k, j]:
+            shares[i][j] = model.add_variable(f"x_{i}_{j}", 0, 1)
+    longest = _relaxed(model, problem, shares, allowed.astype(int).tolist())
+    if not solve(model, pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, solver="simplex")):
+        return None
+    return RelaxedSolution(np.array([[pulp.value(share) for share in row] for row in shares]), float(longest.value()))
+
+
+def solve_full(problem: MigrationProblem, gap: float, time_limit_s: float) -> FullSolution | None:
+    """Choose for whole requests, each on a device or on a host, within both memories; None if not done in time.
+
+    Args:
+        problem: at least one request.
+        gap: how close to the best the solution must be, relative.
+        time_limit_s: for the run.
+    """
+    requests, replicas = problem.cost_s.shape
+    model = pulp.LpProblem("full", pulp.LpMinimize)
+    on_device = _binary(model, "g", requests, replicas)
+    on_host = _binary(model, "h", requests, replicas)
+    adapters = _binary(model, "y", len(problem.adapters), replicas)
+    placed = [[on_device[i][j] + on_host[i][j] for j in range(replicas)] for i in range(requests)]
+    swapped = [_dot(problem.request_s, _column(on_host, j)) for j in range(replicas)]
+    _minimise_longest(model, problem, placed, adapters, swapped)
+    _match(model, problem, placed, adapters)
+    for j in range(replicas):
+        held = _dot(problem.request_s, _column(on_device, j)) + _dot(problem.adapter_s, _column(adapters, j))
+        model += held <= problem.device_s[j]
+        model += swapped[j] <= problem.host_s[j]
+    if not solve(model, _whole_solver(gap, time_limit_s)):
+        return None
+    hosts, devices = _flags(on_host), _flags(on_device)
+    return FullSolution((hosts | devices).argmax(axis=1), np.logical_or.reduce(hosts, axis=1))
+
+
+def rounded(shares: Floats, home: Whole) -> Whole:
+    """Return ``[n]``: for each request the replica with its largest share; of several its own, else the first."""
+    largest = shares >= shares.max(axis=1, keepdims=True) - SAME_SHARE
+    stays = largest[np.arange(len(home)), home]
+    return np.where(stays, home, largest.argmax(axis=1))
+
+
+def _whole_solver(gap: float, time_limit_s: float) -> pulp.HiGHS:
+    """Return a solver for problems with whole variables, with what only costs time in these turned off."""
+    useless = {"presolve": "off", "mip_detect_symmetry": False, "mip_heuristic_run_feasibility_jump": False}
+    return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, **useless)
+
+
+def _binary(model: pulp.LpProblem, name: str, rows: int, columns: int) -> _Grid:
+    return [[model.add_variable(f"{name}_{i}_{j}", cat="Binary") for j in range(columns)] for i in range(rows)]
+
+
+def _flags(grid: _Grid) -> Flags:
+    """Return which variables are 1."""
+    return np.array([[variable.value() > 0.5 for variable in row] for row in grid], np.bool_)
+
+
+def _column(grid: _Grid, j: int) -> list[_Sum]:
+    return [row[j] for row in grid]
+
+
+def _dot(weights: Iterable[float], values: Iterable[_Sum]) -> _Sum:
+    return pulp.lpSum(float(weight) * value for weight, value in zip(weights, values, strict=True))
+
+
+def _relaxed(model: pulp.LpProblem, problem: MigrationProblem, shares: _Grid, adapters: _Grid) -> _Sum:
+    """Minimise the time of the busiest replica, with what exceeds a replica's memory swapped; return that time."""
+    overs = [model.add_variable(f"over_{j}", 0) for j in range(len(problem.replicas))]
+    for j, over in enumerate(overs):
+        held = _dot(problem.request_s, _column(shares, j)) + _dot(problem.adapter_s, _column(adapters, j))
+        model += over >= held - problem.device_s[j]
+    return _minimise_longest(model, problem, shares, adapters, overs)
+
+
+def _minimise_longest(
+    model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid, swaps: list[_Sum]
+) -> _Sum:
+    """Minimise the time of the busiest replica, each request being placed once; return that time."""
+    longest = model.add_variable("longest", 0)
+    away = [placed[i][j] for i, home in enumerate(problem.home) for j in range(len(problem.replicas)) if j != home]
+    model += longest + MOVE_WEIGHT * problem.mean_s * pulp.lpSum(away)
+    for row in placed:
+        model += pulp.lpSum(row) == 1
+    for j, swap in enumerate(swaps):
+        busy = _dot(problem.cost_s[:, j], _column(placed, j)) + problem.affinity_s * pulp.lpSum(_column(adapters, j))
+        model += longest >= busy + swap
+    return longest
+
+
+def _match(model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid) -> None:
+    """Let requests be only where their adapters are."""
+    for i, k in enumerate(problem.adapter_of):
+        if k != NO_ADAPTER:
+            for j in range(len(problem.replicas)):
+                model += placed[i][j] <= adapters[k][j]

@@ -1,0 +1,76 @@
+"""What a cluster needs of Ray, from settings."""
+
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from lorikeet.cluster.ray.host import RayHost, ReplicaResources
+from lorikeet.cluster.ray.orchestrator_actor import MakeOrchestrator, RayPlacement
+from lorikeet.cluster.ray.start import start_ray, stop_ray
+from lorikeet.cluster.ray.transport import RayTransport
+from lorikeet.config import Settings
+from lorikeet.core.ids import ReplicaId
+
+_OVERBOOKED = 16
+"""On one machine engines share the cores among themselves, so Ray is not to refuse a replica that is added."""
+
+
+class RayParts(NamedTuple):
+    """A cluster's parts that Ray runs.
+
+    Attributes:
+        host: makes the place where a replica's engines run.
+        transport: moves adapters between replicas.
+        placement: asks the orchestrator's actor.
+    """
+
+    host: Callable[[ReplicaId], RayHost]
+    transport: RayTransport
+    placement: RayPlacement
+
+
+def open_ray(
+    settings: Settings, pool_dir: Path, make: MakeOrchestrator, registry_url: str, identity: str, stack: AsyncExitStack
+) -> RayParts:
+    """Start Ray or join it, and start the orchestrator.
+
+    Args:
+        settings: all.
+        pool_dir: folder for adapters on every machine.
+        make: makes the orchestrator.
+        registry_url: where its state is kept.
+        identity: of this head there.
+        stack: ends what was started here.
+
+    Raises:
+        RayError: Ray cannot be started or joined.
+    """
+    cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
+    info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _OVERBOOKED)
+    stack.callback(stop_ray)
+    resources = resources_of(settings, cores if info.is_embedded else None)
+    hosts: dict[ReplicaId, RayHost] = {}
+
+    def host(replica: ReplicaId) -> RayHost:
+        hosts[replica] = RayHost(info, replica, pool_dir, resources)
+        return hosts[replica]
+
+    placement = RayPlacement(make, registry_url, identity)
+    stack.callback(placement.close)
+    return RayParts(host, RayTransport(hosts), placement)
+
+
+def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
+    """Return what each replica takes of its machine.
+
+    Args:
+        settings: all.
+        cores: to share among as many replicas as there may ever be; None where nobody knows which machine has them.
+    """
+    engine, cluster = settings.engine, settings.cluster
+    share = 1.0 if cores is None else cores / max(cluster.replicas, cluster.max_replicas)
+    cpus = engine.threads * engine.tensor_parallel or share
+    gpus = engine.tensor_parallel if engine.device == "cuda" else 0
+    return ReplicaResources(cpus, gpus, max(1, int(cpus / engine.tensor_parallel)))

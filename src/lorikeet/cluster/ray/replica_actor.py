@@ -1,0 +1,163 @@
+"""The actor of one replica: it starts the engine on its machine, watches it, and keeps the adapters that lie there."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+import ray.util
+
+from lorikeet.cluster.adapters.folder import Files, PoolFolder, bytes_of
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+
+class ActorLocation(NamedTuple):
+    """Where an actor lives.
+
+    Attributes:
+        node_id, node_ip: of Ray's node.
+        pid: its process id there.
+        engine_pid: that of its engine, None if none runs.
+    """
+
+    node_id: str
+    node_ip: str
+    pid: int
+    engine_pid: int | None
+
+
+class _Engine(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    ended: "asyncio.Future[int]"
+
+
+class ReplicaActor:
+    """Made a Ray actor by :class:`~lorikeet.cluster.ray.host.RayHost`.
+
+    Tokens do not pass through it: its engine connects to the head itself. The engine ends with the actor, however that
+    ends, since its standard input does. Files are read and written on threads, so that every call is answered soon.
+
+    Args:
+        replica: which.
+        pool_dir: on its machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. It outlives the actor, and the
+            next one of the replica on this machine goes on with it.
+    """
+
+    def __init__(self, replica: ReplicaId, pool_dir: str) -> None:
+        self._replica = replica
+        self._folder = PoolFolder(Path(pool_dir) / replica)
+        self._engine: _Engine | None = None
+        self._replaced: tuple[int, int] | None = None  # process id and code of the engine before
+
+    def __repr__(self) -> str:
+        """Name the replica: Ray puts it before each line that its processes write."""
+        return f"replica {self._replica}"
+
+    # --- the engine ----------------------------------------------------------------------------------
+
+    async def start(self, address: str, settings: bytes, working_dir: str) -> int:
+        """Start the engine, in place of one that still runs.
+
+        Args:
+            address: where the head listens for it.
+            settings: a line for its standard input.
+            working_dir: what relative paths in its settings mean; empty for the actor's.
+
+        Returns:
+            Its process id.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._engine is not None:
+            self._engine.process.kill()
+            self._replaced = self._engine.process.pid, await asyncio.shield(self._engine.ended)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lorikeet.engine.process", address],
+            stdin=subprocess.PIPE,
+            cwd=working_dir or None,
+            start_new_session=True,
+        )
+        self._engine = _Engine(process, asyncio.get_running_loop().create_future())
+        # A thread of its own waits: Ray's event loop does not run in the main thread, and may be any kind of loop.
+        threading.Thread(target=_watch, args=(self._engine, asyncio.get_running_loop()), daemon=True).start()
+        await asyncio.to_thread(_tell, process, settings)
+        return process.pid
+
+    async def wait(self, pid: int) -> int | None:
+        """Wait until an engine has ended and return its code; None if there is no such engine."""
+        engine = self._engine
+        if self._replaced is not None and self._replaced[0] == pid:
+            return self._replaced[1]  # whoever started the next one was faster than whoever waits for this one
+        if engine is None or engine.process.pid != pid:
+            return None
+        return await asyncio.shield(engine.ended)
+
+    async def kill(self) -> None:
+        """End the engine at once, if one runs."""
+        if self._engine is not None:
+            self._engine.process.kill()
+
+    async def describe(self) -> ActorLocation:
+        """Return where it is."""
+        engine = self._engine
+        engine_pid = None if engine is None or engine.ended.done() else engine.process.pid
+        node_id = ray.get_runtime_context().get_node_id()
+        return ActorLocation(node_id, ray.util.get_node_ip_address(), os.getpid(), engine_pid)
+
+    # --- adapters ------------------------------------------------------------------------------------
+
+    async def read(self, digest: AdapterDigest) -> tuple[int, Files]:
+        """Return how many bytes an adapter has, and its files: two values, of which the second need not be looked at.
+
+        Raises:
+            PoolFolderError: it is not there, or damaged.
+        """
+        files = await asyncio.to_thread(self._folder.read, digest)
+        return bytes_of(files), files
+
+    async def store(self, digest: AdapterDigest, files: Files) -> str:
+        """Keep an adapter and return its folder.
+
+        Raises:
+            PoolFolderError: it arrived damaged, or cannot be written.
+        """
+        return str(await asyncio.to_thread(self._folder.store, digest, files))
+
+    async def delete(self, digest: AdapterDigest) -> None:
+        """Delete an adapter; one that is not there is no error.
+
+        Raises:
+            PoolFolderError: the folder cannot be written.
+        """
+        await asyncio.to_thread(self._folder.delete, digest)
+
+    async def discard(self) -> None:
+        """Delete the whole folder; no adapter can be kept after that.
+
+        Raises:
+            PoolFolderError: it cannot be deleted.
+        """
+        await asyncio.to_thread(self._folder.discard)
+
+    async def held(self) -> dict[AdapterDigest, str]:
+        """Return the folders of the adapters that are there, those of earlier actors of the replica included."""
+        return await asyncio.to_thread(self._folder.held)
+
+
+def _tell(process: "subprocess.Popen[bytes]", settings: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended; whoever waits for it is told
+        process.stdin.write(settings + b"\n")
+        process.stdin.flush()
+
+
+def _watch(engine: _Engine, loop: asyncio.AbstractEventLoop) -> None:
+    code = engine.process.wait()
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the actor about to end
+        loop.call_soon_threadsafe(engine.ended.set_result, code)

@@ -1,0 +1,619 @@
+"""What a router sees of all replicas: their requests, their load and their resident adapters.
+
+Loads are arrays, one per counter, so that a policy looks at all replicas at once. The fleet is updated by what was
+dispatched, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they report.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.core.events import AdapterLoaded, Admitted, Finished, FinishReason, Preempted
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import EngineStats, StepOutputs
+
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.intp]
+
+
+class RankCounts:
+    """Ranks of a changing set of requests: how many have one, the largest, the sum. Requests without one are ignored.
+
+    The largest is looked for only when the last request of that rank leaves, and only among distinct ranks.
+    """
+
+    __slots__ = ("_counts", "largest", "rows", "total")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self.rows = 0
+        self.largest = 0
+        self.total = 0
+
+    def add(self, rank: int) -> None:
+        """Count one more request of that rank."""
+        if rank:
+            self._counts[rank] = self._counts.get(rank, 0) + 1
+            self.rows += 1
+            self.total += rank
+            self.largest = max(self.largest, rank)
+
+    def remove(self, rank: int) -> None:
+        """Count one less."""
+        if rank:
+            self._counts[rank] -= 1
+            self.rows -= 1
+            self.total -= rank
+            if not self._counts[rank]:
+                del self._counts[rank]
+                if rank == self.largest:
+                    self.largest = max(self._counts, default=0)
+
+
+class ReplicaLoads:
+    """Counters by replica, in the fleet's order. Arrays are replaced when a replica joins or leaves.
+
+    Attributes:
+        requests: all that are there: running, queued and others.
+        running, queued: those known one by one.
+        others: those that a replica counts and nobody here has sent; nothing else is known of them.
+        rows, largest_rank, total_rank: of running and queued requests that have an adapter.
+        queued_rows, queued_largest_rank, queued_total_rank: of queued ones.
+        prefill_tokens: of requests that have not yielded a token since they were queued.
+        decode_tokens: that are expected and not yet generated.
+        queued_s: execution time of the queued requests, one after another, as expected when they were sent.
+        held_tokens: of running requests.
+        queued_tokens: of queued ones, which hold no room yet.
+        room_tokens: what running requests could hold altogether; all of it while there are none, since whatever fills
+            it then is nobody's.
+        total_tokens: room of an empty replica.
+        max_batch: most requests in a step.
+        kv_token_bytes: of a token of KV, 0 if unknown.
+        tokens_per_byte: one over it, 0 if unknown.
+    """
+
+    _FIELDS = (
+        "requests",
+        "running",
+        "queued",
+        "others",
+        "rows",
+        "largest_rank",
+        "total_rank",
+        "queued_rows",
+        "queued_largest_rank",
+        "queued_total_rank",
+        "prefill_tokens",
+        "decode_tokens",
+        "queued_s",
+        "held_tokens",
+        "queued_tokens",
+        "room_tokens",
+        "total_tokens",
+        "max_batch",
+        "kv_token_bytes",
+        "tokens_per_byte",
+    )
+
+    requests: Numbers
+    running: Numbers
+    queued: Numbers
+    others: Numbers
+    rows: Numbers
+    largest_rank: Numbers
+    total_rank: Numbers
+    queued_rows: Numbers
+    queued_largest_rank: Numbers
+    queued_total_rank: Numbers
+    prefill_tokens: Numbers
+    decode_tokens: Numbers
+    queued_s: Numbers
+    held_tokens: Numbers
+    queued_tokens: Numbers
+    room_tokens: Numbers
+    total_tokens: Numbers
+    max_batch: Numbers
+    kv_token_bytes: Numbers
+    tokens_per_byte: Numbers
+
+    def __init__(self) -> None:
+        self._replace(lambda _: np.zeros(0))
+
+    def append(self, total_tokens: float, max_batch: int, kv_token_bytes: float) -> None:
+        """Add an empty replica behind the others."""
+        self._replace(lambda counter: np.append(counter, 0.0))
+        self.room_tokens[-1] = self.total_tokens[-1] = total_tokens
+        self.max_batch[-1], self.kv_token_bytes[-1] = max_batch, kv_token_bytes
+        self.tokens_per_byte[-1] = 1 / kv_token_bytes if kv_token_bytes else 0.0
+
+    def delete(self, index: int) -> None:
+        """Take a replica out; those behind it move up."""
+        self._replace(lambda counter: np.delete(counter, index))
+
+    def _replace(self, change: Callable[[Numbers], Numbers]) -> None:
+        for column in self._FIELDS:
+            setattr(self, column, change(getattr(self, column, np.zeros(0))))
+
+    @property
+    def free_tokens(self) -> Numbers:
+        """Room that neither running requests hold nor queued ones will take for the tokens that they have."""
+        return self.room_tokens - self.held_tokens - self.queued_tokens
+
+    @property
+    def pending_tokens(self) -> Numbers:
+        """Tokens to prefill and tokens to generate."""
+        return self.prefill_tokens + self.decode_tokens
+
+    def set_ranks(self, index: int, ranks: RankCounts) -> None:
+        """Write down the ranks of all requests of a replica."""
+        self.rows[index], self.largest_rank[index], self.total_rank[index] = ranks.rows, ranks.largest, ranks.total
+
+    def set_queued_ranks(self, index: int, ranks: RankCounts) -> None:
+        """Write down the ranks of the queued ones."""
+        self.queued_rows[index] = ranks.rows
+        self.queued_largest_rank[index], self.queued_total_rank[index] = ranks.largest, ranks.total
+
+
+class ReplicaGauges(msgspec.Struct, frozen=True):
+    """Counts at a replica, at one moment.
+
+    Attributes:
+        replica: which.
+        epoch: its incarnation.
+        number: rises with every gauge of an incarnation.
+        requests: running and queued ones, whoever sent them.
+        free_tokens: room for KV that could be lent now, if all left that may leave; None if it does not tell.
+        resident: adapters on its device; None if it does not tell.
+    """
+
+    replica: ReplicaId
+    epoch: int
+    number: int
+    requests: int
+    free_tokens: float | None = None
+    resident: frozenset[AdapterDigest] | None = None
+
+
+ALPHA = 0.02
+"""Weight of the newest answer: the average is about one over the last 50."""
+
+_MOST_ADAPTERS = 65_536
+"""The versions that are remembered; of more, those that have not answered for longest are forgotten."""
+
+
+class RequestAverages:
+    """Answers' lengths, and times that requests ran for.
+
+    Args:
+        output_tokens: length of an answer before any has been seen.
+        execution_s: time from admission to the end, before any has been seen.
+
+    Attributes:
+        output_tokens: exponential average (TOPPINGS' ``avg_resp_len``).
+    """
+
+    def __init__(self, output_tokens: float = 128.0, execution_s: float = 1.0) -> None:
+        self.output_tokens = output_tokens
+        self._seen = 0
+        self._execution_s = execution_s
+        self._by_adapter = OrderedDict[AdapterDigest | None, tuple[int, float]]()
+
+    def finished(self, adapter: AdapterDigest | None, output_tokens: int, execution_s: float | None) -> None:
+        """Take in an answer that was not cut short; ``execution_s`` is None if its admission was not seen.
+
+        Until so many have been seen that one has the weight ``ALPHA``, all have the same, so that the first few count.
+        """
+        self._seen += 1
+        weight = max(ALPHA, 1 / self._seen)
+        self.output_tokens += weight * (max(1, output_tokens) - self.output_tokens)
+        if execution_s is not None:
+            count, mean_s = self._by_adapter.pop(adapter, (0, 0.0))
+            self._by_adapter[adapter] = count + 1, mean_s + (execution_s - mean_s) / (count + 1)
+            if len(self._by_adapter) > _MOST_ADAPTERS:
+                self._by_adapter.popitem(last=False)
+            self._execution_s += weight * (execution_s - self._execution_s)
+
+    def execution_s(self, adapter: AdapterDigest | None) -> float:
+        """Return the mean over finished requests of an adapter (dLoRA's L); before any, the average over all."""
+        entry = self._by_adapter.get(adapter)
+        return self._execution_s if entry is None else entry[1]
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True):
+    """What is known of a replica when it joins.
+
+    Attributes:
+        replica: which.
+        epoch: its incarnation; raised when it is started again.
+        total_tokens: tokens of KV that it has room for, infinity if unknown.
+        max_batch: most requests in a step.
+        kv_token_bytes: of a token of KV, over all ranks; 0 if unknown: adapters then take no room.
+    """
+
+    replica: ReplicaId
+    epoch: int = 0
+    total_tokens: float = float("inf")
+    max_batch: int = 256
+    kv_token_bytes: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class FleetReplica:
+    """A replica of the fleet.
+
+    Attributes:
+        info: as it joined.
+        index: its place in all arrays.
+        is_open: it may be sent requests.
+        number: of the last report.
+        requests: those that are there, in the order in which they came.
+        resident: adapters on its device, as it told.
+        wanted: requests by adapter.
+        ranks, queued_ranks: of all and of queued requests.
+    """
+
+    info: ReplicaInfo
+    index: int
+    is_open: bool = True
+    number: int = -1
+    requests: dict[RequestId, None] = field(default_factory=dict)
+    resident: set[AdapterDigest] = field(default_factory=set)
+    wanted: Counter[AdapterDigest] = field(default_factory=Counter)
+    ranks: RankCounts = field(default_factory=RankCounts)
+    queued_ranks: RankCounts = field(default_factory=RankCounts)
+
+
+@dataclass(slots=True, eq=False)
+class FleetRequest:
+    """A request at a replica.
+
+    Attributes:
+        asked: as it was sent.
+        replica: where it is.
+        execution_s: time that it is expected to run for; never changes, so that sums over entries stay right.
+        is_running: it has been admitted.
+        is_prefilled: it has yielded a token since it was queued last.
+        output_tokens: generated there.
+        admitted_s: when it was admitted first, on the replica's clock.
+    """
+
+    asked: RoutingRequest
+    replica: FleetReplica
+    execution_s: float
+    is_running: bool = False
+    is_prefilled: bool = False
+    output_tokens: int = 0
+    admitted_s: float | None = None
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that are expected and not yet generated."""
+        return max(0, self.asked.expected_tokens - self.output_tokens)
+
+    def count(self, loads: ReplicaLoads, sign: int) -> None:
+        """Put it into all counters (``sign`` 1), or take it out (-1)."""
+        replica, rank = self.replica, self.asked.rank
+        index, tokens = replica.index, sign * (self.asked.known_tokens + self.output_tokens)
+        loads.requests[index] += sign
+        loads.decode_tokens[index] += sign * self.remaining_tokens
+        if not self.is_prefilled:
+            loads.prefill_tokens[index] += tokens
+        (replica.ranks.add if sign > 0 else replica.ranks.remove)(rank)
+        loads.set_ranks(index, replica.ranks)
+        if self.is_running:
+            loads.running[index] += sign
+            loads.held_tokens[index] += tokens
+            return
+        loads.queued[index] += sign
+        loads.queued_tokens[index] += tokens
+        # An empty queue is exactly that: sums of seconds are not exact, and ties between idle replicas matter.
+        loads.queued_s[index] = loads.queued_s[index] + sign * self.execution_s if loads.queued[index] else 0.0
+        (replica.queued_ranks.add if sign > 0 else replica.queued_ranks.remove)(rank)
+        loads.set_queued_ranks(index, replica.queued_ranks)
+
+
+class Fleet:
+    """See the module. Replicas have indices in the order in which they joined; ties between them go to the lowest.
+
+    What is heard from a replica about a request that is not there (any longer), or from an incarnation that is gone, is
+    ignored: it was on its way when the request ended or moved.
+
+    Args:
+        averages: over finished requests.
+
+    Attributes:
+        loads: counters by replica; read them through the fleet, arrays are replaced.
+        averages: see above.
+        open: indices of the replicas that may be sent requests.
+        open_index: of each such replica.
+        changes: rises when replicas join, leave or drain.
+    """
+
+    def __init__(self, averages: RequestAverages | None = None) -> None:
+        self.loads = ReplicaLoads()
+        self.averages = averages or RequestAverages()
+        self.open: Indices = np.zeros(0, np.intp)
+        self.open_index: dict[ReplicaId, int] = {}
+        self.changes = 0
+        self._replicas: list[FleetReplica] = []
+        self._by_id: dict[ReplicaId, FleetReplica] = {}
+        self._entries: dict[RequestId, FleetRequest] = {}
+        self._holders: dict[AdapterDigest, set[FleetReplica]] = {}
+
+    # --- replicas ------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of replicas, drained ones included."""
+        return len(self._replicas)
+
+    def infos(self) -> list[ReplicaInfo]:
+        """Return all replicas by index."""
+        return [replica.info for replica in self._replicas]
+
+    def info(self, index: int) -> ReplicaInfo:
+        """Return one replica."""
+        return self._replicas[index].info
+
+    def __contains__(self, replica_id: ReplicaId) -> bool:
+        """Whether a replica is there."""
+        return replica_id in self._by_id
+
+    def members(self) -> Sequence[FleetReplica]:
+        """Return what is remembered of each replica, by index; to read."""
+        return self._replicas
+
+    def join(self, info: ReplicaInfo) -> None:
+        """Take a replica in.
+
+        Raises:
+            ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
+        """
+        if info.replica in self._by_id:
+            raise ValueError(f"Replica {info.replica} is there and has not left")
+        replica = FleetReplica(info, len(self._replicas))
+        self._replicas.append(replica)
+        self._by_id[info.replica] = replica
+        self.loads.append(info.total_tokens, info.max_batch, info.kv_token_bytes)
+        self._note_open()
+
+    def leave(self, replica_id: ReplicaId) -> list[RequestId]:
+        """Drop a replica that is gone; return the requests there, in order, to go elsewhere.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        replica = self._by_id.pop(replica_id)
+        for adapter in replica.resident | set(replica.wanted):
+            self._drop_holder(adapter, replica)
+        for request_id in replica.requests:
+            del self._entries[request_id]
+        del self._replicas[replica.index]
+        for index, other in enumerate(self._replicas):
+            other.index = index
+        self.loads.delete(replica.index)
+        self._note_open()
+        return list(replica.requests)
+
+    def drain(self, replica_id: ReplicaId) -> None:
+        """Send a replica no more requests."""
+        self._by_id[replica_id].is_open = False
+        self._note_open()
+
+    def reopen(self, replica_id: ReplicaId) -> None:
+        """Send a replica requests again; those that are there stay.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        self._by_id[replica_id].is_open = True
+        self._note_open()
+
+    def _note_open(self) -> None:
+        self.open_index = {replica.info.replica: replica.index for replica in self._replicas if replica.is_open}
+        self.open = np.array(list(self.open_index.values()), np.intp)
+        self.changes += 1
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def dispatched(self, asked: RoutingRequest, replica_id: ReplicaId) -> None:
+        """A request was sent to a replica; if it was at another, it is there no longer.
+
+        Raises:
+            KeyError: the replica is not there.
+        """
+        replica = self._by_id[replica_id]
+        self.withdraw(asked.request_id)
+        self._add(FleetRequest(asked, replica, self.averages.execution_s(asked.adapter)))
+
+    def admitted(self, replica_id: ReplicaId, request_id: RequestId, now: float) -> None:
+        """It left the queue."""
+        if (entry := self._find(replica_id, request_id)) is not None:
+            if entry.admitted_s is None:
+                entry.admitted_s = now
+            self._set(entry, True, entry.is_prefilled, entry.output_tokens)
+
+    def preempted(self, replica_id: ReplicaId, request_id: RequestId) -> None:
+        """It is queued again, and must be prefilled again."""
+        if (entry := self._find(replica_id, request_id)) is not None:
+            self._set(entry, False, False, entry.output_tokens)
+
+    def generated(self, replica_id: ReplicaId, request_id: RequestId, tokens: int = 1) -> None:
+        """It yielded so many more tokens."""
+        if (entry := self._find(replica_id, request_id)) is None:
+            return
+        if not (entry.is_running and entry.is_prefilled):
+            self._set(entry, entry.is_running, True, entry.output_tokens + tokens)
+            return
+        index, before = entry.replica.index, entry.remaining_tokens
+        entry.output_tokens += tokens
+        self.loads.held_tokens[index] += tokens
+        self.loads.decode_tokens[index] += entry.remaining_tokens - before
+
+    def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
+        """It left the replica; ``is_complete`` unless it was aborted, failed, or goes on elsewhere."""
+        if (entry := self._find(replica_id, request_id)) is not None:
+            if is_complete:
+                before = entry.asked.generated_tokens  # elsewhere, for a time that nobody has noted
+                ran_s = None if entry.admitted_s is None or before else now - entry.admitted_s
+                self.averages.finished(entry.asked.adapter, before + entry.output_tokens, ran_s)
+            self.withdraw(request_id)
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """A request is nowhere; nothing is learned from it."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        replica, adapter = entry.replica, entry.asked.adapter
+        del replica.requests[request_id]
+        if adapter is not None:
+            replica.wanted[adapter] -= 1
+            if not replica.wanted[adapter]:
+                del replica.wanted[adapter]
+            self._check_holder(replica, adapter)
+        entry.count(self.loads, -1)
+        self._note_idle(replica)
+
+    def where(self, request_id: RequestId) -> ReplicaId | None:
+        """Return where a request is; None if it is nowhere."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.replica.info.replica
+
+    def entry(self, request_id: RequestId) -> FleetRequest | None:
+        """Return what is remembered of a request that is somewhere; to read."""
+        return self._entries.get(request_id)
+
+    # --- adapters ------------------------------------------------------------------------------------
+
+    def loaded(self, replica_id: ReplicaId, adapter: AdapterDigest) -> None:
+        """A replica has an adapter on its device."""
+        if (replica := self._by_id.get(replica_id)) is not None:
+            replica.resident.add(adapter)
+            self._holders.setdefault(adapter, set()).add(replica)
+
+    def evicted(self, replica_id: ReplicaId, adapter: AdapterDigest) -> None:
+        """It has it no longer."""
+        if (replica := self._by_id.get(replica_id)) is not None:
+            replica.resident.discard(adapter)
+            self._check_holder(replica, adapter)
+
+    def is_warm(self, adapter: AdapterDigest | None) -> Flags:
+        """Return by replica whether an adapter is there, or on its way for a request; the base model always is."""
+        if adapter is None:
+            return np.ones(len(self), np.bool_)
+        warm = np.zeros(len(self), np.bool_)
+        for replica in self._holders.get(adapter, ()):
+            warm[replica.index] = True
+        return warm
+
+    def needed_tokens(self, asked: RoutingRequest, is_warm: Flags) -> Numbers:
+        """Return by replica the room that a request takes at first: its known tokens, and its adapter if not there."""
+        return asked.known_tokens + ~is_warm * (asked.adapter_bytes * self.loads.tokens_per_byte)
+
+    # --- what replicas tell --------------------------------------------------------------------------
+
+    def gauges(self, gauges: ReplicaGauges) -> bool:
+        """Take in counts. Return False if they are ignored, being of the past.
+
+        Those sent from here are taken to be among the requests counted, so that none counts twice; requests of others
+        are undercounted by as many as are on their way.
+        """
+        replica = self._by_id.get(gauges.replica)
+        if replica is None or gauges.epoch != replica.info.epoch or gauges.number <= replica.number:
+            return False
+        replica.number = gauges.number
+        self._note_others(replica, max(0, gauges.requests - len(replica.requests)))
+        self._note_memory(replica, gauges.free_tokens, gauges.resident)
+        return True
+
+    def _note_others(self, replica: FleetReplica, others: int) -> None:
+        self.loads.requests[replica.index] += others - self.loads.others[replica.index]
+        self.loads.others[replica.index] = others
+
+    def _note_memory(
+        self, replica: FleetReplica, free_tokens: float | None, resident: Iterable[AdapterDigest] | None
+    ) -> None:
+        if free_tokens is not None:
+            self.loads.room_tokens[replica.index] = free_tokens + self.loads.held_tokens[replica.index]
+            self._note_idle(replica)
+        if resident is not None:
+            before, replica.resident = replica.resident, set(resident)
+            for adapter in replica.resident - before:
+                self._holders.setdefault(adapter, set()).add(replica)
+            for adapter in before - replica.resident:
+                self._check_holder(replica, adapter)
+
+    # --- entries -------------------------------------------------------------------------------------
+
+    def _find(self, replica_id: ReplicaId, request_id: RequestId) -> FleetRequest | None:
+        entry = self._entries.get(request_id)
+        return entry if entry is not None and entry.replica.info.replica == replica_id else None
+
+    def _add(self, entry: FleetRequest) -> None:
+        replica, adapter = entry.replica, entry.asked.adapter
+        self._entries[entry.asked.request_id] = entry
+        replica.requests[entry.asked.request_id] = None
+        if adapter is not None:
+            replica.wanted[adapter] += 1
+            self._holders.setdefault(adapter, set()).add(replica)
+        entry.count(self.loads, 1)
+
+    def _note_idle(self, replica: FleetReplica) -> None:
+        if not self.loads.requests[replica.index]:
+            self.loads.room_tokens[replica.index] = replica.info.total_tokens
+
+    def _set(self, entry: FleetRequest, is_running: bool, is_prefilled: bool, output_tokens: int) -> None:
+        entry.count(self.loads, -1)
+        entry.is_running, entry.is_prefilled, entry.output_tokens = is_running, is_prefilled, output_tokens
+        entry.count(self.loads, 1)
+
+    def _check_holder(self, replica: FleetReplica, adapter: AdapterDigest) -> None:
+        if adapter not in replica.resident and adapter not in replica.wanted:
+            self._drop_holder(adapter, replica)
+
+    def _drop_holder(self, adapter: AdapterDigest, replica: FleetReplica) -> None:
+        holders = self._holders.get(adapter, set())
+        holders.discard(replica)
+        if not holders:
+            self._holders.pop(adapter, None)
+
+
+def replica_gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_size: int) -> ReplicaGauges:
+    """Return an engine's gauges as routing sees them; KV and adapters that no request needs may leave."""
+    needed = {*stats.running_adapters, *stats.waiting_adapters}
+    idle_blocks = sum(blocks for digest, blocks in stats.resident_adapters.items() if digest not in needed)
+    return ReplicaGauges(
+        replica=replica,
+        epoch=epoch,
+        number=round(stats.at_s * 1e6),
+        requests=stats.running + stats.waiting,
+        free_tokens=(stats.free_blocks + stats.cached_blocks + idle_blocks) * block_size,
+        resident=frozenset(stats.resident_adapters),
+    )
+
+
+def apply_outputs(fleet: Fleet, replica: ReplicaId, outputs: StepOutputs) -> None:
+    """Take in what an engine told after a step, except its gauges."""
+    for output in outputs.tokens:
+        fleet.generated(replica, output.request_id, len(output.tokens))
+    for event in outputs.events:
+        match event:
+            case Admitted():
+                fleet.admitted(replica, event.request_id, event.at_s)
+            case Preempted():
+                fleet.preempted(replica, event.request_id)
+            case Finished():
+                is_complete = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
+                fleet.ended(replica, event.request_id, event.at_s, is_complete=is_complete)
+            case _:
+                pass
+    for adapter_event in outputs.adapter_events:
+        if not isinstance(adapter_event, AdapterLoaded):
+            fleet.evicted(replica, adapter_event.digest)
+        elif adapter_event.error is None:
+            fleet.loaded(replica, adapter_event.digest)

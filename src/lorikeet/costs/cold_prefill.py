@@ -1,0 +1,129 @@
+"""How long a prefill takes whose adapters are still on their way: layer by layer (TOPPINGS, sections 4.1 and 4.2).
+
+On a layer whose weights have arrived the device adds what an adapter adds, else host cores do, and the layer waits for
+them. TOPPINGS hides some of that behind the product of q, k and v; a profile's ``host_lora`` counts what remains.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.assist_costs import AssistCosts, row_bytes, slice_rows
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import Groups
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.transfers import LinkDirection, TransferModel
+from lorikeet.memory.packing import pack, runs_needed
+from lorikeet.presets import HostLayers, LayerGroups, Preset
+
+_SOON_S = 1e-9
+"""A layer that arrives so soon is there: sums in another order are not another time."""
+
+_PREFILLS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Tokens of prefills that the planner knows the time of."""
+
+
+class ColdAdapter(NamedTuple):
+    """An adapter of an assisted prefill.
+
+    Attributes:
+        layers_s: when each layer arrives, in seconds since the prefill began.
+        rows: tokens of each sequence under it.
+        rank: as ``AssistCosts`` counts it.
+        left_to_host: layers that a static plan leaves to the host, also if they are there.
+    """
+
+    layers_s: tuple[float, ...]
+    rows: tuple[int, ...]
+    rank: float
+    left_to_host: range = range(0)
+
+
+def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
+    """Return what the planner of assisted prefills knows of a modelled replica; None if no host cores assist it.
+
+    On the device a layer counts without what adapters add: that depends on who else is in the step.
+
+    Raises:
+        ProfileError: the profile knows ``host_lora``, but no link from the host.
+    """
+    profile = transfers.profile
+    host = profile.host_lora
+    if host is None:
+        return None
+    model, link = CostModel(profile, preset.kernel_form), transfers.link(LinkDirection.IN)
+    return AssistCosts(
+        layers=profile.geometry.layers,
+        row_bytes=row_bytes(profile.geometry),
+        device_layer=tuple((tokens, _prefill_s(model, tokens) / profile.geometry.layers) for tokens in _PREFILLS),
+        qkv_share=0.0,  # ``host_lora`` counts what is not hidden
+        host_fixed_s=host.fixed.value,
+        host_token_s=host.token.value,
+        host_token_rank_s=host.token_rank.value,
+        load_fixed_s=link.fixed.value,
+        load_bandwidth=link.bandwidth.value,
+        workers=host.cores,
+        worker_tokens=host.core_tokens * preset.host_chunk,
+        one_group=preset.layer_groups is LayerGroups.ONE,
+        is_static=preset.host_layers is HostLayers.STATIC,
+        waits=preset.host_layers is HostLayers.PATIENT,
+    )
+
+
+def _prefill_s(model: CostModel, tokens: int) -> float:
+    return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], model.form))
+
+
+def host_layer_s(adapters: Sequence[ColdAdapter], costs: AssistCosts) -> float:
+    """Return what the host adds to a layer that it computes for these adapters."""
+    if not adapters:
+        return 0.0
+    rows = [count for each in adapters for count in each.rows]
+    ranks = [each.rank for each in adapters for _ in each.rows]
+    slices = slice_rows(rows, costs.worker_tokens, costs.workers)
+    slowest = max(sum(part.rows * ranks[part.request] for part in worker) for worker in slices)
+    return costs.host_fixed_s + costs.host_token_s * sum(rows) + costs.host_token_rank_s * slowest
+
+
+def prefill_s(
+    step_s: Callable[[frozenset[AdapterDigest]], float],
+    cold: Mapping[AdapterDigest, ColdAdapter],
+    costs: AssistCosts,
+) -> float:
+    """Return the time of a step with cold adapters, each layer taking its share.
+
+    Args:
+        step_s: of the whole step, if the device adds what these of the cold adapters add.
+        cold: the adapters that are on their way.
+        costs: of the host; ``is_static`` leaves the layers to it that are planned to arrive last, and waits for the
+            others; ``waits`` for those that arrive sooner than it would be done.
+    """
+    now = 0.0
+    known_s: dict[frozenset[AdapterDigest], float] = {}
+    for layer in range(costs.layers):
+        if costs.is_static:
+            there = frozenset(name for name, each in cold.items() if layer not in each.left_to_host)
+            now = max([now, *(cold[name].layers_s[layer] for name in there)])
+        else:
+            if costs.waits:
+                coming = {each.layers_s[layer]: host_layer_s([each], costs) for each in cold.values()}
+                now = max([now, *(due_s for due_s, host_s in coming.items() if due_s - now < host_s)])
+            there = frozenset(name for name, each in cold.items() if each.layers_s[layer] <= now + _SOON_S)
+        if there not in known_s:
+            away = [each for name, each in cold.items() if name not in there]
+            known_s[there] = step_s(there) / costs.layers + host_layer_s(away, costs)
+        now += known_s[there]
+    return now
+
+
+def layer_arrivals_s(
+    ref: AdapterRef, groups: Groups, ends_s: Sequence[float], transfers: TransferModel
+) -> tuple[float, ...]:
+    """Return when each layer of an adapter has arrived whose blocks come in ``groups`` that end at ``ends_s``.
+
+    A layer that the adapter does not change is there at once.
+    """
+    geometry = transfers.profile.geometry
+    packing = pack(ref.ranks, geometry, transfers.block_bytes // geometry.dtype_bytes)
+    needed = runs_needed(packing, geometry.layers, groups)
+    return tuple(ends_s[runs - 1] if runs else float("-inf") for runs in needed)

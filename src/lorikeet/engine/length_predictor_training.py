@@ -1,0 +1,126 @@
+"""From request logs to a head that predicts the lengths of answers."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from lorikeet.engine.length_predictor_process import prompt_text
+from lorikeet.models.sentences import SentenceEncoder
+from lorikeet.scheduling.prediction.learned import LengthModel
+from lorikeet.scheduling.prediction.messages import TEXT_TOKENS
+from lorikeet.scheduling.prediction.training import Samples, train
+
+_WHOLE = frozenset({"stop", "length"})
+_BATCH = 16
+
+
+class LogError(ValueError):
+    """A request log cannot be learned from; the message says why."""
+
+
+class LoggedRequest(msgspec.Struct, frozen=True):
+    """What is needed of a line of a request log (``server.request_log`` with ``request_log_text``).
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        output_tokens: length of the answer.
+        adapter: name, None for the base model.
+        finish_reason: answers that somebody broke off tell nothing.
+    """
+
+    prompt_token_ids: list[int]
+    output_tokens: int
+    adapter: str | None = None
+    finish_reason: str = "stop"
+
+
+class _AnyLine(msgspec.Struct, frozen=True):
+    prompt_token_ids: list[int] | None = None
+
+
+def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
+    """Return the requests of logs that ended by themselves or by their length, in the order of the lines.
+
+    Raises:
+        LogError: a line is no line of a request log, or has no prompt.
+        OSError: a file cannot be read.
+    """
+    decoder, requests = msgspec.json.Decoder(LoggedRequest), []
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    request = decoder.decode(line)
+                except msgspec.DecodeError as error:
+                    raise LogError(f"{path}, line {number}: {_why(line, error)}") from error
+                if request.finish_reason in _WHOLE and request.output_tokens:
+                    requests.append(request)
+    return requests
+
+
+def _why(line: bytes, error: msgspec.DecodeError) -> str:
+    try:
+        has_text = msgspec.json.decode(line, type=_AnyLine).prompt_token_ids is not None
+    except msgspec.DecodeError:
+        return f"not a line of a request log: {error}"
+    if has_text:
+        return f"not a line of a request log: {error}"
+    return "there is no prompt: log with request_log_text (lorikeet serve --request-log FILE --request-log-text)"
+
+
+def samples_of(
+    requests: Sequence[LoggedRequest],
+    tokenizer: Tokenizer,
+    encoder: SentenceEncoder,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Samples:
+    """Return requests with the vectors of their prompts.
+
+    Args:
+        requests: from logs.
+        tokenizer: the base model's.
+        encoder: makes the vectors.
+        on_progress: called with the number of prompts that have been read.
+    """
+    vectors = []
+    for begin in range(0, len(requests), _BATCH):
+        batch = requests[begin : begin + _BATCH]
+        vectors.append(encoder.encode([prompt_text(tokenizer, r.prompt_token_ids[-TEXT_TOKENS:]) for r in batch]))
+        on_progress(begin + len(batch))
+    return Samples(
+        np.concatenate([encoder.encode([]), *vectors]),
+        [len(request.prompt_token_ids) for request in requests],
+        [request.output_tokens for request in requests],
+        [request.adapter for request in requests],
+    )
+
+
+def train_from_logs(
+    requests: Sequence[LoggedRequest],
+    tokenizer_file: Path,
+    threads: int,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> LengthModel:
+    """Return a head that learned from ``requests``.
+
+    Args:
+        requests: in the order in which they ended.
+        tokenizer_file: the base model's ``tokenizer.json``.
+        threads: of torch.
+        on_progress: see ``samples_of``.
+
+    Raises:
+        TooFewRequests: there are not enough.
+        SentenceModelError: the sentence model is not there.
+    """
+    tokenizer, encoder = Tokenizer.from_file(str(tokenizer_file)), SentenceEncoder(threads)
+    return train(samples_of(requests, tokenizer, encoder, on_progress), file_sha256(tokenizer_file))
+
+
+def file_sha256(path: Path) -> str:
+    """Return the digest of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

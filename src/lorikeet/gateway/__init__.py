@@ -1,1 +1,0 @@
-"""``lorikeet route``: one address for servers that somebody else started."""

@@ -1,0 +1,166 @@
+"""The router's application: its routes around the two that are proxied."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.registry import check_name
+from lorikeet.api.errors import ApiError, bad_request, install_handlers, model_not_found
+from lorikeet.api.logs import log
+from lorikeet.api.middleware import add_middleware
+from lorikeet.router.adapters import describe_adapter
+from lorikeet.router.metrics import router_state
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS
+from lorikeet.router.proxy import RouterParts, forward
+
+MOST_BODY_BYTES = 64 * 2**20
+"""Larger bodies get 413; most backends allow less."""
+
+
+class _Load(msgspec.Struct):
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+    rank: int | None = None
+
+
+class _Unload(msgspec.Struct):
+    lora_name: str = ""
+
+
+def create_app(
+    parts: RouterParts,
+    preset: str,
+    api_keys: Sequence[str] = (),
+    admin_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
+    """Return the ASGI application.
+
+    Args:
+        parts: of the gateway.
+        preset: name of the system that routes and places, for ``/v1/cluster``.
+        api_keys: for all routes but health and metrics; empty for open access.
+        admin_keys: for those that change adapters; empty means the API keys do.
+        allowed_origins: of web pages that may use the gateway, whatever the backends allow.
+    """
+    app = Starlette()
+    routes = _Routes(parts, preset)
+
+    def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
+        app.add_route(path, answer, methods=[method])
+
+    serve(CHAT, "POST", partial(_passed_on, CHAT, parts))
+    serve(COMPLETIONS, "POST", partial(_passed_on, COMPLETIONS, parts))
+    serve("/v1/models", "GET", routes.models)
+    serve("/v1/models/{name:path}", "GET", routes.model)
+    serve("/v1/load_lora_adapter", "POST", routes.load)
+    serve("/v1/unload_lora_adapter", "POST", routes.unload)
+    serve("/v1/cluster", "GET", routes.cluster)
+    serve("/health", "GET", routes.health)
+    serve("/metrics", "GET", routes.metrics)
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        serve("/{path:path}", method, routes.nothing)
+    install_handlers(app)
+    add_middleware(
+        app,
+        max_body_bytes=MOST_BODY_BYTES,
+        api_keys=api_keys,
+        admin_keys=admin_keys,
+        allowed_origins=allowed_origins,
+    )
+    return app
+
+
+async def _passed_on(path: str, parts: RouterParts, http: Request) -> Response:
+    return await forward(http, path, parts)
+
+
+class _Routes:
+    """What the gateway answers by itself."""
+
+    def __init__(self, parts: RouterParts, preset: str) -> None:
+        self._parts = parts
+        self._preset = preset
+
+    async def models(self, http: Request) -> Response:
+        """All models, the base first."""
+        return _json({"object": "list", "data": self._parts.catalog.cards()})
+
+    async def model(self, http: Request) -> Response:
+        """One model."""
+        name = http.path_params["name"]
+        card = next((card for card in self._parts.catalog.cards() if card["id"] == name), None)
+        if card is None:
+            raise model_not_found(name)
+        return _json(card)
+
+    async def load(self, http: Request) -> Response:
+        """Let clients ask for an adapter, as vLLM's route does; backends load it with its first request."""
+        asked = await _read(http, _Load)
+        name, catalog = asked.lora_name, self._parts.catalog
+        if not name or not asked.lora_path:
+            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
+        self._check_is_new(asked)
+        try:
+            check_name(name, {card["id"] for card in catalog.base_cards()})
+            adapter = await asyncio.to_thread(describe_adapter, name, asked.lora_path, asked.rank)
+        except AdapterError as error:
+            raise bad_request(str(error)) from error
+        self._check_is_new(asked)  # another call may have been faster
+        await catalog.add(adapter)
+        log.info("adapter known", adapter=name, source=adapter.source, rank=adapter.rank)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _check_is_new(self, asked: _Load) -> None:
+        if asked.lora_name in self._parts.catalog.adapters and not asked.load_inplace:
+            said = f"The lora adapter '{asked.lora_name}' has already been loaded. "
+            raise ApiError(400, said + "To replace it, set 'load_inplace' to True.", type="InvalidUserInput")
+
+    async def unload(self, http: Request) -> Response:
+        """Let clients ask for an adapter no longer."""
+        name = (await _read(http, _Unload)).lora_name
+        if name not in self._parts.catalog.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+        await self._parts.catalog.remove(name)
+        log.info("adapter dropped", adapter=name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def cluster(self, http: Request) -> Response:
+        """Backends as replicas, in the form of a server's own ``/v1/cluster``."""
+        head = self._parts.head
+        names = {digest: adapter.name for digest, adapter in head.versions.items()}
+        return _json({**router_state(head).shown(names), "preset": self._preset})
+
+    async def health(self, http: Request) -> Response:
+        """200 if a backend takes requests, else 503."""
+        is_open = sum(backend.is_open for backend in self._parts.head.backends.values())
+        body = {"status": "ready" if is_open else "no backend", "backends": is_open}
+        return JSONResponse(body, 200 if is_open else 503)
+
+    async def metrics(self, http: Request) -> Response:
+        """Prometheus's text format."""
+        return Response(self._parts.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def nothing(self, http: Request) -> Response:
+        """Say what there is."""
+        said = f"{http.method} {http.url.path} is not passed on; lorikeet route serves {COMPLETIONS} and {CHAT}."
+        raise ApiError(404, said)
+
+
+async def _read(http: Request, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(await http.body(), type=kind)
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The body is not what this route takes: {error}.") from error
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

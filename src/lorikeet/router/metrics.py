@@ -1,0 +1,100 @@
+"""The state of a router's backends, as ``/v1/cluster`` shows it and as Prometheus metrics."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
+from lorikeet.router.backend_router import BackendRouter
+from lorikeet.router.backends import Backend
+
+
+def router_state(head: BackendRouter) -> ClusterState:
+    """Return backends, and where adapters belong. Requests of other clients count as running."""
+    fleet, table = head.dispatcher.fleet, head.dispatcher.router.table
+    index = {info.replica: at for at, info in enumerate(fleet.infos())}
+
+    def state(backend: Backend) -> ReplicaState:
+        at = index.get(backend.replica)
+        return ReplicaState(
+            id=backend.replica,
+            pid=None,
+            address=backend.url,
+            alive=backend.is_up,
+            is_open=backend.is_open,
+            restarts=max(0, backend.epoch),
+            running=0 if at is None else int(fleet.loads.requests[at] - fleet.loads.queued[at]),
+            waiting=0 if at is None else int(fleet.loads.queued[at]),
+            resident=tuple(backend.adapters[name] for name in sorted(backend.adapters)),
+            held=len(backend.adapters),
+            held_bytes=sum(head.versions[digest].size_bytes for digest in backend.adapters.values()),
+            memory_used=None,
+        )
+
+    backends = head.backends.values()
+    return ClusterState(
+        replicas=tuple(state(backend) for backend in backends),
+        unrouted=head.dispatcher.waiting,
+        epoch=0 if table is None else table.epoch,
+        shares={} if table is None else table.shown,
+        copies=CopyCounts(
+            provisions=sum(backend.loads for backend in backends),
+            failed=sum(backend.refusals for backend in backends),
+            deletes=sum(backend.unloads for backend in backends),
+        ),
+    )
+
+
+_OUTCOMES = ("complete", "failed", "left")
+
+
+class RouterMetrics:
+    """Counters of requests, and gauges of the backends.
+
+    Args:
+        head: of the backends.
+    """
+
+    def __init__(self, head: BackendRouter) -> None:
+        self.registry = CollectorRegistry()
+        ended = Counter("lorikeet:route_requests", "Requests ended.", ("outcome",), registry=self.registry)
+        self._ended = {outcome: ended.labels(outcome=outcome) for outcome in _OUTCOMES}
+        self.retried = Counter(
+            "lorikeet:route_retries", "Requests begun anew, before any of the answer was sent.", registry=self.registry
+        )
+        self.continued = Counter(
+            "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
+        )
+        self.registry.register(_Backends(head))
+
+    def ended(self, outcome: str) -> None:
+        """Count a request: ``complete``, ``failed``, or ``left`` by its client."""
+        self._ended[outcome].inc()
+
+    def page(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _Backends(Collector):
+    def __init__(self, head: BackendRouter) -> None:
+        self._head = head
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is known of each backend."""
+        up = GaugeMetricFamily("lorikeet:route_backend_up", "Whether it answers.", labels=["backend"])
+        requests = GaugeMetricFamily("lorikeet:route_backend_requests", "Requests there.", labels=["backend"])
+        adapters = GaugeMetricFamily("lorikeet:route_backend_adapters", "Adapters loaded.", labels=["backend"])
+        changes = CounterMetricFamily(
+            "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
+        )
+        for state in router_state(self._head).replicas:
+            up.add_metric([state.address], float(state.alive))
+            requests.add_metric([state.address], float(state.running + state.waiting))
+            adapters.add_metric([state.address], float(state.held))
+        for backend in self._head.backends.values():
+            for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
+                changes.add_metric([backend.url, call], float(count))
+        yield from (up, requests, adapters, changes)

@@ -1,0 +1,326 @@
+"""A streamed answer on its way from a backend to a client, and what to send another backend so that it goes on.
+
+An answer goes on from its text: another backend gets the prompt with the text so far behind it, and is asked for as
+many tokens less as that text took. Its tokens are counted by the backend (``continuous_usage_stats``), or, of one that
+does not count along, by its chunks. Tokens that have brought no text yet are not counted: they are generated again.
+Some requests cannot be resumed; their answers are passed through.
+
+Plain: bytes and bodies, no connections.
+"""
+
+from typing import Any
+
+import msgspec
+
+from lorikeet.api.protocol import usage_wanted
+from lorikeet.bench.answer_stream import EventLines
+from lorikeet.router.proxied_request import RequestBody
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "include_stop_str_in_output": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+}
+"""Fields with which an answer is more than its text, or depends on more than prompt and text so far, and the values
+with which it is not; null is one for all."""
+
+
+def why_not_resumable(body: RequestBody) -> str | None:
+    """Return why an answer, once begun, could not go on at another backend; None if it can."""
+    for name, neutral in _NEUTRAL.items():
+        value = body.fields.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            return f"it was asked for with {name}"
+    if not isinstance(body.fields.get("stream_options"), dict | None):
+        return "its stream_options are not understood"
+    if body.is_chat:
+        return _why_not_resumable_chat(body)
+    prompt = body.fields.get("prompt")
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    return None if isinstance(prompt, str) or is_tokens else "it has several prompts"
+
+
+def _why_not_resumable_chat(body: RequestBody) -> str | None:
+    messages = body.fields.get("messages")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+        return "its messages are not understood"
+    if body.fields.get("continue_final_message") is True:
+        return None if isinstance(messages[-1].get("content"), str) else "its last message is not plain text"
+    has_opening = body.fields.get("add_generation_prompt") is not False
+    return None if has_opening else "it was asked for without a generation prompt"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class BackendFailed(RuntimeError):
+    """A backend reports an error in the middle of a stream, or sends what is no event; ``event`` is what it sent."""
+
+    def __init__(self, message: str, event: bytes) -> None:
+        super().__init__(message)
+        self.event = event
+
+
+class TokenUsage(msgspec.Struct):
+    """Tokens of a prompt and of its answer, as backends count them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class PassthroughAnswer:
+    """A streamed answer of which only whole lines are seen, and that cannot go on elsewhere once it has begun.
+
+    It is used as an :class:`ResumableAnswer` is.
+
+    Args:
+        body: as it came.
+        why: it cannot go on.
+    """
+
+    is_whole = False
+    needs_tokens = False
+    tokens = 0
+    text = ""
+    failure: BackendFailed | None = None
+    counts: TokenUsage | None = None
+
+    def __init__(self, body: RequestBody, why: str) -> None:
+        self.stuck: str | None = None
+        self.is_done = False
+        self._body = body
+        self._why = why
+        self._rest = b""
+
+    def next_body(self, text_tokens: list[int] | None = None) -> bytes:
+        """Return the body as it came."""
+        self._rest = b""
+        return self._body.content
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take bytes from a backend; return the whole lines among them, which the client gets."""
+        lines, end, self._rest = (self._rest + piece).rpartition(b"\n")
+        if lines:
+            self.stuck = self._why
+            self.is_done = self.is_done or lines.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
+        return lines + end
+
+    def closing(self) -> bytes:
+        """Return nothing: such an answer is never known to be whole."""
+        return b""
+
+
+class ResumableAnswer:
+    """What has come of one answer, over all backends that gave a part of it.
+
+    Args:
+        body: without an obstacle (:mod:`.obstacles`).
+
+    Attributes:
+        stuck: why it cannot go on elsewhere after what has come, None if it can.
+        prompt_tokens: as the first backend counted them; None before.
+        is_finished: its last chunk has come.
+        is_done: the end mark has come too.
+        failure: what the backend says went wrong, after all that :meth:`feed` has returned.
+    """
+
+    def __init__(self, body: RequestBody) -> None:
+        self.stuck: str | None = None
+        self.prompt_tokens: int | None = None
+        self.is_finished = False
+        self.is_done = False
+        self._body = body
+        self._options: dict[str, Any] = body.fields.get("stream_options") or {}
+        at_the_end, along = (self._options.get(name) for name in ("include_usage", "continuous_usage_stats"))
+        self._wants_usage, self._wants_counts = usage_wanted(at_the_end, along)
+        self._text: list[str] = []
+        self._before = 0
+        """Tokens of the text that earlier backends gave."""
+        self._counted = 0
+        """Tokens of the text that this backend has given."""
+        self._chunks = 0
+        self._head: dict[str, Any] = {}
+        self._has_opened = False
+        self._has_usage = False
+        self.failure: BackendFailed | None = None
+        self._lines = EventLines()
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._text)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text so far."""
+        return self._before + self._counted
+
+    @property
+    def counts(self) -> TokenUsage | None:
+        """Tokens of prompt and answer; None if no backend has counted."""
+        return None if self.prompt_tokens is None else TokenUsage(self.prompt_tokens, self.tokens)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether :meth:`next_body` must be given the text so far as tokens, since the prompt is made of them."""
+        return bool(self._text) and isinstance(self._body.fields.get("prompt"), list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token is left to be generated: then :meth:`closing` is all that is missing."""
+        limit = self._body.max_tokens
+        return self.is_finished or (bool(self._text) and limit is not None and self.tokens >= limit)
+
+    def next_body(self, text_tokens: list[int] | None = None) -> bytes:
+        """Return what to send to a backend: the body, or what is left of it.
+
+        Args:
+            text_tokens: of the text so far, where they are needed.
+        """
+        self._before, self._counted, self._chunks = self.tokens, 0, 0
+        self._lines, self.failure = EventLines(), None
+        fields = dict(self._body.fields)
+        fields["stream_options"] = {**self._options, "include_usage": True, "continuous_usage_stats": True}
+        if self._text:
+            fields |= self._rest_of_chat() if self._body.is_chat else self._rest_of_completion(text_tokens)
+            fields |= self._rest_of_limits()
+        return msgspec.json.encode(fields)
+
+    def _rest_of_completion(self, text_tokens: list[int] | None) -> dict[str, Any]:
+        prompt = self._body.fields["prompt"]
+        if isinstance(prompt, str):
+            return {"prompt": prompt + self.text}
+        assert text_tokens is not None  # the prompt is made of tokens
+        return {"prompt": prompt + text_tokens}
+
+    def _rest_of_chat(self) -> dict[str, Any]:
+        messages = self._body.fields["messages"]
+        if self._body.fields.get("continue_final_message") is True:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + self.text}]
+        else:
+            messages = [*messages, {"role": "assistant", "content": self.text}]
+        return {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+
+    def _rest_of_limits(self) -> dict[str, Any]:
+        fields = self._body.fields
+        given = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(fields.get(name), int)]
+        rest: dict[str, Any] = {name: fields[name] - self._before for name in given}
+        if self._body.max_tokens is not None and not given:
+            rest["max_tokens"] = self._body.max_tokens - self._before
+        if isinstance(fields.get("min_tokens"), int):
+            rest["min_tokens"] = max(0, fields["min_tokens"] - self._before)
+        return rest
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take bytes from a backend; return what the client gets of the events that they complete."""
+        out = b""
+        for data in self._lines.feed(piece):
+            try:
+                out += self._take(data)
+            except BackendFailed as failure:
+                self.failure = failure
+                break
+        return out
+
+    def _take(self, data: bytes) -> bytes:
+        """Take one event's data from a backend; return what the client gets of it, which may be nothing.
+
+        Raises:
+            BackendFailed: it is an error, or no event.
+        """
+        if data == b"[DONE]":
+            self.is_done = True
+            return DONE
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise BackendFailed(f"no event: {error}", _event({"error": str(error)})) from error
+        if not _is_answer(event):
+            raise BackendFailed(f"in its stream: {data[:300].decode(errors='replace')}", b"data: " + data + b"\n\n")
+        usage = event.pop("usage", None)
+        choices = event.get("choices")
+        if not self._head:
+            self._head = {name: value for name, value in event.items() if name != "choices"}
+        event |= {name: self._head[name] for name in ("id", "created") if name in self._head}
+        counted = self._count(usage)
+        if choices and not self._take_choice(choices[0], counted):
+            return b""
+        if not choices and (counted is None or not self._wants_usage):
+            return b""
+        if usage and (self._wants_counts or not choices):
+            event["usage"] = self._usage(usage)
+            self._has_usage = self._has_usage or not choices
+        return _event(event)
+
+    def _count(self, usage: Any) -> int | None:
+        """Take a backend's counts; return the tokens that it has generated, None if it does not say."""
+        if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
+            return None
+        if self.prompt_tokens is None:
+            self.prompt_tokens = usage.get("prompt_tokens", 0) - self._before
+        return int(usage["completion_tokens"])
+
+    def _take_choice(self, choice: dict[str, Any], counted: int | None) -> bool:
+        """Take what a chunk adds to the text; return whether the client gets the chunk."""
+        delta = choice.get("delta") or {} if self._body.is_chat else {}
+        text = delta.get("content") if self._body.is_chat else choice.get("text")
+        if others := [name for name, value in delta.items() if value and name not in ("role", "content")]:
+            self.stuck = f"it holds {others[0]}"
+        if text:
+            self._text.append(text)
+            self._chunks += 1
+            self._counted = self._chunks if counted is None else counted
+        if choice.get("finish_reason") is not None:
+            self.is_finished = True
+        role = bool(delta.get("role"))
+        opens, self._has_opened = role and not self._has_opened, self._has_opened or role
+        return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the counts of the whole answer: of the first backend's prompt, and of all tokens."""
+        prompt_tokens = self.prompt_tokens or 0
+        completion_tokens = self._before + usage.get("completion_tokens", 0)
+        total_tokens = prompt_tokens + completion_tokens
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total_tokens}
+        return {**usage, **counts}
+
+    def closing(self) -> bytes:
+        """Return what is left to be sent of an answer that is whole, though its backend did not come to say so."""
+        events = b""
+        if not self.is_finished:
+            empty: dict[str, Any] = {"delta": {}} if self._body.is_chat else {"text": "", "logprobs": None}
+            events += _event({**self._head, "choices": [{"index": 0, **empty, "finish_reason": "length"}]})
+            self.is_finished = True
+        if self._wants_usage and not self._has_usage:
+            usage = self._usage({"completion_tokens": self._counted})
+            events += _event({**self._head, "choices": [], "usage": usage})
+        return events + DONE
+
+
+def _is_answer(event: Any) -> bool:
+    """Whether an event is part of an answer: no error, and of the form that is known."""
+    if not isinstance(event, dict) or event.get("error") or event.get("object") == "error":
+        return False
+    choices = event.get("choices") or []
+    return isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -1,0 +1,134 @@
+"""Recent arrivals and ends, and the size classes and quotas that follow from them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.scheduling.multilevel.options import ChameleonOptions
+from lorikeet.scheduling.multilevel.quotas import assign_quotas, class_load
+from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
+from lorikeet.scheduling.step_times import StepTimeEstimator
+
+
+class SlidingWindow:
+    """Rows of numbers by time, of which the recent ones are asked for.
+
+    Args:
+        columns: numbers in a row besides the time.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._rows = np.empty((256, columns + 1))
+        self._begin = self._end = 0
+
+    def add(self, at_s: float, *values: float) -> None:
+        """Append a row; times do not fall."""
+        if self._end == len(self._rows):
+            kept = self._rows[self._begin : self._end]
+            grown = np.empty((max(256, 2 * len(kept)), self._rows.shape[1]))
+            grown[: len(kept)] = kept
+            self._rows, self._begin, self._end = grown, 0, len(kept)
+        self._rows[self._end] = (at_s, *values)
+        self._end += 1
+
+    def since(self, at_s: float) -> NDArray[np.float64]:
+        """Forget all rows before ``at_s``, and return the others without their times: ``[rows, columns]``."""
+        times = self._rows[self._begin : self._end, 0]
+        self._begin += int(np.searchsorted(times, at_s))
+        return self._rows[self._begin : self._end, 1:]
+
+    def __len__(self) -> int:
+        """Return the number of rows that are remembered."""
+        return self._end - self._begin
+
+
+_LARGEST_PERCENTILE = 99.9
+"""Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
+
+ONE_CLASS = SizeClasses((0.0,), (), ())
+
+
+class ClassQuotas(NamedTuple):
+    """What a census comes to.
+
+    Attributes:
+        quotas: tokens of each class, smallest requests first.
+        feasible: whether every class has at least its least quota.
+        longest_run_s: by class, of those that ended lately; a class of which nobody did is missing.
+    """
+
+    quotas: tuple[int, ...]
+    feasible: bool
+    longest_run_s: dict[int, float]
+
+
+class ClassStats:
+    """The windows of arrivals and ends, and the classes by which requests are sorted until the next census.
+
+    Args:
+        options: what the paper leaves open.
+        max_model_len: longest sequence: what counts as the largest request until there are classes.
+    """
+
+    def __init__(self, options: ChameleonOptions, max_model_len: int) -> None:
+        self._options = options
+        self._largest = RequestSize(max_model_len, max_model_len, 1)
+        self._arrivals, self._ends = SlidingWindow(3), SlidingWindow(4)
+        self._enough = options.least_samples
+        self.classes = ONE_CLASS
+
+    def arrived(self, sizes: RequestSize, now: float) -> None:
+        """A request has come for the first time."""
+        self._arrivals.add(now, *sizes)
+
+    def ended(self, sizes: RequestSize, ran_s: float, now: float) -> None:
+        """A request has ended for good; it held its tokens for so long."""
+        self._ends.add(now, *sizes, ran_s)
+
+    def knows_more(self, now: float) -> bool:
+        """Whether enough has arrived lately to find classes, or twice as much as when they were found."""
+        if len(self._arrivals) < self._enough:
+            return False
+        return len(self._arrivals.since(now - self._options.refresh_s)) >= self._enough
+
+    def renew(self, total_tokens: int, step_times: StepTimeEstimator, lasted_s: float, now: float) -> ClassQuotas:
+        """Find classes and quotas anew by what arrived and ended in the window (sections 5.1 and 6).
+
+        Args:
+            total_tokens: to divide.
+            step_times: of the engine's steps.
+            lasted_s: since the first arrival.
+            now: the time.
+        """
+        options, since_s = self._options, now - self._options.refresh_s
+        arrived, ended = self._arrivals.since(since_s), self._ends.since(since_s)
+        is_unsure = len(arrived) < options.least_samples
+        self._enough = options.least_samples if is_unsure else 2 * len(arrived)
+        if is_unsure:
+            self.classes = ONE_CLASS
+            return ClassQuotas((total_tokens,), True, {0: float(ended[:, 3].max())} if len(ended) else {})
+        inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
+        self._largest = RequestSize(inputs, outputs, arrived[:, 2].max())
+        sizes = weighted_sizes(arrived, self._largest, options.weights)
+        self.classes = find_classes(sizes, options.k_rule)
+        over_s = max(min(options.refresh_s, lasted_s), 1e-9)
+        arrived_in, ended_in = self.classes.of(sizes), np.array(self.of(ended[:, :3]))
+        came = [(arrived[arrived_in == n], ended[ended_in == n, 3]) for n in range(len(self.classes.centroids))]
+        quotas, feasible = assign_quotas(
+            [class_load(*each, over_s, step_times, options.largest_percentile) for each in came],
+            total_tokens,
+            floor=options.floor,
+            share=options.share,
+            overload=options.overload,
+        )
+        return ClassQuotas(quotas, feasible, {n: float(ran_s.max()) for n, (_, ran_s) in enumerate(came) if len(ran_s)})
+
+    def of(self, sizes: Sequence[RequestSize] | NDArray[np.float64]) -> list[int]:
+        """Return the class of each."""
+        if not len(sizes) or not self.classes.boundaries:
+            return [0] * len(sizes)
+        weighted = weighted_sizes(np.asarray(sizes), self._largest, self._options.weights)
+        numbers: list[int] = self.classes.of(weighted).tolist()
+        return numbers

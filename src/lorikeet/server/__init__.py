@@ -1,1 +1,0 @@
-"""The HTTP side: an OpenAI-compatible API, adapter management, metrics and auth. Never imports torch."""

@@ -1,0 +1,245 @@
+"""The state of sequences between steps, and the tensors of a batch built from it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.plan import KernelForm, SequenceStart
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import Batch, HostFacts, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.tensors import to_device
+
+Ints = npt.NDArray[np.int64]
+
+
+class GrowingInts:
+    """An int64 array that grows at its end; slices of it are views."""
+
+    def __init__(self, values: Iterable[int] = ()) -> None:
+        self._buffer: Ints = np.fromiter(values, dtype=np.int64)
+        self._length = len(self._buffer)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, values: Iterable[int]) -> None:
+        """Append ``values``; amortised constant time for each."""
+        added = np.fromiter(values, dtype=np.int64)
+        length = self._length + len(added)
+        self._reserve(length)
+        self._buffer[self._length : length] = added
+        self._length = length
+
+    def append(self, value: int) -> None:
+        """Append one value; ten times as fast as :meth:`extend`."""
+        self._reserve(self._length + 1)
+        self._buffer[self._length] = value
+        self._length += 1
+
+    @property
+    def values(self) -> Ints:
+        """The present content, int64 ``[len]``, without a copy."""
+        return self._buffer[: self._length]
+
+    def _reserve(self, length: int) -> None:
+        if length > len(self._buffer):
+            grown = np.zeros(max(length, 2 * len(self._buffer), 16), dtype=np.int64)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+
+
+class SequenceState:
+    """One sequence as its rank knows it.
+
+    Attributes:
+        request_id: the sequence's request.
+        sampling: how its tokens are chosen.
+        adapter: adapter version it runs under, None for the base model.
+        prompt_tokens: how many of ``token_ids`` are prompt.
+        token_ids: prompt and outputs, of earlier attempts too.
+        blocks: its block table.
+    """
+
+    def __init__(self, start: SequenceStart) -> None:
+        self.request_id: RequestId = start.request_id
+        self.sampling: SamplingParams = start.sampling
+        self.adapter: AdapterDigest | None = start.adapter
+        self.prompt_tokens = start.prompt_tokens
+        self.token_ids = GrowingInts(start.token_ids)
+        self.blocks = GrowingInts()
+
+    def add_blocks(self, blocks: Iterable[BlockId]) -> None:
+        """Append to the block table."""
+        self.blocks.extend(blocks)
+
+    def add_token(self, token_id: int) -> None:
+        """Append a sampled token."""
+        self.token_ids.append(token_id)
+
+
+class BatchRow(NamedTuple):
+    """One sequence's share of a batch.
+
+    Attributes:
+        sequence: token ids and block table.
+        start: position of the first token computed.
+        tokens: how many tokens are computed.
+        samples: whether the logits of the last one are wanted.
+    """
+
+    sequence: SequenceState
+    start: int
+    tokens: int
+    samples: bool
+
+
+class AdapterRows(NamedTuple):
+    """Rows ``start`` to ``stop`` (half-open) of a batch that run under ``adapter``."""
+
+    adapter: AdapterDigest
+    start: int
+    stop: int
+
+
+def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]) -> list[AdapterRows]:
+    """Merge neighbouring sequences of one adapter into runs of rows.
+
+    Args:
+        adapters: adapter of each sequence in batch order, None for the base model.
+        tokens: rows of each sequence, at least 1.
+
+    Returns:
+        Runs in row order; no two touching runs have the same adapter, rows of the base are in none.
+    """
+    runs: list[AdapterRows] = []
+    row = 0
+    for adapter, count in zip(adapters, tokens, strict=True):
+        stop = row + count
+        if adapter is not None:
+            if runs and runs[-1].adapter == adapter and runs[-1].stop == row:
+                runs[-1] = runs[-1]._replace(stop=stop)
+            else:
+                runs.append(AdapterRows(adapter, row, stop))
+        row = stop
+    return runs
+
+
+def build_batch(
+    rows: Sequence[BatchRow],
+    weights: Mapping[AdapterDigest, LoraWeights],
+    block_size: int,
+    device: torch.device,
+    form: KernelForm = KernelForm.UNPADDED,
+    merged: AdapterDigest | None = None,
+) -> Batch:
+    """Build the metadata of one step.
+
+    Args:
+        rows: sequences in batch order, equal adapters beside each other.
+        weights: where those of each adapter in use lie.
+        block_size: tokens of KV in a block.
+        device: where the tensors go.
+        form: how mixed ranks are computed.
+        merged: adapter that is in the base weights already: its rows need nothing more.
+
+    Raises:
+        ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
+    """
+    check_rows(rows, block_size)
+    counts = np.array([row.tokens for row in rows], dtype=np.int64)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
+    stops = np.cumsum(counts)
+    firsts = stops - counts
+    positions = np.arange(counts.sum()) + np.repeat(starts - firsts, counts)
+    tables = [row.sequence.blocks.values[: _blocks(row.start + row.tokens, block_size)] for row in rows]
+
+    def tensor(array: Ints) -> Tensor:
+        return to_device(_tensor(array), device)
+
+    host = HostFacts(
+        row_starts=_tensor(np.concatenate(([0], stops))),
+        contexts=_tensor(starts + counts),
+        block_tables=_tensor(_padded(tables)),
+        sample_rows=_tensor(stops[np.array([row.samples for row in rows], dtype=bool)] - 1),
+    )
+    return Batch(
+        token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
+        positions=tensor(positions),
+        slot_blocks=tensor(
+            _concatenate(
+                [
+                    table[positions[first:stop] // block_size]
+                    for table, first, stop in zip(tables, firsts, stops, strict=True)
+                ]
+            )
+        ),
+        slot_offsets=tensor(positions % block_size),
+        row_starts=to_device(host.row_starts, device),
+        contexts=to_device(host.contexts, device),
+        block_tables=to_device(host.block_tables, device),
+        sample_rows=to_device(host.sample_rows, device),
+        lora=lora_batch(rows, weights, form, merged),
+        host=host,
+    )
+
+
+def lora_batch(
+    rows: Sequence[BatchRow],
+    weights: Mapping[AdapterDigest, LoraWeights],
+    form: KernelForm = KernelForm.UNPADDED,
+    merged: AdapterDigest | None = None,
+) -> LoraBatch | None:
+    """Return the adapters of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
+    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
+    runs = adapter_rows(added, [row.tokens for row in rows])
+    return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None
+
+
+def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None:
+    """Do nothing if every sequence has the tokens and blocks that it is asked to compute.
+
+    Args:
+        rows: sequences of a batch.
+        block_size: tokens of KV in a block.
+        more: tokens for which there must be room beside those.
+
+    Raises:
+        ValueError: one has not; the message names its request.
+    """
+    for row in rows:
+        context, sequence = row.start + row.tokens, row.sequence
+        if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
+            raise ValueError(
+                f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
+                f"it has {len(sequence.token_ids)}"
+            )
+        if _blocks(context + more, block_size) > len(sequence.blocks):
+            raise ValueError(
+                f"request {sequence.request_id}: {context + more} tokens do not fit its {len(sequence.blocks)} blocks "
+                f"of {block_size}"
+            )
+
+
+def _tensor(array: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def _concatenate(arrays: list[Ints]) -> Ints:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
+
+
+def _padded(tables: list[Ints]) -> Ints:
+    width = max((len(table) for table in tables), default=0)
+    padded = np.zeros((len(tables), width), dtype=np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded

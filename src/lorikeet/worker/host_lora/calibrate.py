@@ -1,0 +1,239 @@
+"""What assisted prefills cost here: measured when the engine starts, in a fraction of a second."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorikeet.config import ConfigError
+from lorikeet.core.assist_costs import ASSISTED_MODULES, AssistCosts, qkv_share, row_bytes, tokens_within_budget
+from lorikeet.core.executor import ExecutorError
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.plan import SequenceStart
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import kv_view
+from lorikeet.memory.packing import pack
+from lorikeet.presets import HostLayers, LayerGroups, Preset
+from lorikeet.worker.batch import BatchRow, SequenceState, build_batch
+from lorikeet.worker.host_lora.pool import HostPool, HostRows
+from lorikeet.worker.host_lora.worker import HostAdapter
+from lorikeet.worker.rank_setup import RankModel
+from lorikeet.worker.transfer.device import Stream
+
+_HOST_TOKENS, _HOST_RANKS = (1, 16, 64), (8, 64)
+DEVICE_TOKENS = (16, 64, 256)
+"""Prefills of which the device is measured; the shortest is what workers hide behind."""
+_SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
+_REPEATS = 5
+_DEVICE_LAYERS = 3
+_DEVICE_REPEATS = 2
+"""The first of which may compile kernels."""
+_DEVICE_S = 0.1
+"""No larger prefill is measured on the device once layers have taken so long."""
+
+_COPY_BLOCKS = 16
+_GROUP_S = 50e-6
+"""What the thread that copies does once per group of blocks, beside copying."""
+
+_LEAST_S = 1e-12
+"""Per token and rank: below what any core does, so that a fit of noise is not negative."""
+
+
+class HostTimes(NamedTuple):
+    """One worker's time for a layer: ``fixed_s + token_s * tokens + token_rank_s * tokens * rank``.
+
+    Attributes:
+        fixed_s: hand-over of no rows, and what else does not grow.
+        token_s: hand-over of a token's preset.
+        token_rank_s: computing, per rank of a token.
+        rank: the largest that was measured.
+    """
+
+    fixed_s: float
+    token_s: float
+    token_rank_s: float
+    rank: int
+
+    def seconds(self, tokens: int) -> float:
+        """Return the time for tokens under an adapter of the largest rank."""
+        return self.fixed_s + (self.token_s + self.token_rank_s * self.rank) * tokens
+
+
+def measure(
+    pool: HostPool,
+    model: RankModel,
+    arena: Tensor,
+    host: Tensor,
+    steps: Stream,
+    block_size: int,
+    most_tokens: int,
+    preset: Preset,
+    link_bytes_per_s: float,
+    *,
+    cores_shared: bool,
+) -> AssistCosts:
+    """Measure what prefills cost that the host assists. Both arenas are empty, and what is left there means nothing.
+
+    Args:
+        pool: workers that are ready.
+        model: computes a layer for comparison.
+        arena, host: device and host tier, ``[blocks, elements]``.
+        steps: the device's stream.
+        block_size: tokens of KV in a block.
+        most_tokens: longest prefill that is measured.
+        preset: has the options of assisted prefills.
+        link_bytes_per_s: declared link, 0 to measure it.
+        cores_shared: whether workers run on the cores that compute the base model, and so hide behind nothing.
+
+    Raises:
+        ConfigError: the host tier is too small for an adapter's layer.
+        ExecutorError: a worker was lost meanwhile.
+    """
+    geometry = model.geometry
+    host_times = measure_host(pool, geometry, host, arena.device)
+    layer_times = measure_device(model, arena, steps, block_size, most_tokens)
+    bandwidth = link_bytes_per_s or _measure_copy(arena, host)
+    share = qkv_share(geometry)
+    costs = AssistCosts(
+        layers=geometry.layers,
+        row_bytes=row_bytes(geometry),
+        device_layer=layer_times,
+        qkv_share=0.0 if cores_shared else share,
+        host_fixed_s=host_times.fixed_s,
+        host_token_s=host_times.token_s,
+        host_token_rank_s=host_times.token_rank_s,
+        load_fixed_s=_GROUP_S,
+        load_bandwidth=bandwidth,
+        workers=pool.workers,
+        worker_tokens=1,
+        one_group=preset.layer_groups is LayerGroups.ONE,
+        is_static=preset.host_layers is HostLayers.STATIC,
+        waits=preset.host_layers is HostLayers.PATIENT,
+    )
+    suits = suiting_tokens(host_times, geometry, costs.device_layer_s(DEVICE_TOKENS[0]), bandwidth)
+    pool.worker_tokens = suits * preset.host_chunk
+    return msgspec.structs.replace(costs, worker_tokens=pool.worker_tokens)
+
+
+def suiting_tokens(times: HostTimes, geometry: ModelGeometry, layer_s: float, bandwidth: float) -> int:
+    """Return how many tokens suit one worker (TOPPINGS, section 4.2): what it computes while a layer is loaded.
+
+    Args:
+        times: of a worker.
+        geometry: of the model.
+        layer_s: of a layer in a short prefill on the device.
+        bandwidth: bytes per second over the link.
+    """
+    load_s = times.rank * sum(row_bytes(geometry).values()) / bandwidth
+    budget_s = qkv_share(geometry) * layer_s + load_s
+    return tokens_within_budget(budget_s, [(tokens, times.seconds(tokens)) for tokens in _SLICE_TOKENS])
+
+
+def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: torch.device) -> HostTimes:
+    """Measure one worker.
+
+    Args:
+        pool: has it.
+        geometry: of the rank's share of the model.
+        host: the host tier, ``[blocks, elements]``, in which adapters come to lie.
+        place: where the model computes.
+
+    Raises:
+        ConfigError: the host tier is too small for an adapter's layer.
+        ExecutorError: a worker was lost meanwhile.
+    """
+    elements = host.shape[1]
+    adapters: dict[int, HostAdapter] = {}
+    for rank in _HOST_RANKS:
+        by_layer = (rank, *[0] * (geometry.layers - 1))
+        ranks = dict.fromkeys(ASSISTED_MODULES, by_layer)
+        blocks = pack(ranks, geometry, elements).blocks
+        if blocks <= len(host):
+            adapters[rank] = HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks)))
+    if not adapters:
+        raise ConfigError(f"host_memory_bytes: {len(host)} blocks cannot hold a layer of an adapter; raise it")
+    pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all
+    rescued = pool.rescued_slices
+    pool.begin(list(adapters.values()))
+    computed, handed_over = [], []
+    counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
+    for (number, rank), tokens in product(enumerate(adapters), counts):
+        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype, device=place)
+        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype, device=place)
+        deal = pool.deal([HostRows(number, 0, tokens)])
+        seconds = []
+        for _ in range(_REPEATS):
+            pool.submit(0, x, deal)
+            pool.add_to(qkv)
+            pool.settle()
+            seconds.append(pool.computed_s)
+        if pool.rescued_slices > rescued:  # the rank has computed some itself, and nothing was timed
+            raise ExecutorError("a host worker was lost while it was measured")
+        computed.append((tokens * rank, min(seconds)))
+        handed_over.append((tokens, median(list(pool.handovers_s)[-_REPEATS:])))
+    pool.end()
+    pool.handovers_s.clear()
+    token_rank_s, computing_s = _line(computed)
+    token_s, handover_s = _line(handed_over)
+    return HostTimes(handover_s + computing_s, token_s, max(_LEAST_S, token_rank_s), max(adapters))
+
+
+@torch.inference_mode()
+def measure_device(
+    model: RankModel, arena: Tensor, steps: Stream, block_size: int, most_tokens: int
+) -> tuple[tuple[int, float], ...]:
+    """Return (tokens, seconds) of a layer in prefills of some lengths.
+
+    That is what more layers take longer than one: beside a layer a step has an embedding, a last norm and a wait, which
+    on a GPU take as long as a layer of few tokens.
+    """
+    geometry = model.geometry
+    most_layers = min(_DEVICE_LAYERS, geometry.layers)
+    decoders = {layers: model.decoder.cut(layers) for layers in (1, most_layers)}
+    kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
+    times: list[tuple[int, float]] = []
+    for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
+        blocks = -(-tokens // block_size)
+        if times and (sum(seconds for _, seconds in times) > _DEVICE_S or blocks > len(arena)):
+            break
+        sequence = SequenceState(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
+        sequence.add_blocks(BlockId(block) for block in range(blocks))
+        batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_size, arena.device)
+        batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))
+        best_s = dict.fromkeys(decoders, inf)
+        for layers in list(decoders) * _DEVICE_REPEATS:
+            start_s = time.monotonic()
+            decoders[layers].forward(batch, kv[:layers], logits=False)
+            steps.mark().wait()
+            best_s[layers] = min(best_s[layers], time.monotonic() - start_s)
+        layer_s = best_s[1]
+        if most_layers > 1:
+            more_s = (best_s[most_layers] - layer_s) / (most_layers - 1)
+            layer_s = min(layer_s, max(more_s, layer_s / 3))  # of one layer's step it is more, whatever the noise
+        times.append((tokens, layer_s))
+    return tuple(times)
+
+
+def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Return the slope and the start of a line through points; neither is negative."""
+    at, seconds = np.array(list(points)).T
+    slope, start = np.polyfit(at, seconds, 1)
+    return max(0.0, float(slope)), max(0.0, float(start))
+
+
+def _measure_copy(arena: Tensor, host: Tensor) -> float:
+    """Return the bytes per second of copies from host to device."""
+    blocks = min(_COPY_BLOCKS, len(arena), len(host))
+    arena[:blocks].copy_(host[:blocks])
+    start_s = time.monotonic()
+    arena[:blocks].copy_(host[:blocks])
+    return arena[:blocks].nbytes / (time.monotonic() - start_s)

@@ -1,0 +1,291 @@
+"""How many blocks a rank's arenas get.
+
+On a GPU, first steps compile kernels and measure what the largest step takes.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count, takewhile
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from lorikeet.config import ConfigError, EngineSettings, Settings
+from lorikeet.core.executor import ExecutorError
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.plan import KernelForm, SequenceStart
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, kv_view
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.memory.adapter_blocks import AdapterLayout
+from lorikeet.memory.packing import pack
+from lorikeet.presets import resolve_preset
+from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
+from lorikeet.worker.batch import SequenceState as RankSequence
+from lorikeet.worker.decode_graphs import build_graphs, padded_rows
+from lorikeet.worker.rank_setup import RankModel
+
+_RANKS = (16, 32, 64)
+"""There are tiles of these; of larger ranks there are several."""
+_MANY_ROWS = 17
+"""Of one adapter: its tiles are larger then, for all that share the step, and their number tells how sums are split."""
+
+
+def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
+    """Return the most bytes that a step takes on the model's GPU. Steps of all kinds follow, for their kernels.
+
+    Args:
+        model: computes.
+        engine: limits of a step.
+        rank: of adapters; 0 for none.
+        longest_tokens: of a sequence.
+    """
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before_bytes = torch.cuda.memory_allocated(model.device)
+    arena_bytes = run_step(model, engine, rank, largest_step(engine, longest_tokens))
+    torch.cuda.synchronize(model.device)
+    taken_bytes = torch.cuda.max_memory_allocated(model.device) - before_bytes - arena_bytes
+    compile_kernels(model, engine, rank, longest_tokens)
+    torch.cuda.synchronize(model.device)
+    torch.cuda.empty_cache()
+    return taken_bytes
+
+
+def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
+    """Return prompts of as many tokens and sequences as a step may have, the first as long as can be."""
+    lengths: list[int] = []
+    tokens, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
+    while tokens and len(lengths) < sequences:
+        others = min(sequences - len(lengths) - 1, tokens - 1)
+        lengths.append(min(tokens - others, longest_tokens))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> None:
+    """Run steps for which kernels may differ: by tokens, by sequences, and by number and ranks of adapters.
+
+    Args:
+        model: computes.
+        engine: limits of a step.
+        rank: of the largest adapters; 0 for none.
+        longest_tokens: of a sequence.
+    """
+    most_tokens = min(engine.max_num_batched_tokens, longest_tokens)
+    most_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+    most_others = min(most_rows - 1, most_tokens - _MANY_ROWS)
+    ranks = sorted({min(ranks, rank) for ranks in (0, *_RANKS, rank)})
+    for each in ranks:
+        for tokens in _multiples(2, 4 if each else 2, most_tokens):
+            run_step(model, engine, each, [tokens])
+        for others in _multiples(1, 2, most_others) if each and most_others > 0 else ():
+            run_step(model, engine, each, [_MANY_ROWS, *[1] * others])
+    for rows in sorted({min(padded_rows(rows), most_rows) for rows in range(1, most_rows + 1)}):
+        for each in ranks:
+            run_decodes(model, engine, each, rows, longest_tokens)
+    for rows in _multiples(1, 2, most_rows):
+        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # as those that are edited are floats
+        model.kernels.choose(logits, _drawn(rows).on(model.device))
+
+
+def _multiples(least: int, factor: int, most: int) -> list[int]:
+    """Return a number, what comes of multiplying it again and again, and the most."""
+    return [*takewhile(lambda number: number < most, (least * factor**times for times in count())), most]
+
+
+def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]) -> int:
+    """Prefill sequences, each under an adapter of its own of all modules, and choose a token for each.
+
+    The adapters lie in the same blocks, but no kernel knows that: einsums pad and copy all of them.
+
+    Args:
+        model: computes.
+        engine: settings.
+        rank: of the adapters; 0 for none.
+        lengths: tokens of each sequence.
+
+    Returns:
+        Bytes of an arena of its own, which is gone again.
+    """
+    arena, rows, adapters = _sequences(model, engine, rank, lengths)
+    batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
+    geometry = model.geometry
+    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
+    logits = model.decoder.forward(batch, kv)
+    model.kernels.choose(logits, _drawn(len(lengths)).on(model.device))
+    return arena.nbytes
+
+
+def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: int, longest_tokens: int) -> None:
+    """Decode as graphs do, which have other tables: under one adapter, two, four and so on, the last one for the rest.
+
+    Where no graphs are used, this is a step of :func:`run_step`.
+
+    Args:
+        model: computes.
+        engine: settings.
+        rank: of the adapters; 0 for none.
+        sequences: how many.
+        longest_tokens: of a sequence; if its decodes are graphs of their own, these follow.
+    """
+    arena, rows, adapters = _sequences(model, engine, rank, [1] * sequences)
+    device: Any = EagerDevice()
+    is_einsum = _form(engine) is KernelForm.EINSUM
+    graphs = None if is_einsum else build_graphs(engine, model, arena, device, longest_tokens)
+    if graphs is None:
+        run_step(model, engine, rank, [1] * sequences)
+        return
+    names = [row.sequence.adapter for row in rows]
+    for adapters_used in sorted({*_multiples(1, 2, sequences), max(1, sequences - 1)} if rank else {sequences}):
+        for i, row in enumerate(rows):
+            row.sequence.adapter = names[min(i, adapters_used - 1)]
+        graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
+    if not rank and longest_tokens > LONG_TOKENS:
+        rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_size))  # type: ignore[arg-type]
+        graphs.start(rows, None, _drawn(sequences))
+    graphs.close()
+
+
+class EagerDevice:
+    """A device that does the work of a graph once instead of capturing it, and copies nothing.
+
+    All that graphs read is zero: rows that stand for no sequence.
+    """
+
+    has_graphs = True
+
+    @property
+    def steps(self) -> "EagerDevice":
+        """Itself."""
+        return self
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Leave the target as it is."""
+
+    def register(self, memory: Tensor) -> Callable[[], None]:
+        """Return what does nothing."""
+        return lambda: None
+
+    def capture(self, work: Callable[[], None]) -> "EagerDevice":
+        """Do the work; what is returned is not to be replayed."""
+        work()
+        return self
+
+
+def _form(engine: EngineSettings) -> KernelForm:
+    return resolve_preset(engine.preset)[1].kernel_form
+
+
+def _sequences(
+    model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]
+) -> tuple[Tensor, list[BatchRow], dict[AdapterDigest, LoraWeights]]:
+    """Return an arena, sequences with blocks in it that are prefilled, and their adapters, all in the same blocks."""
+    geometry = model.geometry
+    elements = geometry.block_elements(engine.block_size)
+    packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
+    blocks = [-(-tokens // engine.block_size) for tokens in lengths]
+    arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
+    rows, first = [], packing.blocks
+    for i, (tokens, own_blocks) in enumerate(zip(lengths, blocks, strict=True)):
+        digest = AdapterDigest(str(i)) if rank else None
+        start = SequenceStart(RequestId(str(i)), [0] * tokens, tokens, SamplingParams(max_tokens=1), digest)
+        sequence = RankSequence(start)
+        sequence.add_blocks(range(first, first + own_blocks))  # type: ignore[arg-type]
+        rows.append(BatchRow(sequence, 0, tokens, samples=True))
+        first += own_blocks
+    layout, names = AdapterLayout(packing, geometry), [row.sequence.adapter for row in rows]
+    adapters = {name: layout.weights(range(packing.blocks), arena) for name in names if name is not None}
+    return arena, rows, adapters
+
+
+def _drawn(rows: int) -> SamplingTensors:
+    """Return parameters for tokens that are drawn among few."""
+    ones, numbers = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
+    return SamplingTensors(ones, 2 * numbers, ones / 2, ones / 2, numbers, numbers)
+
+
+_SHARE_OF_FREE = 0.4
+"""Of a CPU's memory."""
+_CPU_BYTES = 4 * 2**30
+_ADAPTER_BYTES = 4 * 2**30
+_SMALLEST_RANK, _LARGE_RANK = 8, 128
+
+
+def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
+    """Return how many blocks this rank's arena gets.
+
+    ``memory_bytes`` if given. Else a share of a CPU's free memory, or what weights and the largest step leave of
+    ``gpu_memory_utilization`` of a GPU, but no more than all running sequences could fill at full length beside some adapters,
+    and on a CPU, whose memory others want too, no more than 4 GiB or the least that works.
+
+    Raises:
+        ConfigError: that cannot hold the longest sequence and a small adapter.
+        ExecutorError: the device cannot run the largest step.
+    """
+    engine = settings.engine
+    step_bytes = measured_step_bytes(settings, model, longest_tokens)
+    block_bytes = model.geometry.block_bytes(engine.block_size)
+    sequence_blocks = -(-longest_tokens // engine.block_size)
+    least_blocks = sequence_blocks + _adapter_blocks(settings, model.geometry, _SMALLEST_RANK)
+    if engine.memory_bytes:
+        blocks = engine.memory_bytes // block_bytes
+    else:
+        useful_bytes = engine.max_num_seqs * sequence_blocks * block_bytes + _ADAPTER_BYTES
+        if model.device.type == "cpu":
+            free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _SHARE_OF_FREE)
+            useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
+        else:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
+            free_bytes = share_left_bytes(engine.gpu_memory_utilization, total_bytes, free_bytes, step_bytes)
+        blocks = min(free_bytes, useful_bytes) // block_bytes
+    if blocks < least_blocks:
+        raise ConfigError(
+            f"an arena of {blocks * block_bytes:,} bytes is too small: one sequence of {longest_tokens} tokens and a "
+            f"small adapter take {least_blocks * block_bytes:,}; raise memory_bytes or lower max_model_len"
+        )
+    return blocks
+
+
+def host_arena_blocks(settings: Settings, model: RankModel) -> int:
+    """Return how many blocks this rank's host arena gets; none unless a size is given."""
+    return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_size)
+
+
+def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:
+    """Return what is left of a share of a GPU beside whatever is on it, this server's or not, and steps.
+
+    Those that are called take ``step_bytes`` at most, and graphs as much again: theirs are smaller, but they keep it.
+    """
+    return max(0, int(share * total_bytes) - (total_bytes - free_bytes) - 2 * step_bytes)
+
+
+def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:
+    """Run steps on this rank's GPU and return what the largest takes, 0 on a CPU. Every rank must call this.
+
+    With them kernels are compiled and libraries loaded: what cannot be used says so before there are requests.
+
+    Raises:
+        ExecutorError: it cannot be run.
+    """
+    if model.device.type == "cpu":
+        return 0
+    rank = (settings.adapters.max_rank or _LARGE_RANK) if settings.adapters.enabled else 0
+    try:
+        return measure_step_bytes(model, settings.engine, rank, longest_tokens)
+    except Exception as error:  # of torch, of Triton's compiler or of a library's
+        raise ExecutorError(
+            f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences cannot be "
+            f"run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
+    if not settings.adapters.enabled:
+        return 0
+    ranks = dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers)
+    try:
+        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_size)).blocks
+    except ValueError as error:
+        raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error

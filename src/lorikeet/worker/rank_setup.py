@@ -1,0 +1,150 @@
+"""What a rank needs before its first step: its share of the model, and an arena."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorikeet.config import ConfigError, EngineSettings, Settings
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.process_tuning import keep_freed_memory
+from lorikeet.kernels import huge_pages
+from lorikeet.kernels.backends import choose_kernels
+from lorikeet.kernels.base import Kernels
+from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.decoder import Decoder
+from lorikeet.models.loading import load_weights
+from lorikeet.models.parallel import RankGroup
+from lorikeet.models.weights import DecoderWeights, pack_weights
+from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
+from lorikeet.worker.merging import Merger, linear_bytes
+
+_DEVICES = ("cpu", "cuda")
+_PRISTINE_SHARE_OF_FREE = 0.5
+"""Of a CUDA device: pristine weights that would take more stay on the host, and leave the rest to the arena."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank's share of the model.
+
+    Attributes:
+        config: the whole model's.
+        decoder: the rank's share.
+        kernels: the backend that computes.
+        dtype, device: of weights, KV and adapters.
+        geometry: sizes of the rank's share.
+        merger: changes the decoder's weights; None if the preset never merges.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    geometry: ModelGeometry
+    merger: Merger | None = None
+
+
+def load_rank(
+    settings: Settings, folder: Path, group: RankGroup, progress: Callable[[str, int, int], None] | None = None
+) -> RankModel:
+    """Load one rank's share of the model.
+
+    Raises:
+        ConfigError: dtype, device or preset is unknown.
+        ModelConfigError: the model is not supported, or does not split over the ranks.
+        WeightError: the weights do not fit the config.
+    """
+    config = read_model_config(folder)
+    config.check_divides(group.size)
+    dtype, device = _dtype(settings, config), rank_device(settings, group.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
+        gc.collect()  # engines of this process that were closed give their memory back
+        torch.cuda.empty_cache()
+    else:
+        keep_freed_memory()
+    weights = load_weights(
+        folder,
+        config,
+        dtype,
+        device,
+        rank=group.rank,
+        tensor_parallel=group.size,
+        load_format=settings.model.load_format,
+        progress=progress,
+    )
+    try:
+        kernels = choose_kernels(settings.engine.kernels, dtype, device)
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from error
+    _, preset = resolve_preset(settings.engine.preset)
+    merges = preset.batching_mode in MERGING_MODES
+    packed = pack_weights(weights, kernels, keep_plain=merges)
+    geometry = config.geometry(dtype.itemsize, group.size)
+    merger = None
+    if merges:
+        place = _pristine_place(weights, device, preset.merge_by)
+        merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
+    return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
+
+
+def rank_device(settings: Settings, rank: int) -> torch.device:
+    """Return where a rank computes.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    name = settings.engine.device
+    if name not in _DEVICES:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
+    if name == "cuda" and torch.version.cuda is None:
+        raise ConfigError(f"device: torch {torch.__version__} is a build without CUDA; install one with it")
+    if name == "cuda" and torch.cuda.device_count() <= rank:
+        raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def max_model_len(settings: Settings, config: ModelConfig) -> int:
+    """Return the longest sequence to serve.
+
+    Raises:
+        ConfigError: more is asked for than the model was made for.
+    """
+    asked = settings.model.max_model_len
+    if asked > config.context_tokens:
+        raise ConfigError(f"max_model_len: {asked} is more than the model's {config.context_tokens}")
+    return asked or config.context_tokens
+
+
+def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
+    """Return the arena, ``[blocks, elements]``.
+
+    On a CPU it is zero and page-aligned, and taken only as it is touched unless the settings say otherwise.
+    """
+    elements = model.geometry.block_elements(engine.block_size)
+    if model.device.type != "cpu":
+        return torch.zeros(blocks, elements, dtype=model.dtype, device=model.device)
+    arena = huge_pages.allocate(blocks * elements, model.dtype).view(blocks, elements)
+    return arena.zero_() if engine.touch_memory else arena
+
+
+def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
+    name = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+    try:
+        return torch_dtype(name)
+    except ValueError as error:
+        raise ConfigError(f"dtype: {error}") from error
+
+
+def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:
+    """Return where pristine weights are kept: on the device if they fit, but models that are swapped on the host."""
+    if device.type == "cpu":
+        return device
+    fits = linear_bytes(weights) <= _PRISTINE_SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
+    return device if fits and merge_by is MergeBy.DELTA else torch.device("cpu")

@@ -1,0 +1,240 @@
+"""From logits to tokens: what each request asks for, around ``Kernels.choose``.
+
+Order of the steps: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
+then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
+``min_tokens`` comes before the penalties.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lorikeet.core.plan import Token
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.tensors import to_device
+from lorikeet.worker.batch import GrowingInts, Ints
+
+Choose = Callable[[Tensor, SamplingTensors], Tensor]
+"""``Kernels.choose``."""
+
+
+class Sampled(Protocol):
+    """What the sampler must know of a sequence.
+
+    Attributes:
+        sampling: how its token is chosen.
+        token_ids: prompt and outputs so far; their number is the new token's position.
+        prompt_tokens: how many of them are prompt.
+    """
+
+    sampling: SamplingParams
+    token_ids: GrowingInts
+    prompt_tokens: int
+
+
+class Bias(NamedTuple):
+    """What is added to logits: ``values`` (fp32) to those of ``token_ids`` (int64), which may repeat."""
+
+    token_ids: Ints
+    values: NDArray[np.float32]
+
+
+class _Rows(NamedTuple):
+    """What is known of the sequences of a batch, whichever tokens they have come to.
+
+    Attributes:
+        sequences: in the order of their logits.
+        chosen: parameters of all rows; those that are edited are greedy here, to see whether they are finite.
+        edited: rows whose logits are edited, ascending.
+        chosen_edited: parameters of these, None if there are none.
+        biases: of these.
+        held: those of them that are edited only until they have ``min_tokens``.
+        reported: rows that want log probabilities.
+    """
+
+    sequences: tuple[Sampled, ...]
+    chosen: SamplingTensors
+    edited: tuple[int, ...]
+    chosen_edited: SamplingTensors | None
+    biases: tuple[Bias, ...]
+    held: tuple[int, ...]
+    reported: tuple[int, ...]
+
+
+class Sampler:
+    """Chooses the tokens of one step after another.
+
+    The same sequences decode together for many steps, so what they ask for is turned into tensors only when
+    others come.
+
+    Args:
+        choose: ``Kernels.choose``.
+    """
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+        self._rows = _prepare(())
+
+    def sample(
+        self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
+    ) -> list[Token | None]:
+        """Choose one token per row; None for a row whose largest logit, as it is or as edited, is not finite.
+
+        Args:
+            logits: ``[S, vocab]`` of any floating dtype; not changed.
+            sequences: in the order of the logits.
+            chosen: what ``choose`` with :meth:`parameters` has returned, where that has been asked already.
+        """
+        if not sequences:
+            return []
+        rows = self._rows_of(sequences)
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        if chosen is None:
+            rows.chosen.position.numpy()[:] = positions
+            chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
+        token_ids = list(chosen)
+        if rows.chosen_edited is not None:
+            rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
+            edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
+            for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
+                edit_logits(edited_row, sequences[i], bias)
+            chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
+            for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
+                token_ids[i] = -1 if token_ids[i] < 0 else token_id
+        tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
+        reported = [i for i in rows.reported if tokens[i] is not None]
+        asked = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
+        for i, token in zip(reported, _with_logprobs(logits, reported, asked), strict=True):
+            tokens[i] = token
+        return tokens
+
+    def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
+        """Return how the tokens of sequences are chosen, positions aside; those that are edited are greedy in it."""
+        return self._rows_of(sequences).chosen
+
+    def needs_nothing_more(self, sequences: Sequence[Sampled]) -> bool:
+        """Whether ``choose`` with these parameters is all that these sequences want, now and later."""
+        rows = self._rows_of(sequences)
+        return not rows.edited and not rows.reported
+
+    def _rows_of(self, sequences: Sequence[Sampled]) -> _Rows:
+        known = self._rows
+        same = len(known.sequences) == len(sequences) and all(map(is_, known.sequences, sequences))
+        if not same or not all(_is_held(sequences[i]) for i in known.held):
+            self._rows = _prepare(sequences)
+        return self._rows
+
+
+def bias_of(params: SamplingParams) -> Bias:
+    """Return ``params.logit_bias`` as arrays."""
+    token_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
+    return Bias(token_ids, np.array([addend for _, addend in params.logit_bias], dtype=np.float32))
+
+
+def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
+    """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
+
+    Token ids outside of the vocabulary have no effect.
+    """
+    params = sequence.sampling
+    token_ids = sequence.token_ids.values
+    outputs = token_ids[sequence.prompt_tokens :]
+    if len(bias.token_ids):
+        addends = bias.values[_is_within(bias.token_ids, logits)]
+        logits.index_add_(0, _indices(bias.token_ids, logits), _values(addends, logits))
+    if params.repetition_penalty != 1.0:
+        seen = _indices(np.unique(token_ids), logits)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and len(outputs):
+        ids, counts = np.unique(outputs, return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
+        logits[_indices(ids, logits)] -= _values(penalty, logits)
+    if _is_held(sequence):  # last, since a penalty of 0 would make NaN of -inf
+        logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
+
+
+def _prepare(sequences: Sequence[Sampled]) -> _Rows:
+    asked = [sequence.sampling for sequence in sequences]
+    always = {i for i, params in enumerate(asked) if _edits(params)}
+    held = {i for i, sequence in enumerate(sequences) if _is_held(sequence)} - always
+    edited = tuple(sorted(always | held))
+    chosen, chosen_edited = _parameters(asked), None
+    if edited:
+        chosen_edited = SamplingTensors(*(values[list(edited)] for values in chosen))
+        chosen.temperature[list(edited)] = 0.0
+    reported = tuple(i for i, params in enumerate(asked) if params.logprobs is not None)
+    biases = tuple(bias_of(asked[i]) for i in edited)
+    return _Rows(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
+
+
+def _parameters(asked: Sequence[SamplingParams]) -> SamplingTensors:
+    seeds = np.array([params.seed & (2**64 - 1) for params in asked], dtype=np.uint64)
+    return SamplingTensors(
+        temperature=torch.tensor([params.temperature for params in asked], dtype=torch.float32),
+        top_k=torch.tensor([params.top_k for params in asked], dtype=torch.int64),
+        top_p=torch.tensor([params.top_p for params in asked], dtype=torch.float32),
+        min_p=torch.tensor([params.min_p for params in asked], dtype=torch.float32),
+        seed=torch.from_numpy(seeds.view(np.int64)),
+        position=torch.zeros(len(asked), dtype=torch.int64),
+    )
+
+
+def _edits(params: SamplingParams) -> bool:
+    """Whether the logits change, whatever came before."""
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def _is_held(sequence: Sampled) -> bool:
+    """Whether ``min_tokens`` still forbids stop tokens."""
+    params = sequence.sampling
+    return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
+
+
+def _with_logprobs(logits: Tensor, rows: Sequence[int], asked: Sequence[tuple[int, int]]) -> list[Token]:
+    """Return tokens with log probabilities; a device is waited for once all have been computed.
+
+    Each row is computed alone, since torch sums a row of several in another order.
+
+    Args:
+        logits: ``[S, vocab]``.
+        rows: of the logits.
+        asked: for each of them the token that was chosen, and how many of the most likely ones to name.
+    """
+    if not rows:
+        return []
+    of_chosen, most_likely = [], []
+    for row, (token_id, alternatives) in zip(rows, asked, strict=True):
+        logprobs = logits[row].float().log_softmax(dim=-1)
+        of_chosen.append(logprobs[token_id])
+        most_likely.append(logprobs.topk(min(alternatives, len(logprobs))))
+    ids = iter(torch.cat([best.indices for best in most_likely]).tolist())
+    values = iter(torch.cat([best.values for best in most_likely]).tolist())
+    return [
+        Token(token_id, logprob, tuple(islice(zip(ids, values, strict=True), len(best.values))))
+        for (token_id, _), logprob, best in zip(asked, torch.stack(of_chosen).tolist(), most_likely, strict=True)
+    ]
+
+
+def _is_within(ids: Ints, logits: Tensor) -> NDArray[np.bool_]:
+    return (ids >= 0) & (ids < len(logits))
+
+
+def _indices(ids: Ints, logits: Tensor) -> Tensor:
+    return to_device(torch.from_numpy(ids[_is_within(ids, logits)]), logits.device)
+
+
+def _values(values: NDArray[Any], logits: Tensor) -> Tensor:
+    return to_device(torch.from_numpy(values).to(logits.dtype), logits.device)

@@ -1,0 +1,370 @@
+"""Tensor-parallel ranks above 0: the processes that follow rank 0 in lock-step, and rank 0's side of them."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import torch
+
+from lorikeet.config import Settings
+from lorikeet.core.executor import ExecutorError
+from lorikeet.core.plan import StepPlan, TransferDone
+from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.memory.host_arena import HostArena
+from lorikeet.models.parallel import DistributedRankGroup, RankGroup
+from lorikeet.presets import resolve_preset
+from lorikeet.worker.host_lora.assisted_step import HostLoraFollower
+from lorikeet.worker.host_lora.ring import Ring, RingShape
+from lorikeet.worker.host_lora.start import wanted_workers
+from lorikeet.worker.memory_profiling import measured_step_bytes
+from lorikeet.worker.rank import Rank, sampling_steps
+from lorikeet.worker.rank_setup import allocate_arena, load_rank, max_model_len
+from lorikeet.worker.threads import CpuBudget, requested_threads
+from lorikeet.worker.transfer.finished import FinishedTransfers
+from lorikeet.worker.transfer.loader import start_loader_process
+from lorikeet.worker.transfer.transfers import TransferManager
+
+_LOG = logging.getLogger(__name__)
+
+
+class ArenaSizes(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: its arenas have so many blocks."""
+
+    device_blocks: int
+    host_blocks: int
+
+
+class RunPlan(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: run this plan."""
+
+    plan: StepPlan
+
+
+class StopRank(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: end."""
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: it has reached the next stage of its start."""
+
+
+class TransferEnded(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: a transfer has ended."""
+
+    done: TransferDone
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: its last words."""
+
+    error: str
+
+
+ToRank = ArenaSizes | RunPlan | StopRank
+FromRank = RankReady | TransferEnded | RankFailed
+TO_RANK = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK = msgspec.msgpack.Decoder(FromRank)
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What joins the ranks, by device."""
+
+
+def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int, meet_at: str) -> None:
+    """Be rank ``rank`` until told to stop, or until rank 0 is gone. The body of a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 decides what it means
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    report = _Reporter(connection)
+    try:
+        _serve(connection, report, settings, folder, rank, meet_at)
+    except EOFError:
+        _LOG.info("rank %d: rank 0 has gone", rank)
+    except Exception as error:
+        _LOG.exception("rank %d", rank)
+        report(RankFailed(f"{type(error).__name__}: {error}"))
+        # Threads or collectives may hang by now; nothing is left here that could be saved.
+        os._exit(1)
+
+
+def _serve(
+    connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, meet_at: str
+) -> None:
+    engine = settings.engine
+    cores = CpuBudget(requested_threads(engine.threads))
+    loader = start_loader_process()
+    report(RankReady())
+    group = DistributedRankGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
+    model = load_rank(settings, folder, group)
+    report(RankReady())
+    measured_step_bytes(settings, model, max_model_len(settings, model.config))
+    message = TO_RANK.decode(connection.recv_bytes())
+    if not isinstance(message, ArenaSizes):
+        return
+    arena = allocate_arena(model, message.device_blocks, engine)
+    transfers = TransferManager(
+        arena,
+        message.host_blocks,
+        model.geometry,
+        rank,
+        group.size,
+        loader,
+        engine,
+        lambda done: report(TransferEnded(done)),
+    )
+    transfers.loader.wait_until_ready()
+    report(RankReady())
+    host_lora = None
+    if wanted_workers(engine, resolve_preset(engine.preset)[1]):
+        host_lora = _join_ring(connection, transfers, rank)
+    own = Rank(model, arena, engine.block_size, transfers, cores, host_lora)
+    with frozen_gc():
+        while isinstance(message := TO_RANK.decode(connection.recv_bytes()), RunPlan):
+            follow(own, message.plan, group)
+    if host_lora is not None:
+        host_lora.close()
+    transfers.close()
+    cores.close()
+    group.close()
+
+
+def _join_ring(connection: Connection, transfers: TransferManager, rank: int) -> HostLoraFollower:
+    """Give rank 0 this rank's host tier, and follow it in its ring from now on."""
+    send_handle(connection, transfers.host_arena.fd, os.getppid())
+    shape = msgspec.msgpack.decode(connection.recv_bytes(), type=RingShape)
+    ring = Ring.attached(recv_handle(connection), shape)
+    transfers.on_arrival = partial(ring.note_arrived, rank)
+    return HostLoraFollower(ring, rank)
+
+
+def follow(rank: Rank, plan: StepPlan, group: RankGroup) -> None:
+    """Run a plan as rank 0 does, with the tokens that rank 0 samples."""
+    rank.apply(plan)
+    steps = sampling_steps(plan)
+    with rank.at_work(plan):
+        for ran in range(plan.repeat if plan.sequences else 0):
+            rank.forward(plan, ran, logits=False)
+            told = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
+            rank.append(steps, told[1:])
+            if not told[0]:
+                break
+
+
+class _Reporter:
+    """Sends messages to rank 0 from any thread; there may be nobody left to hear them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __call__(self, message: FromRank) -> None:
+        with self._lock, suppress(OSError):
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _end_with_parent() -> None:
+    """A rank must not outlive rank 0, and one that waits inside a collective would not notice."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+_CLOSE_S = 5.0
+
+
+class RankProcesses:
+    """The ranks 1 and above, as rank 0 sees them. They end with this process, however it ends.
+
+    Args:
+        settings: as rank 0 has them.
+        folder: the model's.
+        finished: where the ranks' transfers are counted.
+
+    Attributes:
+        size: ranks in all.
+        group: rank 0's place in the group; None once closed.
+
+    Raises:
+        ExecutorError: a rank did not start.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, finished: FinishedTransfers) -> None:
+        self.size = settings.engine.tensor_parallel
+        self._finished = finished
+        self._device = torch.device("cuda", 0) if settings.engine.device == "cuda" else torch.device("cpu")
+        self._failure: str | None = None
+        self._closing = False
+        self._failed = threading.Event()
+        self._listener: threading.Thread | None = None
+        self.group: DistributedRankGroup | None = None
+        if sys.platform == "linux":
+            # All ranks are on this machine, and its name need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._meeting = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
+        meet_at = f"file://{self._meeting.name}/store"
+        spawn = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(1, self.size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(
+                target=run_rank, args=(theirs, settings, folder, rank, meet_at), name=f"rank-{rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        try:
+            self.wait_until_ready()
+            try:
+                self.group = DistributedRankGroup(0, self.size, meet_at, BACKENDS[settings.engine.device])
+            except RuntimeError:  # a rank may have met the others, failed and gone before they had all met
+                if wait(self._connections, _CLOSE_S):
+                    self.wait_until_ready()
+                raise
+        except BaseException:
+            self.close()
+            raise
+
+    def wait_until_ready(self) -> None:
+        """Block until every rank has reached the next stage of its start.
+
+        Raises:
+            ExecutorError: one has died; the message has its reason.
+        """
+        pending = self._ranks()
+        while pending:
+            for connection in cast("list[Connection]", wait(list(pending))):
+                message, rank = _receive(connection), pending.pop(connection)
+                if isinstance(message, RankFailed):
+                    raise ExecutorError(f"rank {rank} did not start: {message.error}")
+
+    def allocate(self, device_blocks: int, host_blocks: int) -> None:
+        """Let the ranks allocate their arenas.
+
+        Raises:
+            ExecutorError: one could not.
+        """
+        with suppress(OSError):  # one that has ended has said why
+            self._send(ArenaSizes(device_blocks, host_blocks))
+        self.wait_until_ready()
+
+    def host_arenas(self, block_bytes: int) -> list[HostArena]:
+        """Return the memory of the ranks' host tiers, of such blocks; they offer it where prefills are assisted.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        found: list[HostArena] = []
+        try:
+            for connection in self._connections:
+                found.append(HostArena.attached(recv_handle(connection), block_bytes))
+        except (EOFError, OSError, RuntimeError) as error:
+            for arena in found:
+                arena.close()
+            raise ExecutorError(f"rank {len(found) + 1} did not start: {error}") from error
+        return found
+
+    def lead(self, ring: Ring) -> None:
+        """Give the ranks the ring in which rank 0 says who computes what, once they have offered their memory.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        try:
+            self._send(ring.shape)
+            for connection, process in zip(self._connections, self._processes, strict=True):
+                assert process.pid is not None
+                send_handle(connection, ring.fd, process.pid)
+        except OSError as error:
+            raise ExecutorError(f"a rank did not start: {error}") from error
+
+    def watch(self) -> None:
+        """Let the ranks serve, and watch them from now on."""
+        self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
+        self._listener.start()
+
+    def send(self, plan: StepPlan) -> None:
+        """Let every rank begin the plan."""
+        self._send(RunPlan(plan))
+
+    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
+        """Give every rank the tokens of a step, and whether another step follows."""
+        assert self.group is not None
+        self.group.broadcast(torch.tensor([int(go_on), *token_ids], device=self._device))
+
+    def check(self, grace_s: float = 0.0) -> None:
+        """Do nothing if all ranks are well, and still are after ``grace_s``.
+
+        Raises:
+            ExecutorError: one has died; the message says which and why.
+        """
+        if self._failed.wait(grace_s) if grace_s else self._failed.is_set():
+            raise ExecutorError(self._failure)
+
+    def close(self) -> None:
+        """End the ranks; those that do not listen are killed."""
+        self._closing = True
+        if self._listener is not None:
+            stop = msgspec.msgpack.encode(StopRank())
+            for connection in self._connections:
+                with suppress(OSError):  # a rank that has ended need not be told to
+                    connection.send_bytes(stop)
+        for process in self._processes:
+            process.join(_CLOSE_S if self._listener is not None else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if self._listener is not None:
+            self._listener.join()
+        for connection in self._connections:
+            connection.close()
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        self._meeting.cleanup()
+
+    def _ranks(self) -> dict[Connection, int]:
+        return {connection: rank for rank, connection in enumerate(self._connections, start=1)}
+
+    def _send(self, message: ToRank | RingShape) -> None:
+        encoded = msgspec.msgpack.encode(message)
+        for connection in self._connections:
+            connection.send_bytes(encoded)
+
+    def _listen(self) -> None:
+        """Count transfers until every rank has said its last words or ended."""
+        ranks = self._ranks()
+        while ranks:
+            for connection in cast("list[Connection]", wait(list(ranks))):
+                message = _receive(connection)
+                if isinstance(message, TransferEnded):
+                    self._finished.report(message.done)
+                elif isinstance(message, RankFailed):
+                    self._note_failure(ranks.pop(connection), message.error)
+
+    def _note_failure(self, rank: int, error: str) -> None:
+        if self._closing or self._failure is not None:
+            return
+        self._failure = f"rank {rank} has died: {error}"
+        self._failed.set()
+        self._finished.break_off()
+
+
+def _receive(connection: Connection) -> FromRank:
+    """Return a rank's next message; the end of its process counts as one."""
+    try:
+        return FROM_RANK.decode(connection.recv_bytes())
+    except (EOFError, OSError):
+        return RankFailed("it ended without a word")

@@ -1,0 +1,89 @@
+"""Kernels that write down what they are asked, to prove that two batches make the same calls."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, LoraDelta, Weight
+from lorikeet.kernels.sampling import SamplingTensors
+
+Call = tuple[object, ...]
+"""Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
+
+
+class RecordingKernels:
+    """Wraps any backend; computes with it and appends one entry to ``calls`` per kernel call."""
+
+    fits_graphs = False
+    """A replay makes no calls."""
+
+    def __init__(self, inner: Kernels) -> None:
+        self._inner = inner
+        self.name = inner.name
+        self.calls: list[Call] = []
+
+    @property
+    def threads(self) -> int:
+        """The wrapped backend's."""
+        return self._inner.threads
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._inner.threads = threads
+
+    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Not recorded: what is computed is the same anywhere."""
+        return self._inner.apart(cores)
+
+    def pack(self, weight: Tensor) -> Weight:
+        """Not recorded: weights are packed once, before any batch."""
+        return self._inner.pack(weight)
+
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """Not recorded: weights change between batches."""
+        self._inner.repack(weight, packed)
+
+    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
+        """Kernel by kernel, or there would be nothing to record."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """Record shapes, and that of the bias; with adapters their row ranges and form, layer and targets."""
+        call: Call = ("linear", _shape(x), tuple(weight.shape), None if bias is None else _shape(bias))
+        if delta is not None:
+            rows = tuple((segment.start, segment.stop) for segment in delta.lora.segments)
+            call = ("linear with lora", *call[1:], rows, delta.lora.form, delta.layer, *delta.targets.each)
+        self.calls.append(call)
+        return self._inner.linear(x, weight, bias, delta)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Record the shape, and whether something is added."""
+        self.calls.append(("add_norm", _shape(x), delta is not None, eps))
+        return self._inner.add_norm(x, delta, weight, eps)
+
+    def rotary_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+    ) -> None:
+        """Record the shape, and whether heads are normed; the size of the arena says nothing about the work."""
+        self.calls.append(("rotary_store", _shape(qkv), norms is not None))
+        self._inner.rotary_store(qkv, cos, sin, kv, batch, norms)
+
+    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+        """Record the shape, and rows and context of each sequence."""
+        spans = (*batch.row_starts.tolist(), *batch.contexts.tolist())
+        self.calls.append(("attention", _shape(qkv), spans, scale, window))
+        return self._inner.attention(qkv, kv, batch, scale, window)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("silu_mul", _shape(gate_up)))
+        return self._inner.silu_mul(gate_up)
+
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("choose", _shape(logits)))
+        return self._inner.choose(logits, parameters)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
