@@ -22,7 +22,7 @@ from lorikeet.scheduling.policies import ADMISSION
 
 PAGE = Path(__file__).with_name("configuration.md")
 
-_AXES = Preset.__struct_fields__
+_OPTIONS = Preset.__struct_fields__
 _POLICIES: dict[str, Iterable[str]] = {
     "eviction": EVICTION,
     "prefetch": PREFETCH,
@@ -60,7 +60,7 @@ admin_keys = ["change-me"]
 
 The same port by environment: `LORIKEET_SERVER__PORT=8000`. Flags take sizes with units (`--memory 4GiB`), keys of the
 file and the environment take bytes. Flags of vLLM and SGLang with the same meaning are accepted under their names.
-`--no-enable-prefix-caching` stands for the row `lorikeet:plain-no-reuse`; other rows say themselves what becomes of KV.
+`--no-enable-prefix-caching` stands for the preset `lorikeet:plain-no-reuse`; other presets decide that themselves.
 
 ## Other variables
 
@@ -79,7 +79,7 @@ file and the environment take bytes. Flags of vLLM and SGLang with the same mean
 
 def page() -> str:
     """Return the page as it should be."""
-    return _HEAD + "".join(_section(field.name, field.type) for field in msgspec.structs.fields(Settings)) + _rows()
+    return _HEAD + "".join(_section(field.name, field.type) for field in msgspec.structs.fields(Settings)) + _presets()
 
 
 def _section(name: str, struct: type[msgspec.Struct]) -> str:
@@ -93,22 +93,22 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
     return "".join(lines)
 
 
-def _rows() -> str:
-    """Return the table of axes, and that of rows with what differs from the defaults."""
+def _presets() -> str:
+    """Return the table of policy options, and that of presets with what differs from the defaults."""
     meanings, default = _read_docstring(Preset)[1], Preset()
     lines = [
-        f"\n## Rows\n\n`engine.preset` names a system: one choice on every axis. `auto` is `{AUTO_PRESET}` today. Axes may "
-        "be set otherwise\nbehind the name: `vllm-static,adapter_share=0.35`. What the rows are is told in "
-        "[memory.md](memory.md#rows),\n[admission.md](admission.md), [modes.md](modes.md) and, for several replicas, "
-        "[cluster.md](cluster.md#rows).\n\n| axis | default | meaning | values |\n|---|---|---|---|\n"
+        f"\n## Presets\n\n`engine.preset` names a system: one choice for every policy option.\n`auto` is "
+        f"`{AUTO_PRESET}`. Options can be changed behind the name: `vllm-static,adapter_share=0.35`.\nThe presets are "
+        "described in [memory.md](memory.md#presets),\n[admission.md](admission.md), [modes.md](modes.md) and, for several replicas, "
+        "[cluster.md](cluster.md#presets).\n\n| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
-    for axis in _AXES:
-        values = ", ".join(f"`{value}`" for value in CHOICES.get(axis, _POLICIES.get(axis, ())))
-        lines.append(f"| `{axis}` | `{_toml(getattr(default, axis))}` | {meanings[axis]} | {values} |\n")
-    lines.append("\n| row | what differs from the defaults |\n|---|---|\n")
-    for name, row in PRESETS.items():
-        axes = [axis for axis in _AXES if getattr(row, axis) != getattr(default, axis)]
-        choices = ", ".join(f"{axis} `{_toml(getattr(row, axis))}`" for axis in axes)
+    for option in _OPTIONS:
+        values = ", ".join(f"`{value}`" for value in CHOICES.get(option, _POLICIES.get(option, ())))
+        lines.append(f"| `{option}` | `{_toml(getattr(default, option))}` | {meanings[option]} | {values} |\n")
+    lines.append("\n| preset | what differs from the defaults |\n|---|---|\n")
+    for name, preset in PRESETS.items():
+        changed = [option for option in _OPTIONS if getattr(preset, option) != getattr(default, option)]
+        choices = ", ".join(f"{option} `{_toml(getattr(preset, option))}`" for option in changed)
         lines.append(f"| `{name}` | {choices} |\n")
     return "".join(lines)
 

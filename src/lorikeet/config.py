@@ -85,9 +85,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cluster decide that need one.
         memory_bytes: size of the device arena; 0 takes 40 % of a CPU's free memory, but no more than 4 GiB or the least
             that works, or what ``gpu_memory_utilization`` leaves of a GPU's.
-        gpu_memory_utilization: of a GPU's memory, for weights, arena and steps together, whatever else is there included; what
-            the largest step takes is measured at the start, and graphs are given as much again. Of no use with
-            ``memory_bytes``, and on a CPU.
+        gpu_memory_utilization: of a GPU's memory, for weights, arena and steps together, whatever else is there
+            included; what the largest step takes is measured at the start, and graphs are given as much again. Of no
+            use with ``memory_bytes``, and on a CPU.
         host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
         touch_memory: take all of both arenas from the system at the start, not as they fill. The start takes longer;
             requests do not wait for new memory, which a virtual machine can be slow to get.
@@ -96,8 +96,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: tokens of KV in a block.
         max_num_seqs: most sequences that hold blocks at once.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a request
-            that arrives ends the repeat; unless this is 1, plans for whom nobody waits hold up to 32 there.
+        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a
+            request that arrives ends the repeat; unless this is 1, plans for whom nobody waits hold up to 32 there.
         multi_step_limit_s: a repeat ends after this time, on a GPU if somebody waits.
         tensor_parallel: ranks.
         device: ``cpu`` or ``cuda``.

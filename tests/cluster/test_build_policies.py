@@ -1,4 +1,4 @@
-"""From a preset to the policies of a cluster: every preset with a published profile, and what is said where one lacks."""
+"""From a preset to the policies of a cluster: with a published profile, and the error without one."""
 
 import msgspec
 import pytest

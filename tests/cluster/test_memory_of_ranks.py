@@ -33,9 +33,9 @@ RANK_TOKEN_BYTES = HELLO.block_bytes // HELLO.block_size
 def test_an_adapter_takes_the_room_of_as_many_tokens_as_on_each_of_its_ranks(
     engine: EngineSettings, ranks: int
 ) -> None:
-    keeper = cast(EngineSupervisor, SimpleNamespace(replica=ReplicaId("a"), engine_info=HELLO))
+    supervisor = cast(EngineSupervisor, SimpleNamespace(replica=ReplicaId("a"), engine_info=HELLO))
     fleet = Fleet()
-    fleet.join(LiveReplica(keeper).info(engine))
+    fleet.join(LiveReplica(supervisor).info(engine))
     asked = ask("1", 8, "x", known_tokens=100, adapter_bytes=ranks * 10 * RANK_TOKEN_BYTES)
     assert fleet.needed_tokens(asked, fleet.is_warm(asked.adapter)).tolist() == [110]
 

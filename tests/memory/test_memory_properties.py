@@ -1,4 +1,4 @@
-"""Random traffic on tiny tiers, under every preset: accounts exact after every step, nothing mixed up, nobody forgotten.
+"""Random traffic on tiny tiers, under every preset: exact accounts after every step, nothing mixed up or lost.
 
 The scripted executor refuses every plan that would read or move anything but what belongs there.
 """

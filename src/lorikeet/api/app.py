@@ -88,7 +88,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, completions, adapters, adapters, cluster):
+    for routes in (info, completions, adapters, cluster):
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(

@@ -1,7 +1,8 @@
 """What every HTTP request of a server or a router passes before its route.
 
-In this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies. The gate that counts
-accepted sequences and closes for a drain is here too; routes pass it once they know how many sequences a body asks for.
+In this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies. The gate that
+counts accepted sequences and closes for a drain is here too; routes pass it once they know how many sequences a body
+asks for.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""Finds, converts or downloads a model:
-
-from what the user calls it to a folder on this machine. Does not import torch.
-"""
+"""Find, convert or download a model, given what the user calls it. Does not import torch."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Conversations in workloads: traces whose requests share prefixes, scaling their lengths, and prompts that hold the answers
-that were really generated.
-"""
+"""Conversations in workloads: shared prefixes, scaled lengths, and prompts that hold the generated answers."""
 
 from collections.abc import Iterator, Sequence
 

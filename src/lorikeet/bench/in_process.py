@@ -169,7 +169,8 @@ def workload_steps(
     """Run a workload, greedily and with answers of exactly the length asked for, and stop after each turn.
 
     A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
-    that answer is there: what it waits for it is in ``RequestRecord.held_s``. All other requests are sent when they are due,
+    that answer is there: what it waits for it is in ``RequestRecord.held_s``. All other requests are sent when they are
+        due,
     however far behind the engine is.
 
     Args:

@@ -246,7 +246,7 @@ def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
 
 
 def slo_attainment(exchanges: Sequence[RequestRecord], common: Slo) -> float | None:
-    """Return the share of ``exchanges`` that met their limits (see ``RequestRecord.meets``); None if there are no limits."""
+    """Return the share of ``exchanges`` that met their limits; None if there are no limits."""
     if common == Slo() and not any(exchange.slo for exchange in exchanges):
         return None
     return sum(exchange.meets(common) for exchange in exchanges) / len(exchanges)

@@ -150,7 +150,8 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         adapter_rank: of all adapters; 0 for ranks from 8 to 128.
         peers: some of ``PEERS``; none to measure Lorikeet alone.
         pairs: timed runs of each side, taken in turns.
-        max_num_batched_tokens: of a step of Lorikeet's: more than a server's default, as nobody waits for the next token.
+        max_num_batched_tokens: of a step of Lorikeet's: more than a server's default, as nobody waits for the next
+            token.
         dtype: of weights, adapters and KV, on all sides.
         device: ``cpu`` or ``cuda``, for all sides.
         threads: of all sides.

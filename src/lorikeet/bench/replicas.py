@@ -48,8 +48,8 @@ def modelled_replica(settings: Settings, profile: CostProfile) -> StartedReplica
 def build_modelled(settings: Settings, profile: CostProfile) -> ModelledReplica:
     """Build a replica that takes its time from a profile, on a virtual clock.
 
-    With ``engine.num_scheduler_steps`` 1 the engine decides anew after every step, and steps that come out alike are run
-    together; with more it makes plans of several steps as a live engine with these settings does.
+    With ``engine.num_scheduler_steps`` 1 the engine decides anew after every step, and steps that come out alike are
+    run together; with more it makes plans of several steps as a live engine with these settings does.
 
     Args:
         settings: of the engine; ``engine.executor`` is not looked at.

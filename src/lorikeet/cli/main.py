@@ -12,7 +12,7 @@ from lorikeet.cli.console import fail, note
 from lorikeet.cli.generate import generate
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
-from lorikeet.cli.router import route
+from lorikeet.cli.router import router
 from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
 from lorikeet.cli.status import status
@@ -33,7 +33,8 @@ app.command()(chat)
 app.command()(profile)
 app.command()(simulate)
 app.command()(replay)
-app.command()(route)
+app.command("router")(router)
+app.command("route", hidden=True)(router)
 app.command()(status)
 app.command()(train_predictor)
 app.command()(workload)

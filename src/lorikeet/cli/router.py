@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _RANK = re.compile(r"(.*),rank=(\d+)")
 
 
-def route(
+def router(
     backend: Annotated[list[str], typer.Option(help="Address of a server; repeatable.", metavar="URL")],
     lora_modules: Annotated[
         list[str] | None,

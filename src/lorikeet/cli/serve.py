@@ -76,8 +76,8 @@ def build_settings(
     if prefix_caching is False:
         if (preset := settings.engine.preset) != EngineSettings().preset:
             raise ConfigError(
-                f"--no-enable-prefix-caching: preset {preset} says what becomes of KV; --preset {preset},kv_after_finish=dropped "
-                "drops it"
+                f"--no-enable-prefix-caching: preset {preset} decides what happens to KV; to drop it, use "
+                f"--preset {preset},kv_after_finish=dropped"
             )
         tables["engine"]["preset"] = "lorikeet:plain-no-reuse"
         settings = load_settings(tables, config, environment)

@@ -248,9 +248,9 @@ class EngineClient:
         self._give_up(EngineError("the server is shutting down"))
         self._context.destroy(linger=0)
 
-    # --- what the keeper tells -----------------------------------------------------------------------
+    # --- what the supervisor tells -----------------------------------------------------------------------
 
-    def on_outputs(self, keeper: EngineSupervisor, outputs: StepOutputs) -> None:
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
         """Hand tokens and events on."""
         self._streams.take(self._streams.current(ONLY_REPLICA, outputs))
         for event in outputs.adapter_events:
@@ -264,12 +264,12 @@ class EngineClient:
             for on_stats in self._on_stats:
                 on_stats(ONLY_REPLICA, outputs.stats)
 
-    def on_exit(self, keeper: EngineSupervisor, code: int | None) -> None:
+    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Account for a death: requests that saw too many of them end."""
         for handle in self._streams:
             self._streams.died(handle, code)
 
-    def on_restart(self, keeper: EngineSupervisor) -> None:
+    def on_restart(self, supervisor: EngineSupervisor) -> None:
         """Tell the new engine all that the last one knew."""
         self._supervisor.know(self._known.values())
         for handle in self._streams:
@@ -278,7 +278,7 @@ class EngineClient:
         for digest in self._drops:  # after the requests, which may still run under them
             self._supervisor.drop(digest)
 
-    def on_failed(self, keeper: EngineSupervisor, failure: EngineError) -> None:
+    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """Nobody will answer any more."""
         self._give_up(failure)
 

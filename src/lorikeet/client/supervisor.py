@@ -240,19 +240,19 @@ _STOPS_WITHIN_S = 5.0
 class EngineListener(Protocol):
     """Hears of an engine."""
 
-    def on_outputs(self, keeper: "EngineSupervisor", outputs: StepOutputs) -> None:
+    def on_outputs(self, supervisor: "EngineSupervisor", outputs: StepOutputs) -> None:
         """It said what a turn of its loop brought."""
         ...
 
-    def on_exit(self, keeper: "EngineSupervisor", code: int | None) -> None:
+    def on_exit(self, supervisor: "EngineSupervisor", code: int | None) -> None:
         """It is gone with all that it knew; another is about to be started."""
         ...
 
-    def on_restart(self, keeper: "EngineSupervisor") -> None:
+    def on_restart(self, supervisor: "EngineSupervisor") -> None:
         """Another is ready, and knows nothing yet."""
         ...
 
-    def on_failed(self, keeper: "EngineSupervisor", failure: EngineError) -> None:
+    def on_failed(self, supervisor: "EngineSupervisor", failure: EngineError) -> None:
         """There will be none any more."""
         ...
 

@@ -1,6 +1,4 @@
-"""What a prefill assisted by host workers costs, how its rows are cut over them, and whether it beats waiting
-(TOPPINGS).
-"""
+"""Cost of a prefill assisted by host workers, and whether it beats waiting (TOPPINGS)."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -1,6 +1,6 @@
-"""The executor protocol:
+"""The executor protocol: what the engine needs of the part that runs its plans.
 
-what the engine needs of the part that runs its plans. The torch, modelled, paced and scripted executors implement it.
+The torch, modelled, paced and scripted executors implement it.
 """
 
 from collections.abc import Sequence

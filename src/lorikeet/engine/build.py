@@ -198,7 +198,7 @@ def assemble(
     batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
     if preset.batching_mode != "unmerged" and (preset.max_step_adapters or preset.memory_split is MemorySplit.STATIC):
         raise ConfigError(
-            f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step by itself: it goes with "
+            f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step itself: it goes with "
             "neither max_step_adapters nor a static split of the memory"
         )
     if (
@@ -207,8 +207,8 @@ def assemble(
         and preset.kv_after_finish is KvAfterFinish.KEPT
     ):
         raise ConfigError(
-            f"preset {name}: an adapter would leave its part of the memory after its KV alone, and nothing in that part "
-            "makes KV leave the other: a static split goes with dependency_tree=false or kv_after_finish=dropped"
+            f"preset {name}: an adapter would leave its part of the memory after its KV alone, and nothing in that "
+            "part makes KV leave the other: a static split goes with dependency_tree=false or kv_after_finish=dropped"
         )
     scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)

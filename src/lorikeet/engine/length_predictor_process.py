@@ -1,9 +1,9 @@
 """The body of the predictor process: learned predictions of answer lengths, in batches, on one thread.
 
 It is a process of its own so that torch and its arithmetic stay out of the API process, and has a low priority so that
-steps come first. Started as ``python -m lorikeet.engine.length_predictor_process``. Over its standard input come a ``PredictorSetup`` and
-then questions, over its standard output go the answers; it ends when its input does, which is when whoever started it
-has ended, however that was.
+steps come first. Started as ``python -m lorikeet.engine.length_predictor_process``. Over its standard input come a
+``PredictorSetup`` and then questions, over its standard output go the answers; it ends when its input does, which is
+when whoever started it has ended, however that was.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""The fast backend on CPUs:
-
-loads the C++ library that suits this machine and calls its functions with addresses of tensors.
-"""
+"""The fast backend on CPUs: loads the C++ library for this machine and calls it with addresses of tensors."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""The readable backend:
+"""The readable backend: plain torch, on any device.
 
-plain torch, on any device. Other backends are checked against it. Also LoRA by einsum, as dLoRA computes it.
+Other backends are checked against it. Also LoRA by einsum, as dLoRA computes it.
 """
 
 from collections.abc import Iterator, Sequence

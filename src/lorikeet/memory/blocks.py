@@ -1,6 +1,7 @@
 """Blocks of one tier, and what sequences lease of them.
 
-A pool hands out block numbers and checks their return. A sequence lease holds a request's block table and the transfers that it waits for.
+A pool hands out block numbers and checks their return. A sequence lease holds a request's block table and the transfers
+that it waits for.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,8 @@
 """Frees blocks on both tiers by evicting adapters and KV that no request needs.
 
 The eviction policy scores nodes of the tree. A heap per kind of node keeps the lowest scores without sorting all of
-them, the queues of a tier say which nodes may be evicted, and the evictor evicts the lowest until enough blocks are free.
+them, the queues of a tier say which nodes may be evicted, and the evictor evicts the lowest until enough blocks are
+free.
 """
 
 import heapq

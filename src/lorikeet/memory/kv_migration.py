@@ -36,8 +36,8 @@ class KvMigration:
     def begin_export(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
         """Hold the KV that is found for a sequence, and begin to copy to the host what is not there.
 
-        The lease has no block table. When it is ready :meth:`exported_blocks` says what can be read; ``Memory.release`` gives
-        it back.
+        The lease has no block table. When it is ready :meth:`exported_blocks` says what can be read; ``Memory.release``
+        gives it back.
 
         Args:
             adapter: node of the version.

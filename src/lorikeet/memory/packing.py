@@ -1,8 +1,8 @@
-"""Packs an adapter into equal blocks: which block holds which rank rows, in which order groups of layers are transferred,
-and writing the weights there.
+"""Packs an adapter into equal blocks: which block holds which rank rows, and in which order layers load.
 
-Packing is layer-major. Neighbouring layers share a block where one ends and the next begins, so a group of layers is not
-a set of blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS, section 4.1).
+Packing is layer-major. Neighbouring layers share a block where one ends and the next begins, so a group of layers
+is not a set of blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS,
+section 4.1).
 """
 
 from bisect import bisect_left

@@ -1,6 +1,7 @@
 """Reads a checkpoint's JSON files: model configuration, RoPE scaling and end-of-sequence tokens.
 
-Every value is checked as it is read; an error names the file and the key. Imports no torch, so the API process can use it.
+Every value is checked as it is read; an error names the file and the key. Imports no torch, so the API process can use
+it.
 """
 
 import json

@@ -23,8 +23,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         max_model_len: longest sequence.
         num_scheduler_steps: most identical decode steps in one plan.
         multi_step_limit_s: a repeat ends after this time.
-        async_scheduling: whether the executor returns after each step of a repeat, if it can with the next one under way. Then
-            the two above hold while requests wait; plans for whom nobody waits are longer, unless ``num_scheduler_steps`` is 1.
+        async_scheduling: whether the executor returns after each step of a repeat, if it can with the next one under
+            way. Then the two above hold while requests wait; plans for whom nobody waits are longer, unless
+            ``num_scheduler_steps`` is 1.
     """
 
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""Runs a workload through one engine on a virtual clock; what a simulated run returns, with the figures of a cluster."""
+"""Runs a workload through one engine on a virtual clock; the result of a simulated run."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -52,8 +52,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         modules: that the adapters change; assisted are those of q, k and v alone.
         prompt_tokens, output_tokens: numbers or ranges, of requests that are made.
         max_model_len: longest sequence; 0 for the profile's.
-        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here if it is not given. The preset is
-            ``preset``, and what the profile stands for (device, kernels, threads, ranks) cannot be set.
+        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here if it is not given. The
+            preset is ``preset``, and what the profile stands for (device, kernels, threads, ranks) cannot be set.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
         predictor: of the lengths of answers, for policies that look at them: ``oracle:0.8`` is right four times in
             five, ``history`` learns from the answers as they end, ``none`` leaves them the true lengths.

@@ -1,1 +1,1 @@
-"""worker."""
+"""What computes: executors, ranks, transfers between tiers, and LoRA on host cores."""

@@ -1,8 +1,8 @@
 """Transfers without bytes: when each ends, by the time that its parts take.
 
-In each direction (:class:`lorikeet.costs.transfers.LinkDirection`) one transfer goes at a time, the most urgent: those that
-somebody waits for in the order in which they began, then the others. A more urgent one that comes is let through, and
-the rest of what it interrupts goes on afterwards. Live copies give way between blocks; here they do at any time. No
+In each direction (:class:`lorikeet.costs.transfers.LinkDirection`) one transfer goes at a time, the most urgent: those
+that somebody waits for in the order in which they began, then the others. A more urgent one that comes is let through,
+and the rest of what it interrupts goes on afterwards. Live copies give way between blocks; here they do at any time. No
 direction waits for another.
 """
 

@@ -217,8 +217,8 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     """Return how many blocks this rank's arena gets.
 
     ``memory_bytes`` if given. Else a share of a CPU's free memory, or what weights and the largest step leave of
-    ``gpu_memory_utilization`` of a GPU, but no more than all running sequences could fill at full length beside some adapters,
-    and on a CPU, whose memory others want too, no more than 4 GiB or the least that works.
+    ``gpu_memory_utilization`` of a GPU, but no more than all running sequences could fill at full length beside some
+    adapters, and on a CPU, whose memory others want too, no more than 4 GiB or the least that works.
 
     Raises:
         ConfigError: that cannot hold the longest sequence and a small adapter.
@@ -276,8 +276,8 @@ def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: in
         return measure_step_bytes(model, settings.engine, rank, longest_tokens)
     except Exception as error:  # of torch, of Triton's compiler or of a library's
         raise ExecutorError(
-            f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences cannot be "
-            f"run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"
+            f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences "
+            f"cannot be run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""Executors without arithmetic:
+"""Executors without arithmetic: a cost model says how long steps and transfers take.
 
-steps and transfers take as long as a cost model says, on a virtual clock or in real time.
+The modelled executor runs on a virtual clock, the paced one in real time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Measures transfers: adapters from their files, blocks between the tiers, and merging an adapter into the base weights.
+"""Measures transfers: adapters from files, blocks between tiers, merging an adapter into the base weights.
 
 The adapters are random ones, written for the measurement.
 """

@@ -1,1 +1,1 @@
-"""adapters."""
+"""Which adapters each replica holds, and how copies reach it."""

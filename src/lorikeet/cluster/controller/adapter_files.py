@@ -345,7 +345,7 @@ class AdapterFiles:
             for replica_id in holders:
                 placed[replica_id].append(self.carrier.placed(ref.digest, replica_id))
         for replica_id, at_one in placed.items():
-            self._replicas[replica_id].keeper.know(at_one)
+            self._replicas[replica_id].supervisor.know(at_one)
 
     def accept(self, ref: AdapterRef) -> None:
         """A request is there for an adapter, perhaps before anybody has made it known, and after its drop has begun."""
@@ -395,9 +395,9 @@ class AdapterFiles:
         """Stop a replica for good, once its copies are deleted if they are not to stay."""
         try:
             if discard:
-                await self._discard(replica.keeper.replica)
+                await self._discard(replica.supervisor.replica)
         finally:
-            await replica.keeper.close()
+            await replica.supervisor.close()
 
     async def _discard(self, replica_id: ReplicaId) -> None:
         """Delete what a replica has, if it can still be asked to."""
@@ -415,7 +415,7 @@ class AdapterFiles:
         done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
         replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
         if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
-            replica.keeper.know([self.carrier.placed(copy.adapter, replica_id)])
+            replica.supervisor.know([self.carrier.placed(copy.adapter, replica_id)])
         self._do(done, "")
 
     def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:

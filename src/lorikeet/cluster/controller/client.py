@@ -1,4 +1,4 @@
-"""The API process's side of a cluster. It supervises the replicas' engines, sends requests and owns the clients' streams.
+"""The API process's side of a cluster: supervises engines, sends requests, owns the clients' streams.
 
 It has the same interface as the client of one engine. A request whose replica dies continues on another one, from the
 tokens that have arrived here. A request that is migrated does the same, while its old replica goes on with others.
@@ -63,7 +63,7 @@ class ReplicaJoiner:
         """Send a replica requests again that was to leave."""
         replica.is_leaving = False
         if replica.is_joined:
-            self._do(self._dispatcher.reopen(replica.keeper.replica, time.monotonic()))
+            self._do(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
         else:
             await self.join(replica)
 
@@ -73,21 +73,23 @@ class ReplicaJoiner:
             try:
                 await self._try(replica)
             except TransportError as error:
-                if not replica.keeper.alive:
+                if not replica.supervisor.alive:
                     return
-                log.warning("a replica's adapters cannot be listed", replica=replica.keeper.replica, reason=str(error))
+                log.warning(
+                    "a replica's adapters cannot be listed", replica=replica.supervisor.replica, reason=str(error)
+                )
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return
 
     async def _try(self, replica: LiveReplica) -> None:
-        keeper, carrier = replica.keeper, self._files.carrier
+        supervisor, carrier = replica.supervisor, self._files.carrier
         replica.epoch += 1
         epoch = replica.epoch
-        held = await carrier.find(keeper.replica)
-        if not keeper.alive or replica.epoch != epoch or replica.is_leaving:
+        held = await carrier.find(supervisor.replica)
+        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
             return
-        keeper.know(carrier.placed_at(keeper.replica))
+        supervisor.know(carrier.placed_at(supervisor.replica))
         replica.is_joined = True
         self._do(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
 
@@ -106,7 +108,7 @@ def cluster_state(
         held = carrier.placed_at(replica_id)
         return replica_state(
             replica_id,
-            replica.keeper,
+            replica.supervisor,
             is_open=replica_id in dispatcher.fleet.open_index,
             held=len(held),
             held_bytes=sum(ref.weight_bytes for ref in held),
@@ -186,12 +188,12 @@ class ClusterClient:
     @property
     def alive(self) -> bool:
         """Whether any replica is ready right now."""
-        return any(replica.keeper.alive for replica in self._replicas.values())
+        return any(replica.supervisor.alive for replica in self._replicas.values())
 
     @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
         """Every replica by its id, once it has started."""
-        return {replica_id: replica.keeper for replica_id, replica in self._replicas.items() if replica.epoch}
+        return {replica_id: replica.supervisor for replica_id, replica in self._replicas.items() if replica.epoch}
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
         """See ``Engines``: all replicas that the settings ask for, side by side; the progress shown is the first's."""
@@ -301,14 +303,14 @@ class ClusterClient:
     async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
         replica_id = ReplicaId(f"replica-{next(self._numbers)}")
         encoded = msgspec.json.encode(self._settings)
-        keeper = EngineSupervisor(replica_id, self._hosts(replica_id), self._context, encoded, self)
-        replica = self._replicas[replica_id] = LiveReplica(keeper)
+        supervisor = EngineSupervisor(replica_id, self._hosts(replica_id), self._context, encoded, self)
+        replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
-            self._hello = await keeper.start(on_progress)
+            self._hello = await supervisor.start(on_progress)
         except BaseException:
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
-            keeper.host.close()
+            supervisor.host.close()
             if not self._replicas:  # those that were there when this one began are lost
                 self._give_up(EngineError(f"{replica_id} could not be started, and no other replica is there"))
             raise
@@ -354,7 +356,7 @@ class ClusterClient:
         if not replica.is_joined:
             return
         replica.is_joined = False
-        actions, homeless = self._dispatcher.leave(replica.keeper.replica)
+        actions, homeless = self._dispatcher.leave(replica.supervisor.replica)
         todo = [actions]
         for handle in [self._streams[request_id] for request_id in homeless if request_id in self._streams]:
             was_there, handle.replica = handle.replica is not None, None
@@ -364,11 +366,11 @@ class ClusterClient:
         for actions in todo:  # not before: an adapter that is being dropped seems unused while its requests are nowhere
             self._do(actions)
 
-    # --- what keepers tell ---------------------------------------------------------------------------
+    # --- what supervisors tell ---------------------------------------------------------------------------
 
-    def on_outputs(self, keeper: EngineSupervisor, outputs: StepOutputs) -> None:
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
         """Hand tokens and events on, and learn from them."""
-        replica_id, now = keeper.replica, time.monotonic()
+        replica_id, now = supervisor.replica, time.monotonic()
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
             return  # it was removed, or all are, and says its last words
@@ -384,7 +386,7 @@ class ClusterClient:
         if replica.is_joined:
             self._do(self._dispatcher.apply_outputs(replica_id, outputs, now))
             if outputs.stats is not None:
-                told = replica_gauges(replica_id, replica.epoch, outputs.stats, keeper.engine_info.block_size)
+                told = replica_gauges(replica_id, replica.epoch, outputs.stats, supervisor.engine_info.block_size)
                 self._do(self._dispatcher.gauges(told, now))
         for exported_kv in outputs.exported_kv:
             self._moves.exported_kv(exported_kv)
@@ -392,26 +394,26 @@ class ClusterClient:
             for on_stats in self._on_stats:
                 on_stats(replica_id, outputs.stats)
 
-    def on_exit(self, keeper: EngineSupervisor, code: int | None) -> None:
+    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Let its requests go on elsewhere, or wait if there is nowhere."""
-        if (replica := self._replicas.get(keeper.replica)) is not None:
-            log.warning("a replica died", replica=keeper.replica, code=code)
+        if (replica := self._replicas.get(supervisor.replica)) is not None:
+            log.warning("a replica died", replica=supervisor.replica, code=code)
             self._leave(replica, died=True, code=code)
 
-    def on_restart(self, keeper: EngineSupervisor) -> None:
+    def on_restart(self, supervisor: EngineSupervisor) -> None:
         """Send it requests again."""
-        if (replica := self._replicas.get(keeper.replica)) is not None:
+        if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
 
-    def on_failed(self, keeper: EngineSupervisor, failure: EngineError) -> None:
+    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """Go on without it; if it was the last, nobody will answer any more."""
-        replica = self._replicas.pop(keeper.replica, None)
+        replica = self._replicas.pop(supervisor.replica, None)
         if replica is None:
             return
-        log.error("a replica is given up", replica=keeper.replica, reason=str(failure))
+        log.error("a replica is given up", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
-        self._files.lost(keeper.replica)
-        self._tasks.run(keeper.close())  # from a task of its own: the keeper waits for whoever tells this
+        self._files.lost(supervisor.replica)
+        self._tasks.run(supervisor.close())  # from a task of its own: the supervisor waits for whoever tells this
         if self._replicas:
             self._tasks.run(self._place())
         else:
@@ -457,13 +459,13 @@ class ClusterClient:
         request = self._files.with_folder(handle.next_attempt(), replica_id)
         handle.replica, handle.sent_s = replica_id, time.monotonic()
         for message in self._moves.messages(request):
-            self._replicas[replica_id].keeper.send(message)
+            self._replicas[replica_id].supervisor.send(message)
 
     def _abort(self, handle: RequestHandle, is_complete: bool) -> None:
         request_id = handle.request.request_id
         if request_id in self._streams and self._streams[request_id] is handle:
             if handle.replica is not None:
-                self._replicas[handle.replica].keeper.send(Abort(request_id))
+                self._replicas[handle.replica].supervisor.send(Abort(request_id))
             self._moves.forget(request_id)
             self._streams.finish(handle, FinishReason.ABORT)
             if is_complete:

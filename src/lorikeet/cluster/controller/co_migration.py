@@ -1,6 +1,6 @@
-"""Co-migration in a live cluster:
+"""Co-migration in a live cluster: every second, moves the requests that run better elsewhere.
 
-reviews the load every second and moves the requests that run better elsewhere.  Source: B. Wu et al., "dLoRA:
+Source: B. Wu et al., "dLoRA:
 Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section 5.2. What the paper leaves
 open: docs/decisions/comigration.md.
 """

@@ -1,7 +1,7 @@
 """The data path of a cluster: which replica each request goes to, and which adapter must be there before it is sent.
 
-The dispatcher does no I/O. Every call returns :class:`Actions`, which its owner carries out: a live client, the router or
-the simulator.
+The dispatcher does no I/O. Every call returns :class:`Actions`, which its owner carries out: a live client, the router
+or the simulator.
 """
 
 from collections import Counter

@@ -1,7 +1,4 @@
-"""An orchestrator that can be killed at any time:
-
-its state is in the registry, and the controller tells it the rest.
-"""
+"""An orchestrator that can be killed at any time: the registry holds its state, the controller sends the rest."""
 
 import threading
 import uuid

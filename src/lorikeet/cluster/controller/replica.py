@@ -12,15 +12,15 @@ class LiveReplica:
     """A replica from its first start to its last end.
 
     Attributes:
-        keeper: of its engine.
+        supervisor: of its engine.
         epoch: incarnation of the engine; rises with every start.
         is_joined: the dispatcher knows it.
         is_leaving: it is being taken out.
         drops: adapters that its engine was told to drop.
     """
 
-    def __init__(self, keeper: EngineSupervisor) -> None:
-        self.keeper = keeper
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        self.supervisor = supervisor
         self.epoch = 0
         self.is_joined = False
         self.is_leaving = False
@@ -28,9 +28,9 @@ class LiveReplica:
 
     def info(self, engine: EngineSettings) -> ReplicaInfo:
         """Return what the fleet must know of it; ``engine`` has its settings."""
-        engine_info = self.keeper.engine_info
+        engine_info = self.supervisor.engine_info
         return ReplicaInfo(
-            replica=self.keeper.replica,
+            replica=self.supervisor.replica,
             epoch=self.epoch,
             total_tokens=engine_info.total_blocks * engine_info.block_size,
             max_batch=engine.max_num_seqs,
@@ -44,8 +44,8 @@ class LiveReplica:
 
     async def drop(self, adapter: AdapterDigest) -> int:
         """Have its engine forget an adapter that no request uses there; return the bytes freed."""
-        if not self.keeper.alive:
+        if not self.supervisor.alive:
             return 0
         freed = self.drops.begin(adapter)
-        self.keeper.drop(adapter)
+        self.supervisor.drop(adapter)
         return await freed

@@ -87,7 +87,7 @@ class RequestMoves:
         if handle.replica in (None, target) or request_id in self._under_way:
             return False
         assert handle.replica is not None
-        source = self._replicas[handle.replica].keeper
+        source = self._replicas[handle.replica].supervisor
         if with_kv:
             self._under_way[request_id] = _UnderWay(target, time.monotonic())
             source.send(ExportRequest(request_id))

@@ -1,4 +1,4 @@
-"""The co-migration problem: what a review is given, what moving a request takes, the problem as arrays, the plan it returns.
+"""The co-migration problem: the input of a review, the cost of a move, the problem as arrays, the plan.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 section 5.2. What the paper leaves open: docs/decisions/comigration.md.

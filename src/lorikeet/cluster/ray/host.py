@@ -150,7 +150,7 @@ class RayHost:
         options = ray.remote(ReplicaActor).options(
             num_cpus=self._resources.cpus,
             num_gpus=self._resources.gpus,
-            max_restarts=0,  # another engine must be told everything anew, so its keeper asks for it
+            max_restarts=0,  # another engine must be told everything anew, so its supervisor asks for it
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment(self._resources.threads)},
         )

@@ -1,7 +1,4 @@
-"""Token quotas of the size classes:
-
-what each class needs (independent M/M/1 queues), its share, and who holds how much.
-"""
+"""Token quotas of the size classes: what each class needs (independent M/M/1 queues), gets and holds."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

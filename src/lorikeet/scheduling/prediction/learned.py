@@ -195,6 +195,6 @@ class LengthModel:
 def features_of(
     vectors: np.ndarray, centre: np.ndarray, axes: np.ndarray, prompt_tokens: Sequence[int], typical: np.ndarray
 ) -> np.ndarray:
-    """Return what trees look at, (requests, axes + 3) float32; arguments as those of ``LengthModel``, a row for a request."""
+    """Return the features of the trees, ``[requests, axes + 3]`` float32; arguments as in ``LengthModel``."""
     logs = np.log(np.maximum(np.asarray(prompt_tokens, np.float32), 1.0))
     return np.concatenate([(vectors - centre) @ axes.T, logs[:, None], typical], axis=1).astype(np.float32)

@@ -1,6 +1,6 @@
-"""Assisted steps:
+"""Assisted steps: whether host or device computes each layer of an adapter in flight.
 
-who computes each layer of an adapter in flight, the host or the device. Rank 0 decides, other ranks follow.
+Rank 0 decides, other ranks follow.
 """
 
 import time
@@ -234,7 +234,9 @@ _T = TypeVar("_T")
 
 
 class HostLoraFollower:
-    """See the module, and ``assisted_step.HostLoraSide``. It never waits in vain: this process ends with that of rank 0.
+    """Like ``HostLoraLeader``, on the other ranks: follows what rank 0 decided.
+
+    It cannot wait for ever: this process ends with that of rank 0.
 
     Args:
         ring: of rank 0; owned by this object from now on.

@@ -1,7 +1,4 @@
-"""The shared memory of a rank and its host workers:
-
-a ring of slots, tickets that say what they hold, and how both sides wait.
-"""
+"""The shared memory of a rank and its host workers: a ring of slots, and tickets that say what they hold."""
 
 import fcntl
 import mmap

@@ -4,9 +4,10 @@ It is a process of its own so that it takes neither the interpreter nor the thre
 place, from the host arenas, and x and y in the ring that it shares with its rank.
 
 Started as ``python -m lorikeet.worker.host_lora.worker_process FD``, an inherited connection. Over that come a
-:class:`HostWorkerSetup`, the file descriptors of the ring and of each rank's host arena, and then a :class:`BeginStep` for each step
-that needs workers. Between steps it waits for the connection; within one it polls the ring, first without rest, then
-with short naps. The process ends when the connection does, which is when whoever started it has ended, in whatever way.
+:class:`HostWorkerSetup`, the file descriptors of the ring and of each rank's host arena, and then a :class:`BeginStep`
+for each step that needs workers. Between steps it waits for the connection; within one it polls the ring, first without
+rest, then with short naps. The process ends when the connection does, which is when whoever started it has ended, in
+whatever way.
 """
 
 import ctypes

@@ -3,9 +3,9 @@
 It is a process of its own so that reading takes neither the interpreter nor, at its low priority, much of the cores
 from the steps, and so that a file that breaks under its reader ends nothing else.
 
-Started as ``python -m lorikeet.worker.transfer.loader_process FD``, an inherited connection. Over that come a :class:`LoaderSetup`,
-the file descriptor of the host arena, and then reads. The process ends when the connection does, which is when
-whoever started it has ended, however that was.
+Started as ``python -m lorikeet.worker.transfer.loader_process FD``, an inherited connection. Over that come a
+:class:`LoaderSetup`, the file descriptor of the host arena, and then reads. The process ends when the connection does,
+which is when whoever started it has ended, however that was.
 """
 
 import os

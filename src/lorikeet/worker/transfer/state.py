@@ -118,7 +118,7 @@ STAGED_BLOCKS = 8
 
 @dataclass(eq=False)
 class TransferState:
-    """How far a transfer has come; whoever changes it holds the lock of :class:`lorikeet.worker.transfer.transfers.TransferManager`.
+    """How far a transfer has come. Change it only under the lock of ``TransferManager``.
 
     Attributes:
         transfer: what was asked for.
