@@ -16,8 +16,8 @@ from lorikeet.cli.http_client import ServerClient
 from lorikeet.cli.main import app
 from lorikeet.cli.serve import build_settings
 from lorikeet.config import ConfigError, Settings
+from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
-from tests.server.conftest import TEMPLATE, TOKENIZER
 
 runner = CliRunner(env={"COLUMNS": "200"})
 NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}

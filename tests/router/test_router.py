@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from lorikeet.cli.main import app
 from lorikeet.core.ids import RequestId
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
-from tests.gateway.conftest import Start, adapters, events, requests_at, text_of, write_files
-from tests.gateway.scripted import chat_text, words
+from tests.router.conftest import Start, adapters, events, requests_at, text_of, write_files
+from tests.router.scripted import chat_text, words
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

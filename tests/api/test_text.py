@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lorikeet.api.text_processor import IncrementalDetokenizer, StopScanner, TextProcessor
-from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lorikeet.api.text_processor import TextProcessor
-from tests.server.conftest import TOKENIZER, Running, count_calls_off_the_loop
-from tests.server.test_chat import events
+from tests.api.conftest import TOKENIZER, Running, count_calls_off_the_loop
+from tests.api.test_chat import events
 
 URL = "/v1/completions"
 

@@ -12,8 +12,8 @@ import structlog
 from lorikeet.router.adapters import RoutedAdapter, describe_adapter
 from lorikeet.router.backends import Backend, BackendHealth
 from lorikeet.router.proxied_request import COMPLETIONS, MOST_LOSSES
-from tests.gateway.conftest import Start, adapters, events, text_of
-from tests.gateway.scripted import words
+from tests.router.conftest import Start, adapters, events, text_of
+from tests.router.scripted import words
 
 
 def body(model: str = "base", **fields: Any) -> dict[str, Any]:

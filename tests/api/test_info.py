@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lorikeet import __version__
-from tests.server.conftest import TOKENIZER, Running
+from tests.api.conftest import TOKENIZER, Running
 
 
 async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server: Running) -> None:

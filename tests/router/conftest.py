@@ -16,7 +16,7 @@ from lorikeet.router.adapters import RoutedAdapter, describe_adapter
 from lorikeet.router.app import create_app
 from lorikeet.router.proxy import RouterParts
 from lorikeet.router.run import RouterOptions, gateway
-from tests.gateway.scripted import ScriptedBackend
+from tests.router.scripted import ScriptedBackend
 from tests.support.quick_server import serving
 
 

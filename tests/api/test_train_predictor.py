@@ -16,8 +16,8 @@ from lorikeet.engine.length_predictor_process import BatchPredictor
 from lorikeet.engine.length_predictor_training import file_sha256, read_logs
 from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import PredictionRequest, PredictorSetup
+from tests.api.conftest import TOKENIZER
 from tests.models.checkpoints import make_checkpoint
-from tests.server.conftest import TOKENIZER
 
 SHORT, LONG = "What is the capital of France? Name the city.", "Please write a long poem about the sea and its waves."
 

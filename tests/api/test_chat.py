@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from lorikeet.api import errors
 from lorikeet.api.errors import ApiError
 from lorikeet.api.text_processor import ChatTemplate
-from tests.server.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
+from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -11,10 +11,10 @@ import httpx
 
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from tests.gateway.conftest import requests_at, routing, text_of
-from tests.server.conftest import TOKENIZER
-from tests.server.fakes import write_adapter
-from tests.server.test_serve import make_model, serving
+from tests.api.conftest import TOKENIZER
+from tests.api.fakes import write_adapter
+from tests.api.test_serve import make_model, serving
+from tests.router.conftest import requests_at, routing, text_of
 
 TOKENS = 3000
 """So many that an answer is under way for seconds, and is not over when its server is killed."""

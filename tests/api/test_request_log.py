@@ -12,8 +12,8 @@ from lorikeet.api.request_log import RequestLog
 from lorikeet.core.events import AdapterArrived, Admitted, FirstToken, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from tests.server.conftest import Start
-from tests.server.test_chat import CHAT, body, events
+from tests.api.conftest import Start
+from tests.api.test_chat import CHAT, body, events
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

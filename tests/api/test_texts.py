@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
 from lorikeet.models.config import ModelConfigError
-from tests.server.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
-from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
-from tests.server.test_chat import CHAT
+from tests.api.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
+from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.api.test_chat import CHAT
 
 TEXTS = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
 LONG = " ".join(f"hello world {number}" for number in range(50_000))

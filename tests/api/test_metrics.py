@@ -21,8 +21,8 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
-from tests.server.conftest import Running
-from tests.server.test_chat import CHAT, body, events
+from tests.api.conftest import Running
+from tests.api.test_chat import CHAT, body, events
 
 MEMORY = MemoryStats(
     device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),

@@ -19,7 +19,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
 from lorikeet.config import AdapterSettings, ServerSettings, Settings
-from tests.server.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
 TEMPLATE = (

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tests.api.conftest import TEMPLATE, TOKENIZER
+from tests.api.fakes import write_adapter
+from tests.api.test_chat import CHAT, text_of
 from tests.models.checkpoints import make_checkpoint
-from tests.server.conftest import TEMPLATE, TOKENIZER
-from tests.server.fakes import write_adapter
-from tests.server.test_chat import CHAT, text_of
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from lorikeet.api.text_processor import _MOST_COMPOSED, TokenLowerBound
-from tests.server.fakes import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 Change = Callable[[Tokenizer], None]
 

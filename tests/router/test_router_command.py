@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lorikeet.cli.main import app
 from lorikeet.router.proxied_request import COMPLETIONS
 from lorikeet.router.run import RouterOptions, raise_file_limit
-from tests.gateway.scripted import ScriptedBackend, words
+from tests.router.scripted import ScriptedBackend, words
 
 COMMAND = "from lorikeet.cli.main import main; main()"
 runner = CliRunner(env={"COLUMNS": "200"})

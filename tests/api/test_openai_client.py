@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.server.conftest import Running
+from tests.api.conftest import Running
 
 
 @pytest.fixture

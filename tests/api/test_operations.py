@@ -12,8 +12,8 @@ import structlog
 from lorikeet.api.middleware import KeyRing
 from lorikeet.api.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
-from tests.server.conftest import TOKENIZER, Running, Start
-from tests.server.test_chat import CHAT, body
+from tests.api.conftest import TOKENIZER, Running, Start
+from tests.api.test_chat import CHAT, body
 from tests.support.live import until
 
 ADMIN_CALLS = [

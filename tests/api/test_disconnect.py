@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from tests.server.conftest import Start
-from tests.server.test_chat import CHAT, body
-from tests.server.test_metrics import page, value
+from tests.api.conftest import Start
+from tests.api.test_chat import CHAT, body
+from tests.api.test_metrics import page, value
 
 
 class _Client:

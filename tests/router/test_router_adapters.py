@@ -12,7 +12,7 @@ from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.core.ids import RequestId
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, PromptLengths, RequestBody, routing_request
-from tests.gateway.conftest import write_files
+from tests.router.conftest import write_files
 
 
 def question(path: str = COMPLETIONS, **fields: Any) -> RequestBody:

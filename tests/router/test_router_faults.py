@@ -10,8 +10,8 @@ from lorikeet.config import ConfigError
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
 from lorikeet.router.proxy import MOST_FAILURES
 from lorikeet.router.run import RouterOptions, gateway
-from tests.gateway.conftest import Start, adapters, events, routing, text_of
-from tests.gateway.scripted import ScriptedBackend, chat_text, words
+from tests.router.conftest import Start, adapters, events, routing, text_of
+from tests.router.scripted import ScriptedBackend, chat_text, words
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 COUNTED = {"stream_options": {"include_usage": True}}

@@ -20,8 +20,8 @@ from lorikeet.scheduling.prediction.history import LengthHistory
 from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelInfo, PredictionErrors
 from lorikeet.scheduling.prediction.messages import PredictorSetup
 from lorikeet.scheduling.prediction.training import Samples, train
-from tests.server.conftest import TOKENIZER, Running, Start
-from tests.server.test_chat import CHAT, body
+from tests.api.conftest import TOKENIZER, Running, Start
+from tests.api.test_chat import CHAT, body
 
 LEARNED = 40
 """The only length that the head has seen."""

@@ -13,7 +13,7 @@ from lorikeet.cli.main import app
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RouteStats
-from tests.server.conftest import Running, Start
+from tests.api.conftest import Running, Start
 
 FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
 

@@ -14,11 +14,11 @@ from lorikeet.bench.workload import read_workload
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo, SloError, parse_slo
-from tests.server.conftest import Running, Start
-from tests.server.test_chat import CHAT, body
-from tests.server.test_completions import URL as COMPLETIONS
-from tests.server.test_metrics import page
-from tests.server.test_operations import bearer, until
+from tests.api.conftest import Running, Start
+from tests.api.test_chat import CHAT, body
+from tests.api.test_completions import URL as COMPLETIONS
+from tests.api.test_metrics import page
+from tests.api.test_operations import bearer, until
 
 
 def met(samples: dict[str, Any], target: str, adapter: str = "") -> tuple[float, float]:

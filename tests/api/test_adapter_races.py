@@ -28,7 +28,7 @@ from lorikeet.client.streams import RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
-from tests.server.fakes import byte_level_tokenizer
+from tests.api.fakes import byte_level_tokenizer
 from tests.support.live import (
     CONTEXT_TOKENS,
     VOCAB,
