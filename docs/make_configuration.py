@@ -99,8 +99,8 @@ def _presets() -> str:
     lines = [
         "\n## Presets\n\n`engine.preset` names a system: one choice for every policy option.\n"
         f"`auto` is `{AUTO_PRESET}`. Options can be changed behind the name: `vllm-static,adapter_share=0.35`.\n"
-        "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md), [modes.md](modes.md)\n"
-        "and, for several replicas, [cluster.md](cluster.md#presets).\n\n"
+        "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md), "
+        "[modes.md](modes.md)\nand, for several replicas, [cluster.md](cluster.md#presets).\n\n"
         "| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
     for option in _OPTIONS:
