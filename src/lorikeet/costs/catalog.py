@@ -10,6 +10,7 @@ import numpy as np
 
 from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
+from lorikeet.core.suggestions import unknown_name
 from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, MODELS, Device, Model
 from lorikeet.costs.operators import (
     EMBEDDING,
@@ -245,7 +246,7 @@ def load_profile(name_or_path: str | Path) -> CostProfile:
     name, has_paper, paper = text.partition("@")
     composed = _composed()
     if name not in composed:
-        raise ProfileError(f"no profile is called {name!r}; there are {', '.join(composed)}, and .toml files")
+        raise ProfileError(unknown_name("profile", name, list(composed)))
     if has_paper and paper not in list(LoraPaper):
         raise ProfileError(f"{text}: no LoRA constants of {paper!r}; there are those of {', '.join(LoraPaper)}")
     return compose_profile(*composed[name], LoraPaper(paper) if has_paper else None)
