@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import RegisteredAdapter
@@ -53,6 +54,21 @@ async def test_a_bad_load_is_refused_and_changes_nothing(
     reply = await server.http.post("/v1/load_lora_adapter", json=content)
     assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
     assert server.service.catalog.names() == ["french"]
+
+
+async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server: Running) -> None:
+    (server.sources / "pirate" / "adapter_model.safetensors").write_bytes(b"no weights")
+    with structlog.testing.capture_logs() as logged:
+        for path in ("pirate", "nowhere"):
+            content = {"lora_name": "broken", "lora_path": str(server.sources / path)}
+            for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+                reply = await server.http.post(route, json=content)
+                assert reply.status_code >= 400
+                text = reply.json().get("error_message") or reply.json()["error"]["message"]
+                assert "adapter 'broken'" in text
+                assert "adapter_model.safetensors" in text or "there is no such folder" in text
+                assert str(server.sources) not in text
+    assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
 
 
 async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
