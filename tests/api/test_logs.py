@@ -1,5 +1,9 @@
 """What reaches the log, and what must not."""
 
+import json
+import logging
+import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -9,15 +13,36 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.api.logs import RequestIds, configure_logs, log
+from lorikeet.api.logs import RequestIds, log
+from lorikeet.core.logs import configure_logs
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Leave structlog as it was."""
-    before = structlog.get_config()
+    """Leave structlog, logging and the hook for uncaught exceptions as they were."""
+    before, root, hook = structlog.get_config(), logging.getLogger(), sys.excepthook
+    handlers, level = root.handlers, root.level
     yield
     structlog.configure(**before)
+    root.handlers, sys.excepthook = handlers, hook
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_lines_of_libraries_warnings_and_uncaught_exceptions_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", as_json=True)
+    log.info("ours", adapter="one")
+    logging.getLogger("asyncio").error("Exception in %s", "app")
+    logging.getLogger("asyncio").info("not shown")
+    warnings.warn("old", DeprecationWarning, stacklevel=1)
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError as error:
+        sys.excepthook(RuntimeError, error, error.__traceback__)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in lines] == ["info", "error", "warning", "critical"]
+    assert (lines[0]["event"], lines[0]["adapter"], lines[1]["event"]) == ("ours", "one", "Exception in app")
+    assert "RuntimeError: broken" in lines[3]["exception"]
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])

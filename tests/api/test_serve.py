@@ -96,6 +96,31 @@ async def test_a_server_answers_and_on_a_signal_finishes_what_it_accepted(model:
         assert await server.process.wait() == 0
 
 
+async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--log-json", "--max-loras", "2"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    assert process.stderr is not None
+    lines: list[dict[str, str]] = []
+    async with asyncio.timeout(120):
+        while not lines or lines[-1]["event"] != "ready":
+            line = await process.stderr.readline()
+            assert line, f"the server ended with {await process.wait()} after: {lines}"
+            lines.append(json.loads(line))
+        process.terminate()
+        printed, rest = await process.communicate()
+    assert (process.returncode, printed) == (0, b"")
+    events = [line["event"] for line in lines]
+    phases = ["note", "model found", "weights loaded", "preset auto = lorikeet:plain", "adapters registered", "ready"]
+    assert [event for event in events if event in phases] == phases
+    assert any(re.match(r"memory for adapters and KV: 16 MiB on the device", event) for event in events)
+    assert lines[-1]["url"].startswith("http://127.0.0.1:")
+    assert [json.loads(line)["event"] for line in rest.splitlines()][:2] == ["draining, 0 requests running", "drained"]
+
+
 async def test_a_second_signal_ends_the_server_at_once(model: Path, tmp_path: Path) -> None:
     async with serving(model, tmp_path, "--max-num-seqs", "1") as server:
         waiting = [asyncio.create_task(server.http.post(CHAT, json={**LONG, "n": 20})) for _ in range(5)]
@@ -330,6 +355,11 @@ async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]
     [
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
         (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x' from /nowhere/at/all"),
+        (("--memory", "100KiB"), "--memory 0.09766 MiB is too small for a sequence of 512 tokens"),
+        (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
+        (("--block-size", "0"), "--block-size: Expected `int` >= 1"),
+        (("--log-level", "loud"), "log level 'loud' is not one of"),
+        (("--preset", "elroa"), "did you mean elora"),
     ],
 )
 async def test_a_server_that_cannot_start_says_why(
@@ -341,5 +371,5 @@ async def test_a_server_that_cannot_start_says_why(
         env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
     )
     _, printed = await process.communicate()
-    assert process.returncode == 1
+    assert process.returncode in (1, 2)
     assert message in printed.decode()

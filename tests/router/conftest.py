@@ -1,4 +1,4 @@
-"""A gateway and its backends in the test's own event loop, over real HTTP."""
+"""A router and its backends in the test's own event loop, over real HTTP."""
 
 import asyncio
 import json
@@ -15,14 +15,14 @@ import uvicorn
 from lorikeet.router.adapters import RoutedAdapter, describe_adapter
 from lorikeet.router.app import create_app
 from lorikeet.router.proxy import RouterParts
-from lorikeet.router.run import RouterOptions, gateway
+from lorikeet.router.run import RouterOptions, open_router
 from tests.router.scripted import ScriptedBackend
 from tests.support.quick_server import serving
 
 
 @dataclass
 class Routing:
-    """A gateway that answers at ``http``."""
+    """A router that answers at ``http``."""
 
     http: httpx.AsyncClient
     parts: RouterParts
@@ -48,7 +48,7 @@ class Routing:
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
-        while self.parts.head._requests:
+        while self.parts.backend_router._requests:
             await asyncio.sleep(0.001)
 
     async def up(self, count: int) -> None:
@@ -64,10 +64,10 @@ Start = Callable[..., AbstractAsyncContextManager[Routing]]
 async def routing(
     urls: Sequence[str], backends: Sequence[ScriptedBackend] = (), **options: Any
 ) -> AsyncIterator[Routing]:
-    """Run a gateway over backends that have been started, or will be."""
+    """Run a router over backends that have been started, or will be."""
     chosen = {"preset": "lorikeet:round-robin", "health_s": 0.02, **options}
     asked = RouterOptions(backends=tuple(urls), **chosen)
-    async with gateway(asked) as parts:
+    async with open_router(asked) as parts:
         app = create_app(parts, asked.preset, asked.api_keys, asked.admin_keys, asked.allowed_origins)
         config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
         async with (
@@ -79,7 +79,7 @@ async def routing(
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start gateways over ``count`` scripted backends and the adapters ``french`` and ``pirate``."""
+    """Start routers over ``count`` scripted backends and the adapters ``french`` and ``pirate``."""
     started: list[ScriptedBackend] = []
 
     @asynccontextmanager
@@ -105,7 +105,7 @@ def adapters(*names: str) -> tuple[RoutedAdapter, ...]:
 
 
 def write_files(folder: Path, rank: int = 8, content: bytes = b"weights") -> Path:
-    """Write what a gateway reads of an adapter."""
+    """Write what a router reads of an adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "rank_pattern": {"q_proj": rank + 4}}))
     (folder / "adapter_model.safetensors").write_bytes(content)

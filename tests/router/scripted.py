@@ -30,7 +30,7 @@ def chat_text(messages: list[dict[str, str]], *, is_open: bool = False) -> str:
 
 
 class ScriptedBackend:
-    """Speaks as much of vLLM's API as a gateway needs.
+    """Speaks as much of vLLM's API as a router needs.
 
     Attributes:
         adapters: name → path of those that are loaded.

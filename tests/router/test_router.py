@@ -1,4 +1,4 @@
-"""Requests through a gateway to backends that are well."""
+"""Requests through a router to backends that are well."""
 
 import asyncio
 from typing import Any
@@ -61,7 +61,7 @@ async def test_an_adapter_is_loaded_by_its_first_request_where_that_goes_and_onc
         assert cluster["copies"]["provisions"] == 3
 
 
-async def test_status_shows_a_gateways_backends(start: Start) -> None:
+async def test_status_shows_a_routers_backends(start: Start) -> None:
     async with start(preset="loraserve:random") as routing:
         await routing.http.post(COMPLETIONS, json=body("french"))
         url = str(routing.http.base_url)
@@ -85,7 +85,7 @@ async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: S
             assert replica["resident"] == sorted(name for name in names if shares[name] == {replica["id"]: 1.0})
 
 
-async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_gateway(start: Start) -> None:
+async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_router(start: Start) -> None:
     async with start() as routing:
         cards = (await routing.http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
@@ -122,8 +122,8 @@ async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -
 
 async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
     async with start(count=1) as routing:
-        head = routing.parts.head
-        (backend,) = head.backends.values()
+        backend_router = routing.parts.backend_router
+        (backend,) = backend_router.backends.values()
         for name in ("a", "b", "c", "d"):
             asked = {"lora_name": name, "lora_path": f"/elsewhere/{name}", "rank": 4}
             assert (await routing.http.post("/v1/load_lora_adapter", json=asked)).status_code == 200
@@ -131,23 +131,24 @@ async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
             assert (await routing.http.post("/v1/unload_lora_adapter", json=asked)).status_code == 200
             while backend.adapters:
                 await asyncio.sleep(0.001)
-        assert {adapter.name for adapter in head.versions.values()} - {"d"} == {"french", "pirate"}
+        assert {adapter.name for adapter in backend_router.versions.values()} - {"d"} == {"french", "pirate"}
         assert not backend._locks
         assert (await routing.cluster())["replicas"][0]["resident"] == []
 
 
 async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(start: Start) -> None:
     async with start(count=1) as routing:
-        head, asked = routing.parts.head, {"lora_name": "late", "lora_path": "/elsewhere/late", "rank": 4}
+        backend_router = routing.parts.backend_router
+        asked = {"lora_name": "late", "lora_path": "/elsewhere/late", "rank": 4}
         await routing.http.post("/v1/load_lora_adapter", json=asked)
         adapter = routing.parts.catalog.adapters["late"]
         await routing.http.post("/v1/unload_lora_adapter", json=asked)
-        assert adapter.digest not in head.versions
+        assert adapter.digest not in backend_router.versions
         request = ProxiedRequest(
             RequestId("request"), RequestBody(COMPLETIONS, b'{"model": "late"}'), adapter, prompt_tokens=1
         )
-        assert (await head.place(request)).holds(adapter)
-        head.release(request)
+        assert (await backend_router.place(request)).holds(adapter)
+        backend_router.release(request)
         while routing.all_calls != ["+late", "-late"]:
             await asyncio.sleep(0.001)
 
@@ -261,7 +262,7 @@ async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(star
 @pytest.mark.parametrize("asked_first", [True, False])
 async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(start: Start, asked_first: bool) -> None:
     async with start() as routing:
-        first = routing.parts.head.dispatcher.fleet.info(0).replica
+        first = routing.parts.backend_router.dispatcher.fleet.info(0).replica
         good, bad = routing.backends if (first == "backend-1") == asked_first else reversed(routing.backends)
         bad.bad_paths.add("/elsewhere/french")
         replies = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("french")) for _ in range(8)))
@@ -314,7 +315,7 @@ async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> N
         assert routing.backends[0].keys == ["Bearer k"]
 
 
-async def test_the_gateway_says_whose_web_pages_may_use_it_whatever_backends_say(start: Start) -> None:
+async def test_the_router_says_whose_web_pages_may_use_it_whatever_backends_say(start: Start) -> None:
     page = {"Origin": "https://good", "Sec-Fetch-Site": "cross-site"}
     async with start(allowed_origins=("https://good",)) as routing:
         asked = await routing.http.options(COMPLETIONS, headers={**page, "Access-Control-Request-Method": "POST"})
@@ -322,7 +323,7 @@ async def test_the_gateway_says_whose_web_pages_may_use_it_whatever_backends_say
         for each in (asked, reply):
             assert each.status_code == 200
             assert each.headers.get_list("access-control-allow-origin") == ["https://good"]
-        assert [page for backend in routing.backends for page in backend.pages] == [[]], "the gateway has asked"
+        assert [page for backend in routing.backends for page in backend.pages] == [[]], "the router has asked"
     async with start(count=1) as routing:
         reply = await routing.http.post(COMPLETIONS, json=body(), headers=page)
         assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (403, False)

@@ -1,4 +1,4 @@
-"""What a gateway knows of adapters, and how it guesses the sizes of requests."""
+"""What a router knows of adapters, and how it guesses the sizes of requests."""
 
 import json
 from pathlib import Path

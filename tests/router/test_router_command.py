@@ -21,7 +21,7 @@ runner = CliRunner(env={"COLUMNS": "200"})
 
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RouterOptions:
     seen: list[RouterOptions] = []
-    monkeypatch.setattr("lorikeet.router.run.route", seen.append)
+    monkeypatch.setattr("lorikeet.router.run.run_router", seen.append)
     result = runner.invoke(app, ["route", *arguments])
     assert result.exit_code == 0, result.output
     return seen[0]
@@ -66,7 +66,7 @@ def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
     ],
 )
 def test_wrong_flags_end_the_command_before_anything_starts(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
-    monkeypatch.setattr("lorikeet.router.run.route", lambda options: pytest.fail("it started"))
+    monkeypatch.setattr("lorikeet.router.run.run_router", lambda options: pytest.fail("it started"))
     assert runner.invoke(app, ["route", *arguments.split()]).exit_code == 2
 
 

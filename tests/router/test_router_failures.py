@@ -90,7 +90,7 @@ async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_u
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
         assert router.all_calls == ["+french"] * MOST_LOSSES
-        assert not router.parts.head._requests
+        assert not router.parts.backend_router._requests
 
 
 async def cannot_connect(*args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ async def cannot_connect(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["base", "french"])
-async def test_a_gateway_that_cannot_connect_takes_no_requests_from_backends_that_are_well(
+async def test_a_router_that_cannot_connect_takes_no_requests_from_backends_that_are_well(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     make = aiohttp.TCPConnector
@@ -133,7 +133,7 @@ async def test_a_backend_is_looked_after_whatever_it_says_of_itself(
 
     async with start(count=1) as router:
         (backend,) = router.backends
-        (known,) = router.parts.head.backends.values()
+        (known,) = router.parts.backend_router.backends.values()
         for told in ("NaN", "+Inf", "many"):
             backend.waiting = told
             assert await known.check() == BackendHealth(True, None)
@@ -156,7 +156,7 @@ async def test_a_request_that_has_waited_too_long_is_told_for_what(
         reply = await router.http.post(COMPLETIONS, json=body("french"))
         said = "This request has waited for a backend to load its adapter for 0.05 s."
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, said)
-        monkeypatch.setattr(router.parts.head.dispatcher.router, "route", lambda *args: None)
+        monkeypatch.setattr(router.parts.backend_router.dispatcher.router, "route", lambda *args: None)
         reply = await router.http.post(COMPLETIONS, json=body())
         said = "No backend has had room for this request for 0.05 s."
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, said)
@@ -184,4 +184,4 @@ async def test_an_answer_that_went_on_elsewhere_counts_each_of_its_tokens_once(s
             backend.dies_after = 5
         assert text_of(await events(router.http, COMPLETIONS, body("french"))) == words("french", "once", 12)
         await router.idle()
-        assert router.parts.head.dispatcher.fleet.averages.output_tokens == 12
+        assert router.parts.backend_router.dispatcher.fleet.averages.output_tokens == 12

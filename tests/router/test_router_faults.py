@@ -9,7 +9,7 @@ import structlog
 from lorikeet.config import ConfigError
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
 from lorikeet.router.proxy import MOST_FAILURES
-from lorikeet.router.run import RouterOptions, gateway
+from lorikeet.router.run import RouterOptions, open_router
 from tests.router.conftest import Start, adapters, events, routing, text_of
 from tests.router.scripted import ScriptedBackend, chat_text, words
 
@@ -199,7 +199,7 @@ async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> No
         backend.adapters.clear()
         backend.open.clear()
         asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(8)]
-        while len(backend.calls) < 2 or len(router.parts.head._requests) < 8:
+        while len(backend.calls) < 2 or len(router.parts.backend_router._requests) < 8:
             await asyncio.sleep(0.001)
         backend.open.set()
         assert {reply.status_code for reply in await asyncio.gather(*asking)} == {200}
@@ -357,7 +357,7 @@ async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_anot
         assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("french", "once", 12)}
 
 
-async def test_a_gateway_starts_before_its_backends() -> None:
+async def test_a_router_starts_before_its_backends() -> None:
     backend = ScriptedBackend()
     await backend.start()
     await backend.kill()
@@ -393,7 +393,7 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
             assert reply.json()["error"]["message"] == f"No backend has been there for 0.05 s ({told})."
             backend.key = key or None
             await router.up(1)
-            assert router.parts.head.troubles() == ""
+            assert router.parts.backend_router.troubles() == ""
             await backend.kill()
     warnings = [entry for entry in logged if entry["event"] == "backend not there"]
     assert len(warnings) == 2, "each reason once"
@@ -417,10 +417,10 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
             backend.dies_after = 2
         await asyncio.gather(*(events(router.http, COMPLETIONS, body("french")) for _ in range(6)))
         await router.idle()
-        head = router.parts.head
-        assert not head._requests
-        assert not head.dispatcher._requests
-        assert head.dispatcher.fleet.loads.requests.sum() == sum(head.dispatcher.fleet.loads.others)
+        backend_router = router.parts.backend_router
+        assert not backend_router._requests
+        assert not backend_router.dispatcher._requests
+        assert backend_router.dispatcher.fleet.loads.requests.sum() == sum(backend_router.dispatcher.fleet.loads.others)
 
 
 @pytest.mark.parametrize(
@@ -435,5 +435,5 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
 )
 async def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, Any], reason: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=reason):
-        async with gateway(RouterOptions(**{"backends": ("http://127.0.0.1:9",), **options})):
+        async with open_router(RouterOptions(**{"backends": ("http://127.0.0.1:9",), **options})):
             pass

@@ -1,4 +1,4 @@
-"""A gateway before two real servers, one of which is killed while it answers."""
+"""A router before two real servers, one of which is killed while it answers."""
 
 import asyncio
 import json
