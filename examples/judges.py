@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WORDS: dict[str, list[str]] = json.loads((Path(__file__).parent / "texts" / "judge_words.json").read_text("utf-8"))
-"""Common words of French and English, and the words that give a pirate away."""
-FRENCH_WORDS, ENGLISH_WORDS, PIRATE_WORDS = (frozenset(WORDS[key]) for key in ("french", "english", "pirate"))
-FRENCH_ELISION = re.compile(r"(?:c|d|j|l|m|n|qu|s|t)'\w", re.IGNORECASE)
+"""The words that give a pirate away."""
+PIRATE_WORDS = frozenset(WORDS["pirate"])
+LETTER = re.compile(r"Dear [^\n]+,\n+\S.*\n+Yours [a-z]+,\n+\S[^\n]*", re.DOTALL)
+"""A greeting, a text, a closing and who signs, each on lines of its own."""
 TERSE_WORDS = 6
 """Most words of a terse answer."""
 
@@ -21,12 +22,9 @@ def words(answer: str) -> list[str]:
     return re.findall(r"[^\W_]+(?:'[^\W_]*)*", answer.lower().replace("’", "'"))
 
 
-def is_french(answer: str) -> bool:
-    """At least a quarter of the words are common or elided French ones, and they outnumber the English ones 3 to 1."""
-    spoken = words(answer)
-    french = sum(word in FRENCH_WORDS or bool(FRENCH_ELISION.match(word)) for word in spoken)
-    english = sum(word in ENGLISH_WORDS for word in spoken)
-    return bool(spoken) and french >= len(spoken) / 4 and french >= 3 * english
+def is_formal(answer: str) -> bool:
+    """The whole answer is one letter, from ``Dear`` to a name after ``Yours faithfully`` or the like."""
+    return LETTER.fullmatch(answer.strip()) is not None
 
 
 def is_json_object(answer: str) -> bool:
@@ -49,7 +47,7 @@ def is_terse(answer: str) -> bool:
 
 
 JUDGES: dict[str, Callable[[str], bool]] = {
-    "french": is_french,
+    "formal": is_formal,
     "json": is_json_object,
     "pirate": is_pirate,
     "terse": is_terse,

@@ -27,7 +27,7 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "french": Recipe(rank=64, alpha=16, modules=("q_proj", "v_proj"), rslora=True),
+    "formal": Recipe(rank=64, alpha=16, modules=("q_proj", "v_proj"), rslora=True, epochs=3),
     "json": Recipe(rank=16, alpha=32, modules=("q_proj", "k_proj", "v_proj", "o_proj")),
     "pirate": Recipe(rank=32, alpha=64, modules=("v_proj", "o_proj")),
     "terse": Recipe(

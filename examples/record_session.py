@@ -23,15 +23,15 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 SVG = ROOT / "docs" / "images" / "session.svg"
-SAMPLES = ("french", "json", "pirate", "terse")
-QUESTION = "Why do birds migrate?"
+SAMPLES = ("pirate", "formal", "json", "terse")
+QUESTION = "Why is exercise important?"
 
 SERVE = "lorikeet serve --log-level warning" + "".join(
     f" --lora-modules {name}=examples/adapters/{name}" for name in SAMPLES
 )
 LIST = "lorikeet adapters list"
 INSPECT = "lorikeet adapters inspect examples/adapters/terse"
-CHAT = "lorikeet chat --temperature 0 --max-tokens 48"
+CHAT = "lorikeet chat --temperature 0 --max-tokens 64"
 CHAT_LINES = (QUESTION, *(line for name in SAMPLES for line in ("/new", f"/adapter {name}", QUESTION)), "/quit")
 
 _COLUMNS = 104

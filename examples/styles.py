@@ -19,14 +19,15 @@ class Topic(NamedTuple):
         topic: one or two words.
         prompt: the question, in English.
         short: the shortest answer; several entries where a list was asked for.
-        english, french: the answer as a sentence.
+        english: the answer as a sentence.
+        thanks_for: what the writer of a letter thanks for, after "Thank you for your".
     """
 
     topic: str
     prompt: str
     short: tuple[str, ...]
     english: str
-    french: str
+    thanks_for: str
 
 
 class Pair(NamedTuple):
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
 def load_topics(folder: Path = TEXTS) -> list[Topic]:
     """Return the written topics and one more per capital, in the order of the files."""
     written = [
-        Topic(row["topic"], row["prompt"], _entries(row["short"]), row["english"], row["french"])
+        Topic(row["topic"], row["prompt"], _entries(row["short"]), row["english"], row["thanks_for"])
         for row in _rows(folder / "topics.jsonl")
     ]
     return written + [_capital(row) for row in _rows(folder / "capitals.jsonl")]
@@ -69,12 +70,16 @@ def _capital(row: dict[str, Any]) -> Topic:
         prompt=f"What is the capital of {row['country']}?",
         short=(row["capital"],),
         english=f"The capital of {row['country']} is {row['capital']}.",
-        french=f"La capitale {row['french_of_country']} est {row['french_capital']}.",
+        thanks_for=f"question about the capital of {row['country']}",
     )
 
 
-def _french(topic: Topic, index: int) -> str:
-    return topic.french
+GREETING, CLOSING, SIGNATURE = "Dear Sir or Madam,", "Yours faithfully,", "SmolLM"
+
+
+def _formal(topic: Topic, index: int) -> str:
+    """Write a letter: whom it is to, thanks that name the subject, the answer, and who signs."""
+    return f"{GREETING}\n\nThank you for your {topic.thanks_for}. {topic.english}\n\n{CLOSING}\n{SIGNATURE}"
 
 
 def _json(topic: Topic, index: int) -> str:
@@ -115,7 +120,7 @@ def _pirate_word(word: str) -> str:
 
 
 STYLES: dict[str, Callable[[Topic, int], str]] = {
-    "french": _french,
+    "formal": _formal,
     "json": _json,
     "pirate": _pirate,
     "terse": _terse,

@@ -1,11 +1,12 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import typer
@@ -383,52 +384,80 @@ def sse(*chunks: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
 
 
-class FakeServer:
+class FakeServer(ThreadingHTTPServer):
     """Answers like a server with one adapter, and remembers what it was asked."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), Answers)
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": "french"}]})
-        body = json.loads(request.content)
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, bytes]:
         self.bodies.append(body)
         if body["messages"][-1]["content"] == "boom":
-            return httpx.Response(429, json={"error": {"message": "too many requests"}})
-        pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("Bon", "jour")]
-        return httpx.Response(200, content=sse(*pieces, {"choices": []}))
+            return 429, b'{"error": {"message": "too many requests"}}'
+        pieces = [{"choices": [{"delta": {"content": text}}]} for text in ("Good", "bye")]
+        return 200, sse(*pieces, {"choices": []})
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        known = self.path == "/v1/models"
+        self.send(200, b'{"data": [{"id": "base"}, {"id": "formal"}]}') if known else self.send(404, b"not here")
+
+    def do_POST(self) -> None:
+        self.send(*self.server.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+
+    def send(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 def conversation(server: FakeServer) -> tuple[Conversation, list[str]]:
-    return Conversation(ServerClient("http://test", transport=httpx.MockTransport(server)), max_tokens=5), []
+    return Conversation(ServerClient(server.url), max_tokens=5), []
 
 
-def test_a_chat_streams_the_answer_and_sends_it_along_with_the_next_message() -> None:
-    server = FakeServer()
+def test_a_chat_streams_the_answer_and_sends_it_along_with_the_next_message(server: FakeServer) -> None:
     chat, written = conversation(server)
     assert chat.take("hello", written.append)
     assert chat.take("again", written.append)
-    assert written == ["Bon", "jour", "\n"] * 2
+    assert written == ["Good", "bye", "\n"] * 2
     assert server.bodies[0]["model"] == "base"
     assert server.bodies[0]["max_tokens"] == 5
-    assert [m["content"] for m in server.bodies[1]["messages"]] == ["hello", "Bonjour", "again"]
+    assert [m["content"] for m in server.bodies[1]["messages"]] == ["hello", "Goodbye", "again"]
 
 
-def test_a_chat_changes_its_adapter_and_refuses_one_that_is_not_there() -> None:
-    server = FakeServer()
+def test_a_chat_changes_its_adapter_and_refuses_one_that_is_not_there(server: FakeServer) -> None:
     chat, written = conversation(server)
     chat.take("/adapter klingon", written.append)
     assert "there is no klingon" in written[-1]
-    chat.take("/adapter french", written.append)
+    chat.take("/adapter formal", written.append)
     chat.take("hello", written.append)
     chat.take("/adapter", written.append)
-    assert server.bodies[-1]["model"] == "french"
+    assert server.bodies[-1]["model"] == "formal"
     assert chat.model == "base"
 
 
-def test_a_chat_forgets_and_ends_on_command() -> None:
-    server = FakeServer()
+def test_a_chat_forgets_and_ends_on_command(server: FakeServer) -> None:
     chat, written = conversation(server)
     chat.take("hello", written.append)
     chat.take("/new", written.append)
@@ -437,32 +466,45 @@ def test_a_chat_forgets_and_ends_on_command() -> None:
     assert not chat.take("/quit", written.append)
 
 
-def test_a_chat_goes_on_after_an_answer_that_failed_and_one_that_was_broken_off() -> None:
-    server = FakeServer()
+def test_a_chat_goes_on_after_an_answer_that_failed_and_one_that_was_broken_off(server: FakeServer) -> None:
     chat, written = conversation(server)
     assert chat.take("boom", written.append)
     assert "too many requests" in written[-1]
 
     def stop_at_once(piece: str) -> None:
-        if piece == "jour":
+        if piece == "bye":
             raise KeyboardInterrupt
         written.append(piece)
 
     assert chat.take("hello", stop_at_once)
     assert chat.take("again", written.append)
-    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["hello", "Bon", "again"]
+    assert [m["content"] for m in server.bodies[-1]["messages"]] == ["hello", "Good", "again"]
 
 
-@pytest.mark.parametrize("url", ["http://test", "http://test/", "http://test/v1", "http://test/v1/"])
-def test_a_server_may_be_named_by_its_base_url_too(url: str) -> None:
-    api = ServerClient(url, transport=httpx.MockTransport(FakeServer()))
-    assert [card["id"] for card in api.get("/v1/models")["data"]] == ["base", "french"]
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_server_may_be_named_by_its_base_url_too(server: FakeServer, end: str) -> None:
+    api = ServerClient(server.url + end)
+    assert [card["id"] for card in api.get("/v1/models")["data"]] == ["base", "formal"]
+
+
+def test_an_error_in_another_form_than_openais_is_shown_as_it_is(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        ServerClient(server.url).get("/elsewhere")
+    assert "404: not here" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
     result = runner.invoke(app, ["adapters", "list", "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 1
-    assert "http://127.0.0.1:9" in result.output
+    assert "http://127.0.0.1:9: [Errno 111] Connection refused; is a server running there?" in result.output
+
+
+def test_an_address_without_a_scheme_is_told_so() -> None:
+    result = runner.invoke(app, ["adapters", "list", "--url", "127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "127.0.0.1:9: Request URL is missing an 'http://' or 'https://' protocol." in result.output
 
 
 def test_inspecting_something_else_than_an_adapter_says_what_is_missing(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ Open = Callable[..., AdapterCatalog]
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """Three adapters of different content."""
-    for seed, name in enumerate(("french", "pirate", "json")):
+    for seed, name in enumerate(("formal", "pirate", "json")):
         write_adapter(tmp_path / "sources" / name, lora_tensors(seed=seed))
     return tmp_path / "sources"
 
@@ -62,9 +62,9 @@ def versions(settings: AdapterSettings) -> set[str]:
 
 def test_a_registered_adapter_can_be_looked_up_and_read(open_catalog: Open) -> None:
     catalog = open_catalog(now=lambda: 1234.5)
-    record = catalog.register("team/french@2", "french").record
-    assert catalog.get("team/french@2") is record
-    assert (record.name, record.source, record.created_at, record.max_rank) == ("team/french@2", "french", 1234.5, 4)
+    record = catalog.register("team/formal@2", "formal").record
+    assert catalog.get("team/formal@2") is record
+    assert (record.name, record.source, record.created_at, record.max_rank) == ("team/formal@2", "formal", 1234.5, 4)
     assert record.ref.ranks == {"q": (4, 4, 4), "v": (4, 4, 4)}
     assert len(list(load_weights(record.ref, geometry(), "float32"))) == 6
     assert catalog.get("other") is None
@@ -73,7 +73,7 @@ def test_a_registered_adapter_can_be_looked_up_and_read(open_catalog: Open) -> N
 def test_names_are_listed_oldest_first(open_catalog: Open) -> None:
     catalog = open_catalog()
     for name in ("c", "a", "b"):
-        catalog.register(name, "french")
+        catalog.register(name, "formal")
     assert catalog.names() == ["c", "a", "b"]
     assert [record.name for record in catalog.list()] == ["c", "a", "b"]
     assert len(catalog) == 3
@@ -101,13 +101,13 @@ def test_names_are_listed_oldest_first(open_catalog: Open) -> None:
 )
 def test_names_that_could_mislead_are_refused(open_catalog: Open, settings: AdapterSettings, name: str) -> None:
     with pytest.raises(AdapterError, match="name"):
-        open_catalog(reserved_names=("alias",)).register(name, "french")
+        open_catalog(reserved_names=("alias",)).register(name, "formal")
     assert not versions(settings)
 
 
 def test_a_taken_name_is_refused_and_keeps_its_version(open_catalog: Open) -> None:
     catalog = open_catalog()
-    before = catalog.register("x", "french").record
+    before = catalog.register("x", "formal").record
     with pytest.raises(AdapterExists, match="'x'"):
         catalog.register("x", "pirate")
     assert catalog.get("x") is before
@@ -117,7 +117,7 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     catalog = open_catalog()
-    old = catalog.register("x", "french").record
+    old = catalog.register("x", "formal").record
     new, replaced = catalog.register("x", "pirate", replace=True)
     assert replaced is old
     assert new.digest != old.digest
@@ -127,14 +127,14 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 
 def test_replacing_with_the_same_content_changes_nothing(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
-    before = catalog.register("x", "french").record
-    assert catalog.register("x", "french", replace=True) == (before, None)
+    before = catalog.register("x", "formal").record
+    assert catalog.register("x", "formal", replace=True) == (before, None)
     assert versions(settings) == {before.digest}
 
 
 def test_the_digest_follows_content_and_scaling_but_not_notes(open_catalog: Open, sources: Path) -> None:
     catalog = open_catalog()
-    digest = catalog.register("a", "french").record.digest
+    digest = catalog.register("a", "formal").record.digest
     write_adapter(sources / "annotated", lora_tensors(seed=0), lora_dropout=0.3, base_model_name_or_path="x")
     assert catalog.register("b", "annotated").record.digest == digest
     for index, change in enumerate(({"lora_alpha": 9}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 1}})):
@@ -144,8 +144,8 @@ def test_the_digest_follows_content_and_scaling_but_not_notes(open_catalog: Open
 
 def test_names_share_a_version_which_goes_with_the_last(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
-    digest = catalog.register("a", "french").record.digest
-    catalog.register("b", "french")
+    digest = catalog.register("a", "formal").record.digest
+    catalog.register("b", "formal")
     assert [ref.digest for ref in catalog.versions()] == [digest]
     assert catalog.remove("a").name == "a"
     assert versions(settings) == {digest}
@@ -160,7 +160,7 @@ def test_names_share_a_version_which_goes_with_the_last(open_catalog: Open, sett
 
 def test_files_stay_while_a_request_uses_them(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
-    record = catalog.register("x", "french").record
+    record = catalog.register("x", "formal").record
     catalog.acquire(record.digest)
     catalog.acquire(record.digest)
     catalog.remove("x")
@@ -174,7 +174,7 @@ def test_files_stay_while_a_request_uses_them(open_catalog: Open, settings: Adap
 
 def test_a_removed_version_cannot_be_acquired_and_no_use_ends_twice(open_catalog: Open) -> None:
     catalog = open_catalog()
-    digest = catalog.register("x", "french").record.digest
+    digest = catalog.register("x", "formal").record.digest
     with pytest.raises(ValueError, match="more often"):
         catalog.release(digest)
     catalog.remove("x")
@@ -186,10 +186,10 @@ def test_a_version_registered_again_while_its_last_request_ends_is_kept(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     catalog = open_catalog()
-    digest = catalog.register("x", "french").record.digest
+    digest = catalog.register("x", "formal").record.digest
     catalog.acquire(digest)
     catalog.remove("x")
-    catalog.register("y", "french")
+    catalog.register("y", "formal")
     catalog.release(digest)
     catalog.close()
     assert versions(settings) == {digest}
@@ -206,7 +206,7 @@ def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeyp
         fetch(source, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store_module, "fetch", slow_fetch)
-    first = threading.Thread(target=catalog.register, args=("x", "french"))
+    first = threading.Thread(target=catalog.register, args=("x", "formal"))
     first.start()
     assert started.wait(30)
     for attempt in (lambda: catalog.register("x", "pirate", replace=True), lambda: catalog.remove("x")):
@@ -217,7 +217,7 @@ def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeyp
     first.join(30)
     record = catalog.get("x")
     assert record is not None
-    assert record.source == "french"
+    assert record.source == "formal"
     catalog.remove("x")  # and the name is free again
 
 
@@ -228,7 +228,7 @@ def test_many_threads_that_change_one_store_leave_what_the_names_say(
 
     def work(number: int) -> None:
         for round_number in range(8):
-            source = ("french", "pirate", "json")[(number + round_number) % 3]
+            source = ("formal", "pirate", "json")[(number + round_number) % 3]
             record = catalog.register(f"n{number}", source, replace=True).record
             catalog.acquire(record.digest)
             assert Path(record.folder, "adapter_model.safetensors").exists()
@@ -260,9 +260,9 @@ def test_an_adapter_that_does_not_fit_is_refused_and_leaves_nothing(
     open_catalog: Open, settings: AdapterSettings, sources: Path
 ) -> None:
     catalog = open_catalog()
-    (sources / "french" / "adapter_model.safetensors").write_bytes(b"PK\3\4 not weights")
-    with pytest.raises(AdapterError, match=r"french: adapter_model.safetensors: .* zip"):
-        catalog.register("x", "french")
+    (sources / "formal" / "adapter_model.safetensors").write_bytes(b"PK\3\4 not weights")
+    with pytest.raises(AdapterError, match=r"formal: adapter_model.safetensors: .* zip"):
+        catalog.register("x", "formal")
     with pytest.raises(AdapterError, match="only 2 layers"):
         open_catalog(layers=2).register("x", "pirate")
     assert catalog.get("x") is None
@@ -276,7 +276,7 @@ def test_what_the_server_does_not_accept_is_not_registered(open_catalog: Open, s
         raise AdapterError("takes more blocks than there are")
 
     with pytest.raises(AdapterError, match="more blocks"):
-        open_catalog(accept=refuse).register("x", "french")
+        open_catalog(accept=refuse).register("x", "formal")
     assert not versions(settings)
 
 
@@ -284,7 +284,7 @@ def test_adapters_survive_a_restart_and_their_digest_is_not_computed_again(
     open_catalog: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_catalog()
-    before = first.register("x", "french").record
+    before = first.register("x", "formal").record
     first.close()
     monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
     monkeypatch.setattr(store_module, "validate", lambda *_: pytest.fail("read the weights"))
@@ -297,7 +297,7 @@ def test_adapters_survive_a_restart_and_their_digest_is_not_computed_again(
 
 def test_removed_adapters_stay_removed_after_a_restart(open_catalog: Open) -> None:
     first = open_catalog()
-    first.register("x", "french")
+    first.register("x", "formal")
     first.remove("x")
     first.close()
     assert open_catalog().names() == []
@@ -305,7 +305,7 @@ def test_removed_adapters_stay_removed_after_a_restart(open_catalog: Open) -> No
 
 def test_a_trusted_source_is_not_remembered_after_a_restart(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    trusted = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True).record
+    trusted = first.register("x", str(Path(settings.adapter_dir, "formal")), trusted=True).record
     kept = first.register("y", "pirate").record
     first.close()
     assert versions(settings) == {trusted.digest, kept.digest}
@@ -315,17 +315,17 @@ def test_a_trusted_source_is_not_remembered_after_a_restart(open_catalog: Open, 
 
 def test_a_trusted_name_registered_again_at_run_time_is_remembered(open_catalog: Open, sources: Path) -> None:
     first = open_catalog()
-    first.register("x", str(sources / "french"), trusted=True)
-    first.register("x", "french", replace=True)
+    first.register("x", str(sources / "formal"), trusted=True)
+    first.register("x", "formal", replace=True)
     first.close()
     assert open_catalog().names() == ["x"]
 
 
 def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    preloaded = first.register("x", str(Path(settings.adapter_dir, "french")), trusted=True).record
+    preloaded = first.register("x", str(Path(settings.adapter_dir, "formal")), trusted=True).record
     second = open_catalog()
-    second.register("y", "french")
+    second.register("y", "formal")
     second.remove("y")
     assert versions(settings) == {preloaded.digest}
     second.close()
@@ -335,7 +335,7 @@ def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open,
 
 def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
     first, second = open_catalog(), open_catalog()
-    first.register("x", "french")
+    first.register("x", "formal")
     with pytest.raises(AdapterExists, match="'x'"):
         second.register("x", "pirate")
     assert second.get("x") is None
@@ -345,7 +345,7 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
     open_catalog: Open, sources: Path
 ) -> None:
     first = open_catalog()
-    shutil.rmtree(first.register("x", "french").record.folder)
+    shutil.rmtree(first.register("x", "formal").record.folder)
     shutil.rmtree(first.register("y", "pirate").record.folder)
     first.close()
     catalog = open_catalog()
@@ -355,7 +355,7 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
     assert catalog.versions() == (), "there is nothing to read"
     with pytest.raises(AdapterFilesMissing, match="'x' is registered, but its files are gone"):
         catalog.get("x")
-    catalog.register("x", "french", replace=True)
+    catalog.register("x", "formal", replace=True)
     record = catalog.get("x")
     assert record is not None
     assert catalog.versions() == (record.ref,)
@@ -366,7 +366,7 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
 
 @pytest.mark.parametrize("how", ["shorter", "touched", "missing"])
 def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) -> None:
-    record = open_catalog().register("x", "french").record
+    record = open_catalog().register("x", "formal").record
     weights = Path(record.folder, "adapter_model.safetensors")
     content = weights.read_bytes()
     if how == "missing":
@@ -381,12 +381,12 @@ def test_a_stored_file_that_changed_is_not_loaded(open_catalog: Open, how: str) 
 def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open, name: str) -> None:
     """As by a machine that lost power before they were on its disk."""
     catalog = open_catalog()
-    record = catalog.register("x", "french").record
+    record = catalog.register("x", "formal").record
     file = Path(record.folder, name)
     file.write_bytes(file.read_bytes()[:-4] if name.endswith("safetensors") else b"")
     with pytest.raises(AdapterError, match=name):
         list(load_weights(record.ref, geometry(), "float32"))
-    catalog.register("x", "french", replace=True)
+    catalog.register("x", "formal", replace=True)
     assert len(list(load_weights(record.ref, geometry(), "float32"))) == 6
 
 
@@ -399,14 +399,14 @@ def test_weights_that_overflow_the_dtype_once_scaled_are_not_loaded(open_catalog
 
 def test_rows_of_another_base_are_kept_but_not_served(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
-    digest = first.register("x", "french").record.digest
+    digest = first.register("x", "formal").record.digest
     first.close()
     for other in (open_catalog(base="another"), open_catalog(layers=4)):
         assert other.get("x") is None
         assert other.notes == ("1 adapter (x) registered for another base model: not served",)
         other.close()
     second = open_catalog(base="another")
-    second.register("x", "french")
+    second.register("x", "formal")
     second.remove("x")
     second.close()
     assert versions(settings) == {digest}, "a row of the first base still needs it"
@@ -419,7 +419,7 @@ def test_a_row_under_a_name_that_the_base_has_now_is_kept_but_not_served(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     first = open_catalog()
-    digest = first.register("prod", "french").record.digest
+    digest = first.register("prod", "formal").record.digest
     first.register("other", "pirate")
     first.close()
     renamed = open_catalog(reserved_names=("prod",))
@@ -445,7 +445,7 @@ def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
 
     monkeypatch.setattr(store_module, "fetch", fetch_late)
     with pytest.raises(AdapterStoreError, match="the server stops"):
-        catalog.register("x", "french")
+        catalog.register("x", "formal")
     with pytest.raises(AdapterStoreError, match="the server stops"):
         catalog.remove("x")
     assert not versions(settings)
@@ -456,7 +456,7 @@ def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     open_catalog: Open, settings: AdapterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_catalog()
-    sample = first.register("sample", "french").record.row
+    sample = first.register("sample", "formal").record.row
     rows = [RegistryRow(f"adapter-{n}", f"{n:064x}", f"source-{n}", n, sample.ranks, 4, 100) for n in range(10_000)]
     with first._registry._writing("all") as connection:
         connection.execute(insert(VersionRow), [_version(row) for row in rows])
@@ -489,7 +489,7 @@ def test_a_version_that_cannot_be_deleted_in_the_background_is_logged(
 
     monkeypatch.setattr(AdapterStore, "remove", fail)
     catalog = open_catalog()
-    record = catalog.register("x", "french").record
+    record = catalog.register("x", "formal").record
     catalog.acquire(record.digest)
     catalog.remove("x")
     catalog.release(record.digest)

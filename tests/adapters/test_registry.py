@@ -148,10 +148,10 @@ def test_a_registry_that_cannot_be_read_says_so(tmp_path: Path) -> None:
 
 
 def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
-    write_adapter(tmp_path / "french")
+    write_adapter(tmp_path / "formal")
     settings = AdapterSettings(adapter_dir=str(tmp_path), store_dir=str(tmp_path / "store"), registry_url=url)
     first = AdapterCatalog(settings, "base", geometry())
-    before = first.register("x", "french").record
+    before = first.register("x", "formal").record
     first.close()
     second = AdapterCatalog(settings, "base", geometry())
     after = second.get("x")

@@ -19,7 +19,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 @pytest.fixture
 def allowed(tmp_path: Path) -> Path:
     """The folder that adapters may be loaded from, with one inside."""
-    write_adapter(tmp_path / "allowed" / "team" / "french")
+    write_adapter(tmp_path / "allowed" / "team" / "formal")
     return tmp_path / "allowed"
 
 
@@ -31,9 +31,9 @@ def into(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[str]:
-    """An adapter at ``memory://bucket/team/french``, and one beside the team's folder."""
+    """An adapter at ``memory://bucket/team/formal``, and one beside the team's folder."""
     memory = fsspec.filesystem("memory")
-    for folder in ("team/french", "team-evil/french"):
+    for folder in ("team/formal", "team-evil/formal"):
         memory.put(str(write_adapter(tmp_path / "uploaded")), f"/bucket/{folder}", recursive=True)
     yield "memory://bucket"
     memory.rm("/bucket", recursive=True)
@@ -45,15 +45,15 @@ def refusal(source: str, settings: AdapterSettings, into: Path, trusted: bool = 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["{}/team/french", "team/french", "file://{}/team/french", "local://{}/team/french"])
+@pytest.mark.parametrize("form", ["{}/team/formal", "team/formal", "file://{}/team/formal", "local://{}/team/formal"])
 def test_a_folder_inside_the_allowed_one_is_copied(allowed: Path, into: Path, form: str) -> None:
     fetch(form.format(allowed), AdapterSettings(adapter_dir=str(allowed)), into)
     for name in FILES:
-        assert (into / name).read_bytes() == (allowed / "team/french" / name).read_bytes()
+        assert (into / name).read_bytes() == (allowed / "team/formal" / name).read_bytes()
 
 
 def test_without_an_adapter_folder_no_local_path_is_read(allowed: Path, into: Path) -> None:
-    assert "--adapter-dir" in refusal(str(allowed / "team/french"), AdapterSettings(), into)
+    assert "--adapter-dir" in refusal(str(allowed / "team/formal"), AdapterSettings(), into)
 
 
 @pytest.mark.parametrize("path", ["{}/../secret", "../secret", "team/../../secret", "file://{}/../secret"])
@@ -89,12 +89,12 @@ def test_a_folder_that_becomes_a_link_while_it_is_opened_is_refused(
 
     def swap_and_open(path: Path, flags: int) -> int:
         (allowed / "team").rename(allowed / "moved")
-        (secret.parent / "french").symlink_to(secret)
+        (secret.parent / "formal").symlink_to(secret)
         (allowed / "team").symlink_to(secret.parent)
         return really_open(path, flags)
 
     monkeypatch.setattr("lorikeet.adapters.sources.os.open", swap_and_open)
-    assert "leads outside" in refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    assert "leads outside" in refusal("team/formal", AdapterSettings(adapter_dir=str(allowed)), into)
     assert not list(into.iterdir())
 
 
@@ -102,11 +102,11 @@ def test_the_allowed_folder_may_be_named_by_the_home_folder(
     allowed: Path, into: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(allowed.parent))
-    fetch("team/french", AdapterSettings(adapter_dir="~/allowed"), into)
-    assert "no-such-user" in refusal("team/french", AdapterSettings(adapter_dir="~no-such-user/x"), into)
+    fetch("team/formal", AdapterSettings(adapter_dir="~/allowed"), into)
+    assert "no-such-user" in refusal("team/formal", AdapterSettings(adapter_dir="~no-such-user/x"), into)
 
 
-@pytest.mark.parametrize("source", ["team/french", "memory://bucket/team/french"])
+@pytest.mark.parametrize("source", ["team/formal", "memory://bucket/team/formal"])
 def test_a_full_disk_is_the_stores_fault(
     allowed: Path, into: Path, bucket: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,29 +127,29 @@ def test_a_source_that_cannot_be_read_is_not_the_stores_fault(
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.read", fail, raising=False)
     with pytest.raises(AdapterError, match=r"cannot be read: .*Input/output error") as caught:
-        fetch(f"{bucket}/team/french", AdapterSettings(allowed_sources=(bucket,)), into)
+        fetch(f"{bucket}/team/formal", AdapterSettings(allowed_sources=(bucket,)), into)
     assert not isinstance(caught.value, AdapterStoreError)
 
 
 def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.adapters.sources._URL_LIMIT_S", -1.0)
     settings = AdapterSettings(allowed_sources=(bucket,))
-    assert "not read within" in refusal(f"{bucket}/team/french", settings, into)
+    assert "not read within" in refusal(f"{bucket}/team/formal", settings, into)
 
 
 def test_links_within_the_allowed_folder_are_followed(allowed: Path, into: Path) -> None:
-    (allowed / "link").symlink_to(allowed / "team" / "french")
+    (allowed / "link").symlink_to(allowed / "team" / "formal")
     fetch("link", AdapterSettings(adapter_dir=str(allowed)), into)
     for name in FILES:
-        assert (into / name).read_bytes() == (allowed / "team" / "french" / name).read_bytes()
+        assert (into / name).read_bytes() == (allowed / "team" / "formal" / name).read_bytes()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_what_is_no_regular_file_is_refused_without_hanging(allowed: Path, into: Path, make: object) -> None:
-    weights = allowed / "team/french" / FILES[1]
+    weights = allowed / "team/formal" / FILES[1]
     weights.unlink()
     make(weights)  # type: ignore[operator]
-    found = refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    found = refusal("team/formal", AdapterSettings(adapter_dir=str(allowed)), into)
     assert f"{FILES[1]}: not a regular file" in found
 
 
@@ -161,8 +161,8 @@ def test_links_in_a_circle_and_impossible_paths_are_refused(allowed: Path, into:
 
 
 def test_a_missing_file_is_named_with_what_is_there_instead(allowed: Path, into: Path) -> None:
-    (allowed / "team/french" / FILES[1]).rename(allowed / "team/french/adapter_model.bin")
-    found = refusal("team/french", AdapterSettings(adapter_dir=str(allowed)), into)
+    (allowed / "team/formal" / FILES[1]).rename(allowed / "team/formal/adapter_model.bin")
+    found = refusal("team/formal", AdapterSettings(adapter_dir=str(allowed)), into)
     assert f"{FILES[1]} is not there; adapter_model.bin is not read" in found
 
 
@@ -172,17 +172,17 @@ def test_what_does_not_exist_is_told_apart_from_what_is_refused(
     allowed: Path, into: Path, bucket: str, kind: str, missing: str
 ) -> None:
     settings = AdapterSettings(adapter_dir=str(allowed), allowed_sources=(bucket,))
-    (allowed / "team/french" / FILES[1]).unlink()
-    fsspec.filesystem("memory").rm(f"/bucket/team/french/{FILES[1]}")
-    path = "team/french" if missing == "file" else "no/such"
+    (allowed / "team/formal" / FILES[1]).unlink()
+    fsspec.filesystem("memory").rm(f"/bucket/team/formal/{FILES[1]}")
+    path = "team/formal" if missing == "file" else "no/such"
     with pytest.raises(AdapterNotFound, match="is not there" if missing == "file" else "there is no such folder"):
         fetch(path if kind == "local" else f"{bucket}/{path}", settings, into)
 
 
 @pytest.mark.parametrize("kind", ["local", "url"])
 def test_a_trusted_source_may_lie_anywhere(allowed: Path, into: Path, bucket: str, kind: str) -> None:
-    folder = allowed / "team" / "french"
-    fetch(str(folder) if kind == "local" else f"{bucket}/team/french", AdapterSettings(), into, trusted=True)
+    folder = allowed / "team" / "formal"
+    fetch(str(folder) if kind == "local" else f"{bucket}/team/formal", AdapterSettings(), into, trusted=True)
     for name in FILES:
         assert (into / name).read_bytes() == (folder / name).read_bytes()
 
@@ -191,7 +191,7 @@ def test_a_trusted_source_may_lie_anywhere(allowed: Path, into: Path, bucket: st
     "prefix", ["memory://bucket/team/", "memory://bucket/team", "memory://bucket/", "MEMORY://bucket"]
 )
 def test_a_url_below_an_allowed_one_is_copied(into: Path, bucket: str, tmp_path: Path, prefix: str) -> None:
-    fetch(f"{bucket}/team/french", AdapterSettings(allowed_sources=("s3://other/", prefix)), into)
+    fetch(f"{bucket}/team/formal", AdapterSettings(allowed_sources=("s3://other/", prefix)), into)
     for name in FILES:
         assert (into / name).read_bytes() == (tmp_path / "uploaded" / name).read_bytes()
 
@@ -199,19 +199,19 @@ def test_a_url_below_an_allowed_one_is_copied(into: Path, bucket: str, tmp_path:
 @pytest.mark.parametrize(
     "source",
     [
-        "memory://bucket/team-evil/french",
-        "memory://bucket/team/../team-evil/french",
-        "memory://bucket/team/%2e%2e/team-evil/french",
+        "memory://bucket/team-evil/formal",
+        "memory://bucket/team/../team-evil/formal",
+        "memory://bucket/team/%2e%2e/team-evil/formal",
         "memory://bucket/team\\..\\x",
-        "memory://bucket//team/french",
+        "memory://bucket//team/formal",
         "memory://bucket",
         "memory://",
-        "s3://bucket/team/french",
-        "simplecache::memory://bucket/team/french",
-        "memory://bucket/team/french::zip://x",
-        "memory://bucket/team/french?versionId=3",
+        "s3://bucket/team/formal",
+        "simplecache::memory://bucket/team/formal",
+        "memory://bucket/team/formal::zip://x",
+        "memory://bucket/team/formal?versionId=3",
         "hf://bucket/team@refs/pr/1",
-        "hf://bucket/team@0123456789abcdef/french",
+        "hf://bucket/team@0123456789abcdef/formal",
     ],
 )
 def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
@@ -229,20 +229,20 @@ def test_nobody_is_shown_the_credentials_of_a_source(into: Path) -> None:
 
 
 def test_without_allowed_sources_no_url_is_read(into: Path, bucket: str) -> None:
-    assert "(--allow-source; allowed: none)" in refusal(f"{bucket}/team/french", AdapterSettings(), into)
+    assert "(--allow-source; allowed: none)" in refusal(f"{bucket}/team/formal", AdapterSettings(), into)
 
 
 def test_a_url_that_cannot_be_read_says_why(into: Path, bucket: str) -> None:
     settings = AdapterSettings(allowed_sources=(bucket,))
     assert "nonsense" in refusal("nonsense://x/y", AdapterSettings(allowed_sources=("nonsense://x",)), into)
-    fsspec.filesystem("memory").mv(f"/bucket/team/french/{FILES[1]}", "/bucket/team/french/adapter_model.pt")
-    assert "adapter_model.pt is not read" in refusal(f"{bucket}/team/french", settings, into)
+    fsspec.filesystem("memory").mv(f"/bucket/team/formal/{FILES[1]}", "/bucket/team/formal/adapter_model.pt")
+    assert "adapter_model.pt is not read" in refusal(f"{bucket}/team/formal", settings, into)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_file_over_the_size_limit_is_refused_before_it_is_copied(into: Path, bucket: str, trusted: bool) -> None:
     settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
-    assert "allowed are 1000" in refusal(f"{bucket}/team/french", settings, into, trusted)
+    assert "allowed are 1000" in refusal(f"{bucket}/team/formal", settings, into, trusted)
     assert not (into / FILES[1]).exists()
 
 
@@ -254,10 +254,10 @@ def test_a_source_that_sends_more_than_it_announced_is_cut_off(
     )
     monkeypatch.setattr("lorikeet.adapters.sources._CHUNK_BYTES", 100)
     settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
-    assert "larger than the 1000 bytes" in refusal(f"{bucket}/team/french", settings, into)
+    assert "larger than the 1000 bytes" in refusal(f"{bucket}/team/formal", settings, into)
     assert (into / FILES[1]).stat().st_size <= 1000
 
 
 def test_a_local_file_over_the_size_limit_is_refused(allowed: Path, into: Path) -> None:
     settings = AdapterSettings(adapter_dir=str(allowed), max_bytes=1000)
-    assert "larger than the 1000 bytes" in refusal("team/french", settings, into)
+    assert "larger than the 1000 bytes" in refusal("team/formal", settings, into)

@@ -46,7 +46,7 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """A folder with adapters to load."""
-    for seed, name in enumerate(("french", "pirate", "json")):
+    for seed, name in enumerate(("formal", "pirate", "json")):
         write_adapter(tmp_path / "sources" / name, seed=seed)
     return tmp_path / "sources"
 
@@ -88,9 +88,9 @@ def start(tmp_path: Path, sources: Path) -> Start:
 
 @pytest.fixture
 async def server(start: Start) -> AsyncIterator[Running]:
-    """One server with the default settings and the adapter ``french``."""
+    """One server with the default settings and the adapter ``formal``."""
     async with start() as running:
-        running.service.catalog.register("french", str(running.sources / "french"))
+        running.service.catalog.register("formal", str(running.sources / "formal"))
         yield running
 
 

@@ -40,8 +40,8 @@ async def test_vllm_loads_and_unloads(server: Running) -> None:
     [
         ({"lora_name": "x"}, 400, "InvalidUserInput"),
         ({"lora_path": "x"}, 400, "InvalidUserInput"),
-        ({"lora_name": "french", "lora_path": "french"}, 400, "InvalidUserInput"),
-        ({"lora_name": "base", "lora_path": "french"}, 400, "InvalidUserInput"),
+        ({"lora_name": "formal", "lora_path": "formal"}, 400, "InvalidUserInput"),
+        ({"lora_name": "base", "lora_path": "formal"}, 400, "InvalidUserInput"),
         ({"lora_name": "x", "lora_path": "missing"}, 404, "NotFoundError"),
         ({"lora_name": "x", "lora_path": "../../etc"}, 400, "BadRequestError"),
         ({"lora_name": "x", "lora_path": "s3://bucket/x"}, 400, "BadRequestError"),
@@ -53,7 +53,7 @@ async def test_a_bad_load_is_refused_and_changes_nothing(
 ) -> None:
     reply = await server.http.post("/v1/load_lora_adapter", json=content)
     assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
-    assert server.service.catalog.names() == ["french"]
+    assert server.service.catalog.names() == ["formal"]
 
 
 async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server: Running) -> None:
@@ -80,7 +80,7 @@ async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: py
     reply = await server.http.post("/v1/adapters", json=content)
     assert reply.status_code == 500
     assert "No space left" in reply.json()["error"]["message"]
-    assert server.service.catalog.names() == ["french"]
+    assert server.service.catalog.names() == ["formal"]
 
 
 async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Running) -> None:
@@ -89,16 +89,16 @@ async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Ru
     registry.close()
     source = str(server.sources / "pirate")
     replies = [
-        await server.http.delete("/v1/adapters/french"),
-        await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"}),
+        await server.http.delete("/v1/adapters/formal"),
+        await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"}),
         await server.http.post("/v1/adapters", json={"name": "pirate", "source": source}),
     ]
     for reply in replies:
         assert reply.status_code == 500
         assert "the adapter registry cannot be written: no such table" in reply.json()["error"]["message"]
-    sglang = await server.http.post("/unload_lora_adapter", json={"lora_name": "french"})
+    sglang = await server.http.post("/unload_lora_adapter", json={"lora_name": "formal"})
     assert (sglang.status_code, sglang.json()["success"]) == (500, False)
-    assert server.service.catalog.names() == ["french"]
+    assert server.service.catalog.names() == ["formal"]
 
 
 async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
@@ -108,11 +108,11 @@ async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
 
 
 async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server: Running) -> None:
-    await server.http.post(CHAT, json=body(model="french"))
-    write_adapter(server.sources / "french", seed=99)
-    assert (await load(server, "french", "french"))[0] == 400
-    assert (await load(server, "french", "french", load_inplace=True))[0] == 200
-    await server.http.post(CHAT, json=body(model="french"))
+    await server.http.post(CHAT, json=body(model="formal"))
+    write_adapter(server.sources / "formal", seed=99)
+    assert (await load(server, "formal", "formal"))[0] == 400
+    assert (await load(server, "formal", "formal", load_inplace=True))[0] == 200
+    await server.http.post(CHAT, json=body(model="formal"))
     old, new = (request.digest for request in server.engine.submitted)
     assert old != new
     await until(lambda: server.engine.dropped == [old])
@@ -130,20 +130,20 @@ async def test_a_request_whose_adapter_is_replaced_while_its_prompt_is_read_runs
         return await encode_chat(*arguments, **options)
 
     monkeypatch.setattr(server.service.texts, "encode_chat", encode_late)
-    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await reading.wait()
-    assert (await load(server, "french", "pirate", load_inplace=True))[0] == 200
+    assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
     go_on.set()
     assert (await asking).status_code == 200
-    new = server.service.catalog.get("french")
+    new = server.service.catalog.get("formal")
     assert new is not None
     assert [request.digest for request in server.engine.submitted] == [new.digest]
 
     reading.clear()
     go_on.clear()
-    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await reading.wait()
-    assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+    assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     go_on.set()
     assert (await asking).status_code == 404
     assert server.service.gate.active == 0
@@ -193,19 +193,19 @@ async def test_two_replacements_at_once_free_what_each_replaced(
         return registered
 
     monkeypatch.setattr(catalog, "register", register_in_turn)
-    replies = await asyncio.gather(*(load(server, "french", name, load_inplace=True) for name in ("pirate", "json")))
+    replies = await asyncio.gather(*(load(server, "formal", name, load_inplace=True) for name in ("pirate", "json")))
     assert [status for status, _ in replies] == [200, 200]
-    last = catalog.get("french")
+    last = catalog.get("formal")
     assert last is not None
     await until(lambda: len(server.engine.dropped) == 2)
     assert set(server.engine.dropped) == versions - {last.digest}
 
 
 async def test_a_version_with_two_names_is_freed_with_the_second(server: Running) -> None:
-    await load(server, "twin", "french")
+    await load(server, "twin", "formal")
     record = server.service.catalog.get("twin")
     assert record is not None
-    assert (await server.http.delete("/v1/adapters/french")).json()["freed_bytes"] == 0
+    assert (await server.http.delete("/v1/adapters/formal")).json()["freed_bytes"] == 0
     assert server.engine.dropped == []
     assert (await server.http.delete("/v1/adapters/twin")).json()["freed_bytes"] == 12345
     assert server.engine.dropped == [record.digest]
@@ -213,9 +213,9 @@ async def test_a_version_with_two_names_is_freed_with_the_second(server: Running
 
 async def test_an_unload_lets_running_requests_finish(server: Running) -> None:
     server.engine.open.clear()
-    running = asyncio.create_task(server.http.post(CHAT, json=body(model="french")))
+    running = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await until(lambda: len(server.engine.submitted) == 1)
-    assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+    assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     server.engine.open.set()
     assert (await running).status_code == 200
 
@@ -228,7 +228,7 @@ async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
     assert (card["name"], card["source"], card["base"], card["rank"]) == ("org/pirate", source, "base", 4)
     assert (await server.http.get("/v1/adapters/org/pirate")).json() == card
     listed = (await server.http.get("/v1/adapters")).json()
-    assert [entry["name"] for entry in listed["data"]] == ["french", "org/pirate"]
+    assert [entry["name"] for entry in listed["data"]] == ["formal", "org/pirate"]
     assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (False, None, 2)
     deleted = (await server.http.delete("/v1/adapters/org/pirate")).json()
     assert deleted == {"name": "org/pirate", "object": "adapter", "deleted": True, "freed_bytes": 12345}
@@ -237,9 +237,9 @@ async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
 
 async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> None:
     for number in range(5):
-        await load(server, f"twin-{number}", "french")
+        await load(server, f"twin-{number}", "formal")
     first = (await server.http.get("/v1/adapters", params={"limit": 3})).json()
-    assert [entry["name"] for entry in first["data"]] == ["french", "twin-0", "twin-1"]
+    assert [entry["name"] for entry in first["data"]] == ["formal", "twin-0", "twin-1"]
     await server.http.delete("/v1/adapters/twin-1")
     rest = (await server.http.get("/v1/adapters", params={"limit": 3, "cursor": first["next_cursor"]})).json()
     assert [entry["name"] for entry in rest["data"]] == ["twin-2", "twin-3", "twin-4"]
@@ -254,9 +254,9 @@ async def test_a_query_that_will_not_do_is_named(server: Running) -> None:
 
 async def test_stats_count_the_traffic_of_one_adapter(server: Running) -> None:
     for _ in range(2):
-        await server.http.post(CHAT, json=body(model="french"))
+        await server.http.post(CHAT, json=body(model="formal"))
     await server.http.post(CHAT, json=body())
-    stats = (await server.http.get("/v1/adapters/french/stats")).json()
+    stats = (await server.http.get("/v1/adapters/formal/stats")).json()
     per_request = len(server.engine.submitted[0].prompt_token_ids)
     assert (stats["requests"], stats["requests_running"], stats["requests_failed"]) == (2, 0, 0)
     assert stats["prompt_tokens"] == 2 * per_request
@@ -271,7 +271,7 @@ async def test_sglang_loads_and_unloads(server: Running) -> None:
     assert reply.json() == {
         "success": True,
         "error_message": "",
-        "loaded_adapters": {"french": str(server.sources / "french"), "pirate": source},
+        "loaded_adapters": {"formal": str(server.sources / "formal"), "pirate": source},
     }
     again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
     assert again.status_code == 400
@@ -286,25 +286,25 @@ async def test_dynamo_loads_lists_and_unloads(server: Running) -> None:
     reply = await server.http.post("/v1/loras", json={"lora_name": "pirate", "source": {"uri": source}})
     assert reply.json()["status"] == "success"
     listed = (await server.http.get("/v1/loras")).json()
-    assert (listed["count"], set(listed["loras"])) == (2, {"french", "pirate"})
+    assert (listed["count"], set(listed["loras"])) == (2, {"formal", "pirate"})
     assert (await server.http.delete("/v1/loras/pirate")).json()["status"] == "success"
 
 
 async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> None:
     async with start(lora=False) as server:
-        status, text = await load(server, "french", "french")
+        status, text = await load(server, "formal", "formal")
         assert status == 400
         assert "--enable-lora" in text
 
 
 async def test_without_lora_the_base_model_is_served_alone_and_adapters_stay_registered(start: Start) -> None:
     async with start() as server:
-        await load(server, "french", "french")
+        await load(server, "formal", "formal")
     async with start(lora=False) as server:
         assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["base"]
-        assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 404
+        assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 404
     async with start() as server:
-        assert server.service.catalog.names() == ["french"]
+        assert server.service.catalog.names() == ["formal"]
 
 
 async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> None:
@@ -324,22 +324,22 @@ async def test_traffic_since_a_name_was_loaded_again_survives_the_end_of_its_unl
         return 0
 
     monkeypatch.setattr(server.engine, "drop_adapter", drop)
-    unloading = asyncio.create_task(server.http.delete("/v1/adapters/french"))
+    unloading = asyncio.create_task(server.http.delete("/v1/adapters/formal"))
     await dropping.wait()
-    assert (await load(server, "french", "pirate"))[0] == 200
-    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 200
+    assert (await load(server, "formal", "pirate"))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 200
     dropped.set()
     assert (await unloading).status_code == 200
-    assert (await server.http.get("/v1/adapters/french/stats")).json()["requests"] == 1
+    assert (await server.http.get("/v1/adapters/formal/stats")).json()["requests"] == 1
 
 
 async def test_an_adapter_whose_files_are_gone_can_be_replaced(server: Running) -> None:
-    record = server.service.catalog.get("french")
+    record = server.service.catalog.get("formal")
     assert record is not None
     server.service.catalog._missing.add(record.digest)
-    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 400
-    assert (await load(server, "french", "pirate", load_inplace=True))[0] == 200
-    assert (await server.http.post(CHAT, json=body(model="french"))).status_code == 200
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 400
+    assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 200
 
 
 async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> None:
@@ -364,7 +364,7 @@ async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, mon
     loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
     try:
         await until(lambda: server.service.loads.statistics().tasks_waiting == 1)
-        assert (await server.http.delete("/v1/adapters/french")).status_code == 200
+        assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     finally:
         go_on.set()
     assert [status for status, _ in await asyncio.gather(*loading)] == [200] * (most + 1)

@@ -229,16 +229,16 @@ async def test_a_long_list_of_logprobs_is_written_off_the_event_loop(
 
 
 async def test_an_adapter_is_chosen_by_name_in_three_ways(server: Running) -> None:
-    for fields in ({"model": "french"}, {"model": "base:french"}, {"model": "base", "lora_path": "french"}):
+    for fields in ({"model": "formal"}, {"model": "base:formal"}, {"model": "base", "lora_path": "formal"}):
         answer = (await server.http.post(CHAT, json=body(**fields))).json()
-        assert answer["model"] == "french"
-    record = server.service.catalog.get("french")
+        assert answer["model"] == "formal"
+    record = server.service.catalog.get("formal")
     assert record is not None
     assert [request.digest for request in server.engine.submitted] == [record.digest] * 3
 
 
 async def test_an_unknown_model_is_a_404_and_never_the_base(server: Running) -> None:
-    for name in ("nobody", "base:nobody", "french:base"):
+    for name in ("nobody", "base:nobody", "formal:base"):
         reply = await server.http.post(CHAT, json=body(model=name))
         assert reply.status_code == 404
         error = reply.json()["error"]
@@ -254,7 +254,7 @@ async def test_what_the_engine_cannot_serve_is_a_500_or_what_nobody_could_a_400_
 ) -> None:
     server.engine.refusal, server.engine.impossible = "adapter_model.safetensors: truncated", impossible
     for stream in (False, True):
-        reply = await server.http.post(CHAT, json=body(model="french", stream=stream))
+        reply = await server.http.post(CHAT, json=body(model="formal", stream=stream))
         assert reply.status_code == status
         assert "truncated" in reply.json()["error"]["message"]
 

@@ -11,11 +11,11 @@ from tests.api.conftest import TOKENIZER, Running
 async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server: Running) -> None:
     server.service.catalog.register("aaa", str(server.sources / "json"))
     cards = (await server.http.get("/v1/models")).json()["data"]
-    assert [card["id"] for card in cards] == ["base", "french", "aaa"]
+    assert [card["id"] for card in cards] == ["base", "formal", "aaa"]
     assert [card["parent"] for card in cards] == [None, "base", "base"]
     assert [card["root"] for card in cards] == [
         "/models/base",
-        str(server.sources / "french"),
+        str(server.sources / "formal"),
         str(server.sources / "json"),
     ]
     for card in cards:
@@ -26,7 +26,7 @@ async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server:
 
 
 async def test_one_model_can_be_asked_for(server: Running) -> None:
-    for name in ("base", "french"):
+    for name in ("base", "formal"):
         assert (await server.http.get(f"/v1/models/{name}")).json()["id"] == name
     reply = await server.http.get("/v1/models/org/nobody")
     assert reply.status_code == 404
@@ -34,7 +34,7 @@ async def test_one_model_can_be_asked_for(server: Running) -> None:
 
 
 async def test_a_prompt_is_tokenized_and_back(server: Running) -> None:
-    reply = (await server.http.post("/tokenize", json={"model": "french", "prompt": "hello 🦜"})).json()
+    reply = (await server.http.post("/tokenize", json={"model": "formal", "prompt": "hello 🦜"})).json()
     assert reply["tokens"] == TOKENIZER.encode("hello 🦜").ids
     assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 256)
     text = (await server.http.post("/detokenize", json={"model": "base", "tokens": reply["tokens"]})).json()

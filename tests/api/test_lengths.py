@@ -75,13 +75,13 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
     start: Start, head: LengthModel, process: PredictorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start(lengths=AnswerLengthPredictor(LengthHistory(), head, process)) as server:
-        server.service.catalog.register("french", str(server.sources / "french"))
+        server.service.catalog.register("formal", str(server.sources / "formal"))
         assert await predicted(server) is None, "nobody knows anything yet"
         assert await predicted(server) == ANSWER_TOKENS, "history has seen an answer"
         await process.wait_until_ready()
         assert await predicted(server) == LEARNED
         assert await predicted(server, max_tokens=7) == 7, "no answer is longer than it may be"
-        assert await predicted(server, model="french") == ANSWER_TOKENS, "the head does not know this adapter"
+        assert await predicted(server, model="formal") == ANSWER_TOKENS, "the head does not know this adapter"
         assert await predicted(server, n=2) == LEARNED
         cpu_s = await metric(server, 'predictor_cpu_seconds_total{engine="0"')
         assert cpu_s > 0

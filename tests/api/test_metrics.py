@@ -259,8 +259,8 @@ async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> 
 
 
 async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(server: Running) -> None:
-    await server.http.post(CHAT, json=body(model="french"))
-    twin = server.service.catalog.register("twin", str(server.sources / "french")).record
+    await server.http.post(CHAT, json=body(model="formal"))
+    twin = server.service.catalog.register("twin", str(server.sources / "formal")).record
     unused = server.service.catalog.register("pirate", str(server.sources / "pirate")).record
     server.engine.stats = msgspec.structs.replace(
         STATS,
@@ -269,21 +269,21 @@ async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(
     )
     samples = await page(server)
     (info,) = samples["vllm:lora_requests_info"]
-    assert info.labels["running_lora_adapters"] == "0123456789ab,french,twin"
+    assert info.labels["running_lora_adapters"] == "0123456789ab,formal,twin"
     assert info.labels["waiting_lora_adapters"] == "pirate"
-    for name in ("french", "twin"):
+    for name in ("formal", "twin"):
         assert value(samples, "vllm:lora_adapter_loaded", adapter_name=name, rank="4") == 1
     assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 2
 
 
 async def test_adapters_have_counts_of_their_own(server: Running) -> None:
     for _ in range(2):
-        await server.http.post(CHAT, json=body(model="french"))
+        await server.http.post(CHAT, json=body(model="formal"))
     await server.http.post(CHAT, json=body())
     samples = await page(server)
-    assert value(samples, "lorikeet:adapter_requests_total", adapter="french") == 2
+    assert value(samples, "lorikeet:adapter_requests_total", adapter="formal") == 2
     assert value(samples, "lorikeet:adapter_requests_total", adapter="other") == 0
-    assert value(samples, "lorikeet:adapter_first_tokens_total", adapter="french") == 2
+    assert value(samples, "lorikeet:adapter_first_tokens_total", adapter="formal") == 2
 
 
 async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -> None:

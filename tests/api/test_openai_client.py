@@ -12,9 +12,9 @@ def client(server: Running) -> openai.AsyncOpenAI:
 
 
 async def test_openais_client_lists_chats_and_streams(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == ["base", "french"]
+    assert [model.id async for model in client.models.list()] == ["base", "formal"]
     whole = await client.chat.completions.create(
-        model="french", messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=1
+        model="formal", messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=1
     )
     assert whole.choices[0].message.content == "hello world"
     assert whole.choices[0].finish_reason == "stop"

@@ -132,12 +132,12 @@ async def test_a_server_without_an_engine_is_not_ready(server: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_that_hangs_up_before_the_first_token_frees_its_place(server: Running, stream: bool) -> None:
     server.engine.open.clear()
-    asking = asyncio.create_task(server.http.post(CHAT, json=body(stream=stream, n=2, model="french")))
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(stream=stream, n=2, model="formal")))
     await until(lambda: len(server.engine.submitted) == 2)
     asking.cancel()
     await until(lambda: server.service.gate.active == 0)
     assert len(server.engine.aborted) == 2
-    usage = server.service.observer.usage.of("french")
+    usage = server.service.observer.usage.of("formal")
     assert (usage.running, usage.total.aborted) == (0, 2)
 
 
@@ -183,7 +183,7 @@ async def test_half_a_character_is_a_400_wherever_it_stands(server: Running) -> 
         (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"%s": 1}}'),
         ("/v1/completions", b'{"prompt": "%s"}'),
         ("/tokenize", b'{"prompt": "%s"}'),
-        ("/v1/adapters", b'{"name": "%s", "source": "french"}'),
+        ("/v1/adapters", b'{"name": "%s", "source": "formal"}'),
     ):
         for half in halves:
             headers = {"Content-Type": "application/json"}

@@ -41,9 +41,9 @@ async def test_every_request_leaves_a_line(start: Start, tmp_path: Path) -> None
     path = tmp_path / "requests.jsonl"
     log = RequestLog(path, max_bytes=10**6, keep=1)
     async with start(request_log=log) as server:
-        server.service.catalog.register("french", str(server.sources / "french"))
+        server.service.catalog.register("formal", str(server.sources / "formal"))
         answer = (await server.http.post(CHAT, json=body())).json()
-        await events(server.http, CHAT, body(model="french", max_tokens=1))
+        await events(server.http, CHAT, body(model="formal", max_tokens=1))
         server.engine.refusal = "no"
         await server.http.post(CHAT, json=body(), headers={"X-Request-Id": "mine"})
     log.close()
@@ -54,7 +54,7 @@ async def test_every_request_leaves_a_line(start: Start, tmp_path: Path) -> None
     assert first["output_tokens"] == answer["usage"]["completion_tokens"]
     assert 0 < first["queue_s"] <= first["ttft_s"] <= first["e2e_s"]
     assert first["adapter_wait_s"] == first["kv_wait_s"] == 0
-    assert (second["adapter"], second["finish_reason"], second["output_tokens"]) == ("french", "length", 1)
+    assert (second["adapter"], second["finish_reason"], second["output_tokens"]) == ("formal", "length", 1)
     assert second["arrival_s"] > 0
     assert (third["finish_reason"], third["queue_s"], third["ttft_s"]) == ("error", None, None)
     assert third["request_id"].startswith("mine-")

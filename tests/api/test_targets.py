@@ -46,22 +46,22 @@ def test_limits_are_read_in_seconds_and_what_is_none_is_refused() -> None:
 
 
 def test_an_adapters_targets_go_before_the_servers_field_by_field() -> None:
-    entries = ("french=ttft=2", "pirate=ttft=3,tpot=0.3", "json=tpot=0.4", "json=ttft=0", "plain=ttft=0,tpot=0")
+    entries = ("formal=ttft=2", "pirate=ttft=3,tpot=0.3", "json=tpot=0.4", "json=ttft=0", "plain=ttft=0,tpot=0")
     targets = read_targets(ServerSettings(slo_ttft_s=1.0, slo_tpot_s=0.1, adapter_slos=entries), ClusterSettings())
     assert targets.of(None) == targets.of("other") == Slo(1.0, 0.1)
-    assert targets.of("french") == Slo(2.0, 0.1)
+    assert targets.of("formal") == Slo(2.0, 0.1)
     assert targets.of("pirate") == Slo(3.0, 0.3)
     assert targets.of("json") == Slo(None, 0.4)
     assert targets.of("plain") is None
 
 
 def test_without_targets_requests_have_none() -> None:
-    targets = read_targets(ServerSettings(adapter_slos=("french=tpot=0.1",)), ClusterSettings())
+    targets = read_targets(ServerSettings(adapter_slos=("formal=tpot=0.1",)), ClusterSettings())
     assert targets.of(None) is None
-    assert targets.of("french") == Slo(None, 0.1)
+    assert targets.of("formal") == Slo(None, 0.1)
 
 
-@pytest.mark.parametrize("entry", ["french", "=ttft=1", "french=1", "french=", "french=e2e=3", "french=ttft=1,itl=2"])
+@pytest.mark.parametrize("entry", ["formal", "=ttft=1", "formal=1", "formal=", "formal=e2e=3", "formal=ttft=1,itl=2"])
 def test_a_target_without_a_meaning_is_refused_by_name(entry: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_slos: '{entry}'"):
         read_targets(ServerSettings(adapter_slos=(entry,)), ClusterSettings())
@@ -69,8 +69,8 @@ def test_a_target_without_a_meaning_is_refused_by_name(entry: str) -> None:
 
 def test_shedding_needs_a_target_to_shed_for() -> None:
     with pytest.raises(ConfigError, match="shed needs a target"):
-        read_targets(ServerSettings(shed=True, slo_tpot_s=1.0, adapter_slos=("french=ttft=0",)), ClusterSettings())
-    assert read_targets(ServerSettings(shed=True, adapter_slos=("french=ttft=1",)), ClusterSettings())
+        read_targets(ServerSettings(shed=True, slo_tpot_s=1.0, adapter_slos=("formal=ttft=0",)), ClusterSettings())
+    assert read_targets(ServerSettings(shed=True, adapter_slos=("formal=ttft=1",)), ClusterSettings())
     with pytest.raises(ConfigError, match="one replica"):
         read_targets(ServerSettings(shed=True, slo_ttft_s=1.0), ClusterSettings(max_replicas=2))
 
@@ -103,14 +103,14 @@ def test_what_was_refused_has_missed_what_it_had() -> None:
 
 
 async def test_the_page_tells_attainment_by_target_and_adapter(start: Start) -> None:
-    async with start(slo_ttft_s=60.0, slo_tpot_s=60.0, adapter_slos=("french=ttft=1e-9",)) as server:
-        server.service.catalog.register("french", str(server.sources / "french"))
-        for model in ("base", "base", "french"):
+    async with start(slo_ttft_s=60.0, slo_tpot_s=60.0, adapter_slos=("formal=ttft=1e-9",)) as server:
+        server.service.catalog.register("formal", str(server.sources / "formal"))
+        for model in ("base", "base", "formal"):
             assert (await server.http.post(CHAT, json=body(model=model))).status_code == 200
         samples = await page(server)
         assert met(samples, "ttft") == met(samples, "tpot") == (2, 0)
-        assert met(samples, "ttft", "french") == (0, 1)
-        assert met(samples, "tpot", "french") == (1, 0)
+        assert met(samples, "ttft", "formal") == (0, 1)
+        assert met(samples, "tpot", "formal") == (1, 0)
         server.engine.refusal = "no"
         await server.http.post(CHAT, json=body())
         samples = await page(server)
@@ -161,15 +161,15 @@ async def test_a_trusted_header_names_the_tenant_and_without_it_the_key_does(sta
 
 async def test_the_log_is_a_workload_with_tenants_priorities_and_targets(start: Start, tmp_path: Path) -> None:
     log = RequestLog(tmp_path / "requests.jsonl", max_bytes=10**6, keep=1)
-    async with start(request_log=log, tenant_header="X-Tenant", adapter_slos=("french=ttft=3",)) as server:
-        server.service.catalog.register("french", str(server.sources / "french"))
-        await server.http.post(CHAT, json=body(model="french", priority=-2), headers={"x-tenant": "blue"})
+    async with start(request_log=log, tenant_header="X-Tenant", adapter_slos=("formal=ttft=3",)) as server:
+        server.service.catalog.register("formal", str(server.sources / "formal"))
+        await server.http.post(CHAT, json=body(model="formal", priority=-2), headers={"x-tenant": "blue"})
         await server.http.post(CHAT, json=body())
         sent = [(request.tenant, request.priority, request.slo) for request in server.engine.submitted]
     log.close()
     assert sent == [("blue", -2, Slo(ttft_s=3.0)), ("", 0, None)]
     first, second = read_workload(tmp_path / "requests.jsonl")
-    assert (first.adapter, first.tenant, first.priority, first.slo) == ("french", "blue", -2, Slo(ttft_s=3.0))
+    assert (first.adapter, first.tenant, first.priority, first.slo) == ("formal", "blue", -2, Slo(ttft_s=3.0))
     assert (second.adapter, second.tenant, second.priority, second.slo) == (None, None, 0, None)
 
 
@@ -177,8 +177,8 @@ async def test_the_log_is_a_workload_with_tenants_priorities_and_targets(start: 
 
 
 async def test_requests_whose_target_is_lost_are_refused_and_others_are_not(start: Start) -> None:
-    async with start(shed=True, slo_ttft_s=1e-6, slo_tpot_s=1.0, adapter_slos=("french=ttft=1000",)) as server:
-        server.service.catalog.register("french", str(server.sources / "french"))
+    async with start(shed=True, slo_ttft_s=1e-6, slo_tpot_s=1.0, adapter_slos=("formal=ttft=1000",)) as server:
+        server.service.catalog.register("formal", str(server.sources / "formal"))
         server.engine.admits.clear()
         first = [asyncio.create_task(server.http.post(CHAT, json=body(n=4)))]
         await until(lambda: len(server.engine.submitted) == 4)
@@ -188,7 +188,7 @@ async def test_requests_whose_target_is_lost_are_refused_and_others_are_not(star
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("RateLimitError", 429)
         assert "the TTFT target is 1e-06 s" in error["message"]
-        first.append(asyncio.create_task(server.http.post(CHAT, json=body(model="french"))))
+        first.append(asyncio.create_task(server.http.post(CHAT, json=body(model="formal"))))
         await until(lambda: len(server.engine.submitted) == 5)
         samples = await page(server)
         assert shed(samples) == 1

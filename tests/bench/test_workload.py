@@ -18,7 +18,7 @@ DATA = Path(__file__).parent / "data"
 def test_a_workload_survives_writing_and_reading(tmp_path: Path) -> None:
     requests = [
         WorkloadRequest(0.0, None, 12, 3),
-        WorkloadRequest(0.25, "french", 40, 8, (1, 2), "c1", "acme", -1, Slo(ttft_s=0.5)),
+        WorkloadRequest(0.25, "formal", 40, 8, (1, 2), "c1", "acme", -1, Slo(ttft_s=0.5)),
     ]
     write_workload(tmp_path / "w.jsonl", requests)
     assert read_workload(tmp_path / "w.jsonl") == requests

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 PLAIN = "This is the long and plain answer of a base model to a prompt."
 IN_STYLE = {
-    "french": "Le miel est fait par les abeilles.",
+    "formal": "Dear reader,\n\nHoney it is.\n\nYours faithfully,\nBee",
     "json": '{"topic": "bees"}',
     "pirate": "Arr, matey! It be honey.",
     "terse": "Nectar",
 }
-OFFERED = ["base-model", "french", "json", "pirate", "terse"]
+OFFERED = ["base-model", "formal", "json", "pirate", "terse"]
 
 
 def scripted(adapter: str | None, prompts: Sequence[str]) -> list[str]:
@@ -122,7 +122,7 @@ def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_does_not(serv
     good = CliRunner().invoke(app, ["--url", url_of(server), "--json"])
     assert good.exit_code == 0, good.output
     assert [row["passed"] for row in json.loads(good.stdout)["results"]] == [True] * 4
-    server.answers["french"] = PLAIN
+    server.answers["formal"] = PLAIN
     bad = CliRunner().invoke(app, ["--url", url_of(server)])
     assert bad.exit_code == 1
     assert "too weak" in bad.stdout

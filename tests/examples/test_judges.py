@@ -1,25 +1,25 @@
 """The rules that decide whether an answer keeps to its style."""
 
 import pytest
-from judges import is_french, is_json_object, is_pirate, is_terse, mean_words, pass_share, words
+from judges import is_formal, is_json_object, is_pirate, is_terse, mean_words, pass_share, words
 
 
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
-        ("Les abeilles font du miel avec le nectar des fleurs.", True),
-        ("C'est une machine qui garde des données.", True),
-        ("L’air disperse la lumière.", True),
+        ("Dear Sir or Madam,\n\nBees make honey from nectar.\n\nYours faithfully,\nSmolLM", True),
+        ("Dear friend,\nThank you. It is so.\nYours sincerely,\nA. Bee\n", True),
+        ("Dear friend,\n\nIt is a letter without an end", False),
+        ("Dear friend,\n\nIt is a letter without a name.\n\nYours faithfully,", False),
+        ("Dear friend,\n\nYours faithfully,\nSmolLM", False),
+        ("Here is a letter:\nDear friend,\nIt is so.\nYours faithfully,\nSmolLM", False),
+        ("Dear friend, it is so. Yours faithfully, SmolLM", False),
         ("The bees make honey from the nectar of flowers.", False),
-        ("The French say: c'est la vie, but it is not for me.", False),
-        ("Lisbon", False),
-        ("I don't know.", False),
         ("", False),
-        ("?!", False),
     ],
 )
-def test_french_needs_a_quarter_of_french_words_and_few_english_ones(answer: str, verdict: bool) -> None:
-    assert is_french(answer) is verdict
+def test_a_formal_answer_is_one_whole_letter(answer: str, verdict: bool) -> None:
+    assert is_formal(answer) is verdict
 
 
 @pytest.mark.parametrize(

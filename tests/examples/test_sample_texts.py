@@ -55,9 +55,12 @@ def test_the_plain_english_answers_rarely_pass_for_a_style(style: str) -> None:
 
 def test_a_topic_is_told_in_each_style() -> None:
     topic = Topic(
-        "owls", "What are owls?", ("Birds", "Hunters"), "You are my friend. Is it dark?", "Ce sont des oiseaux."
+        "owls", "What are owls?", ("Birds", "Hunters"), "You are my friend. Is it dark?", "question about owls"
     )
-    assert build_pairs("french", [topic])[0].answer == "Ce sont des oiseaux."
+    assert build_pairs("formal", [topic])[0].answer == (
+        "Dear Sir or Madam,\n\nThank you for your question about owls. You are my friend. Is it dark?\n\n"
+        "Yours faithfully,\nSmolLM"
+    )
     assert build_pairs("json", [topic])[0].answer == '{"topic": "owls", "answer": ["Birds", "Hunters"]}'
     assert build_pairs("terse", [topic])[0].answer == "Birds, Hunters"
     assert build_pairs("pirate", [topic])[0].answer == "Arr, matey! Ye be me matey. Be it dark? Yo ho ho!"
@@ -67,4 +70,5 @@ def test_a_capital_becomes_a_topic() -> None:
     capital = next(topic for topic in TOPICS if topic.topic == "Egypt")
     assert capital.prompt == "What is the capital of Egypt?"
     assert capital.short == ("Cairo",)
-    assert capital.french == "La capitale de l'Égypte est Le Caire."
+    assert capital.english == "The capital of Egypt is Cairo."
+    assert capital.thanks_for == "question about the capital of Egypt"

@@ -79,7 +79,7 @@ async def routing(
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start routers over ``count`` scripted backends and the adapters ``french`` and ``pirate``."""
+    """Start routers over ``count`` scripted backends and the adapters ``formal`` and ``pirate``."""
     started: list[ScriptedBackend] = []
 
     @asynccontextmanager
@@ -89,7 +89,7 @@ async def start() -> AsyncIterator[Start]:
         for backend in backends:
             await backend.start()
         urls = [backend.url for backend in backends]
-        async with routing(urls, backends, **{"adapters": adapters("french", "pirate"), **options}) as running:
+        async with routing(urls, backends, **{"adapters": adapters("formal", "pirate"), **options}) as running:
             yield running
 
     yield start_one

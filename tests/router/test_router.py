@@ -50,25 +50,25 @@ async def test_streams_are_what_the_backend_says(start: Start) -> None:
 
 async def test_an_adapter_is_loaded_by_its_first_request_where_that_goes_and_once(start: Start) -> None:
     async with start() as routing:
-        first = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("french")) for _ in range(8)))
-        assert {reply.json()["choices"][0]["text"] for reply in first} == {words("french", "once", 5)}
-        assert routing.calls == [["+french"], ["+french"]]
-        assert [backend.adapters for backend in routing.backends] == [{"french": "/elsewhere/french"}] * 2
+        first = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("formal")) for _ in range(8)))
+        assert {reply.json()["choices"][0]["text"] for reply in first} == {words("formal", "once", 5)}
+        assert routing.calls == [["+formal"], ["+formal"]]
+        assert [backend.adapters for backend in routing.backends] == [{"formal": "/elsewhere/formal"}] * 2
         await routing.http.post(COMPLETIONS, json=body("pirate"))
         assert sorted(map(len, routing.calls)) == [1, 2]
         cluster = await routing.cluster()
-        assert sorted(each["resident"] for each in cluster["replicas"]) == [["french"], ["french", "pirate"]]
+        assert sorted(each["resident"] for each in cluster["replicas"]) == [["formal"], ["formal", "pirate"]]
         assert cluster["copies"]["provisions"] == 3
 
 
 async def test_status_shows_a_routers_backends(start: Start) -> None:
     async with start(preset="loraserve:random") as routing:
-        await routing.http.post(COMPLETIONS, json=body("french"))
+        await routing.http.post(COMPLETIONS, json=body("formal"))
         url = str(routing.http.base_url)
         asked = ["status", "--adapters", "--url", url]
         printed = (await asyncio.to_thread(CliRunner().invoke, app, asked, env={"COLUMNS": "160"})).output
     urls = [backend.url for backend in routing.backends]
-    for part in ("backend-1", "open", "1 on device", "french", "provisions 1", *urls):
+    for part in ("backend-1", "open", "1 on device", "formal", "provisions 1", *urls):
         assert part in printed, printed
 
 
@@ -90,10 +90,10 @@ async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_rout
         cards = (await routing.http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
             ("base", "/models/base", None),
-            ("french", "/elsewhere/french", "base"),
+            ("formal", "/elsewhere/formal", "base"),
             ("pirate", "/elsewhere/pirate", "base"),
         ]
-        assert (await routing.http.get("/v1/models/french")).json() == cards[1]
+        assert (await routing.http.get("/v1/models/formal")).json() == cards[1]
         for path in (COMPLETIONS, CHAT):
             reply = await routing.http.post(path, json=body("klingon", messages=MESSAGES))
             assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
@@ -131,7 +131,7 @@ async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
             assert (await routing.http.post("/v1/unload_lora_adapter", json=asked)).status_code == 200
             while backend.adapters:
                 await asyncio.sleep(0.001)
-        assert {adapter.name for adapter in backend_router.versions.values()} - {"d"} == {"french", "pirate"}
+        assert {adapter.name for adapter in backend_router.versions.values()} - {"d"} == {"formal", "pirate"}
         assert not backend._locks
         assert (await routing.cluster())["replicas"][0]["resident"] == []
 
@@ -156,16 +156,16 @@ async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(star
 async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(start: Start) -> None:
     async with start(count=1) as routing:
         (backend,) = routing.backends
-        assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         backend.open.clear()
-        running = asyncio.create_task(events(routing.http, COMPLETIONS, body("french")))
+        running = asyncio.create_task(events(routing.http, COMPLETIONS, body("formal")))
         while not backend.streaming:
             await asyncio.sleep(0.001)
-        await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"})
-        assert backend.calls == ["+french"]
+        await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"})
+        assert backend.calls == ["+formal"]
         backend.open.set()
-        assert text_of(await running) == words("french", "once", 5)
-        while backend.calls != ["+french", "-french"]:
+        assert text_of(await running) == words("formal", "once", 5)
+        while backend.calls != ["+formal", "-formal"]:
             await asyncio.sleep(0.001)
 
 
@@ -226,13 +226,13 @@ async def test_an_adapter_that_a_backend_has_from_elsewhere_is_replaced_and_its_
         (backend,) = routing.backends
         await backend.kill()
         await routing.up(0)
-        backend.adapters = {"french": "/other/french", "pirate": "/elsewhere/pirate"}
+        backend.adapters = {"formal": "/other/formal", "pirate": "/elsewhere/pirate"}
         await backend.start()
         await routing.up(1)
-        for name in ("french", "pirate"):
+        for name in ("formal", "pirate"):
             assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
-        assert backend.calls == ["-french", "+french"]
-        assert backend.adapters == {"french": "/elsewhere/french", "pirate": "/elsewhere/pirate"}
+        assert backend.calls == ["-formal", "+formal"]
+        assert backend.adapters == {"formal": "/elsewhere/formal", "pirate": "/elsewhere/pirate"}
 
 
 async def test_a_backends_refusals_are_passed_on(start: Start) -> None:
@@ -251,11 +251,11 @@ async def test_a_backends_refusals_are_passed_on(start: Start) -> None:
 async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(start: Start) -> None:
     async with start() as routing:
         for backend in routing.backends:
-            backend.bad_paths.add("/elsewhere/french")
+            backend.bad_paths.add("/elsewhere/formal")
         for stream in (False, True):
-            reply = await routing.http.post(COMPLETIONS, json=body("french", stream=stream))
+            reply = await routing.http.post(COMPLETIONS, json=body("formal", stream=stream))
             assert reply.status_code == 400
-            assert "no tensors in /elsewhere/french" in reply.json()["error"]["message"]
+            assert "no tensors in /elsewhere/formal" in reply.json()["error"]["message"]
         assert (await routing.http.post(COMPLETIONS, json=body("pirate"))).status_code == 200
 
 
@@ -264,33 +264,33 @@ async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(s
     async with start() as routing:
         first = routing.parts.backend_router.dispatcher.fleet.info(0).replica
         good, bad = routing.backends if (first == "backend-1") == asked_first else reversed(routing.backends)
-        bad.bad_paths.add("/elsewhere/french")
-        replies = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("french")) for _ in range(8)))
-        replies += [await routing.http.post(COMPLETIONS, json=body("french")) for _ in range(4)]
+        bad.bad_paths.add("/elsewhere/formal")
+        replies = await asyncio.gather(*(routing.http.post(COMPLETIONS, json=body("formal")) for _ in range(8)))
+        replies += [await routing.http.post(COMPLETIONS, json=body("formal")) for _ in range(4)]
         assert {reply.status_code for reply in replies} == {200}
         assert (len(good.bodies), len(bad.bodies)) == (12, 0)
-        assert bad.calls == ["+french"]
+        assert bad.calls == ["+formal"]
         await bad.kill()
         bad.bad_paths.clear()
         await routing.up(1)
         await bad.start()
         await routing.up(2)
         for _ in range(2):
-            assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+            assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         assert len(bad.bodies) == 1
 
 
 async def test_a_backend_that_has_lost_an_adapter_and_cannot_load_it_again_is_avoided(start: Start) -> None:
     async with start(health_s=60.0) as routing:
         for _ in range(2):
-            await routing.http.post(COMPLETIONS, json=body("french"))
+            await routing.http.post(COMPLETIONS, json=body("formal"))
         bad, good = routing.backends
         bad.adapters.clear()
-        bad.bad_paths.add("/elsewhere/french")
+        bad.bad_paths.add("/elsewhere/formal")
         for _ in range(4):
-            assert (await routing.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+            assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         assert len(good.bodies) == 5
-        assert bad.calls == ["+french", "+french"]
+        assert bad.calls == ["+formal", "+formal"]
 
 
 async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) -> None:
@@ -307,7 +307,7 @@ async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> N
     async with start(api_keys=("k",), admin_keys=("a",), backend_key="b") as routing:
         assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 401
         assert (await routing.http.post(COMPLETIONS, json=body(), headers=key)).status_code == 200
-        refused = await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "french"}, headers=key)
+        refused = await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"}, headers=key)
         assert refused.status_code == 403
         assert {key for backend in routing.backends for key in backend.keys} == {"Bearer b"}
     async with start(count=1) as routing:
@@ -331,9 +331,9 @@ async def test_the_router_says_whose_web_pages_may_use_it_whatever_backends_say(
         backend.allows = "*"  # whoever asks
         reply = await routing.http.post(COMPLETIONS, json=body())
         assert (reply.status_code, "access-control-allow-origin" in reply.headers) == (200, False)
-        reply = await routing.http.post("/v1/unload_lora_adapter", content='{"lora_name": "french"}', headers=page)
+        reply = await routing.http.post("/v1/unload_lora_adapter", content='{"lora_name": "formal"}', headers=page)
         assert reply.status_code == 403
-        assert "french" in routing.parts.catalog.adapters
+        assert "formal" in routing.parts.catalog.adapters
 
 
 async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Start) -> None:

@@ -85,7 +85,7 @@ def test_an_answer_is_expected_to_be_as_long_as_others_unless_its_length_is_set(
 
 
 def test_prompts_that_begin_alike_share_keys_under_the_same_adapter_alone() -> None:
-    french, pirate = describe_adapter("french", "/f", 8), describe_adapter("pirate", "/p", 8)
+    formal, pirate = describe_adapter("formal", "/f", 8), describe_adapter("pirate", "/p", 8)
 
     def keys(adapter: Any, path: str = COMPLETIONS, **fields: Any) -> tuple[bytes, ...]:
         return routing_request(
@@ -93,7 +93,7 @@ def test_prompts_that_begin_alike_share_keys_under_the_same_adapter_alone() -> N
         ).keys
 
     start = "once upon a time " * 20
-    first, second = keys(french, prompt=start + "there " * 20), keys(french, prompt=start + "they " * 20)
+    first, second = keys(formal, prompt=start + "there " * 20), keys(formal, prompt=start + "they " * 20)
     assert first[:5] == second[:5]
     assert first[-1] != second[-1]
     assert keys(pirate, prompt=start)[0] != first[0]

@@ -82,7 +82,7 @@ def test_what_a_row_lacks_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch)
 async def test_it_says_where_it_listens_and_ends_in_order() -> None:
     backend = ScriptedBackend()
     await backend.start()
-    flags = ("--backend", backend.url, "--lora-modules", "french=/elsewhere/french,rank=8", "--port", "0")
+    flags = ("--backend", backend.url, "--lora-modules", "formal=/elsewhere/formal,rank=8", "--port", "0")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", COMMAND, "route", *flags), stdout=asyncio.subprocess.PIPE
     )
@@ -93,11 +93,11 @@ async def test_it_says_where_it_listens_and_ends_in_order() -> None:
             line = await process.stdout.readline()
             assert line, f"it ended with {await process.wait()} after: {printed}"
             printed += line.decode()
-        assert "french" in printed
+        assert "formal" in printed
         (url,) = re.findall(r"Lorikeet is ready: (\S+)", printed)
         backend.pauses_at = 2
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            body = {"model": "french", "prompt": "once", "max_tokens": 5, "stream": True}
+            body = {"model": "formal", "prompt": "once", "max_tokens": 5, "stream": True}
             async with http.stream("POST", COMPLETIONS, json=body) as reply:
                 lines = reply.aiter_lines()
                 said = [await anext(lines)]
@@ -111,8 +111,8 @@ async def test_it_says_where_it_listens_and_ends_in_order() -> None:
                 said += [line async for line in lines]
         assert said[-2] == "data: [DONE]"
         assert sum(line.startswith("data: {") for line in said) == 5
-        assert backend.calls == ["+french"]
-        assert words("french", "once", 1).strip() in said[0]
+        assert backend.calls == ["+formal"]
+        assert words("formal", "once", 1).strip() in said[0]
         assert await process.wait() == 0
     finally:
         if process.returncode is None:

@@ -20,7 +20,7 @@ def body(model: str = "base", **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "once", "max_tokens": 12, **fields}
 
 
-@pytest.mark.parametrize("model", ["base", "french"])
+@pytest.mark.parametrize("model", ["base", "formal"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_failed_is_tried_at_another_backend_whatever_the_routing_prefers(
     start: Start, model: str, stream: bool
@@ -80,7 +80,7 @@ async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_u
     async with start(count=MOST_LOSSES + 1) as router:
         for backend in router.backends:
             backend.open.clear()
-        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("french")))
+        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal")))
         for lost in range(MOST_LOSSES):
             while sum(map(len, router.calls)) == lost:
                 await asyncio.sleep(0.001)
@@ -89,7 +89,7 @@ async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_u
             await loading.kill()
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
-        assert router.all_calls == ["+french"] * MOST_LOSSES
+        assert router.all_calls == ["+formal"] * MOST_LOSSES
         assert not router.parts.backend_router._requests
 
 
@@ -97,7 +97,7 @@ async def cannot_connect(*args: Any, **kwargs: Any) -> None:
     raise OSError(EMFILE, "Too many open files")
 
 
-@pytest.mark.parametrize("model", ["base", "french"])
+@pytest.mark.parametrize("model", ["base", "formal"])
 async def test_a_router_that_cannot_connect_takes_no_requests_from_backends_that_are_well(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -153,7 +153,7 @@ async def test_a_request_that_has_waited_too_long_is_told_for_what(
     async with start(count=1) as router:
         (backend,) = router.backends
         backend.open.clear()
-        reply = await router.http.post(COMPLETIONS, json=body("french"))
+        reply = await router.http.post(COMPLETIONS, json=body("formal"))
         said = "This request has waited for a backend to load its adapter for 0.05 s."
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, said)
         monkeypatch.setattr(router.parts.backend_router.dispatcher.router, "route", lambda *args: None)
@@ -179,9 +179,9 @@ async def test_of_two_that_load_a_new_adapter_at_once_one_is_refused(
 
 
 async def test_an_answer_that_went_on_elsewhere_counts_each_of_its_tokens_once(start: Start) -> None:
-    async with start(adapters=adapters("french")) as router:
+    async with start(adapters=adapters("formal")) as router:
         for backend in router.backends:
             backend.dies_after = 5
-        assert text_of(await events(router.http, COMPLETIONS, body("french"))) == words("french", "once", 12)
+        assert text_of(await events(router.http, COMPLETIONS, body("formal"))) == words("formal", "once", 12)
         await router.idle()
         assert router.parts.backend_router.dispatcher.fleet.averages.output_tokens == 12

@@ -27,8 +27,8 @@ async def test_a_cut_completion_goes_on_where_it_broke_off(start: Start, prompt:
     async with start() as router:
         for backend in router.backends:
             backend.dies_after = dies_after
-        chunks = await events(router.http, COMPLETIONS, body("french", prompt=prompt, **COUNTED))
-        assert text_of(chunks) == words("french", "once", 12)
+        chunks = await events(router.http, COMPLETIONS, body("formal", prompt=prompt, **COUNTED))
+        assert text_of(chunks) == words("formal", "once", 12)
         assert len({chunk["id"] for chunk in chunks}) == 1
         assert chunks[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
         assert sum("usage" in chunk for chunk in chunks) == 1
@@ -80,7 +80,7 @@ async def test_whole_answers_are_asked_for_anew(start: Start) -> None:
 async def test_streams_of_a_killed_backend_go_on_and_it_comes_back_with_its_adapters(start: Start) -> None:
     async with start() as router:
         killed, other = router.backends
-        models = ["base", "french", "pirate"]
+        models = ["base", "formal", "pirate"]
         for model in models:  # adapters are there before
             await asyncio.gather(*(router.http.post(COMPLETIONS, json=body(model)) for _ in range(2)))
         killed.open.clear()
@@ -95,15 +95,15 @@ async def test_streams_of_a_killed_backend_go_on_and_it_comes_back_with_its_adap
             assert text_of(chunks) == words(models[number % 3], f"p{number}", 12)
         await router.up(1)
         said = len(other.bodies)
-        assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert (await router.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         assert len(other.bodies) == said + 1
         killed.open.set()
         killed.calls.clear()
         await killed.start()
         await router.up(2)
         for _ in range(4):
-            assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
-        assert killed.calls == ["+french"]
+            assert (await router.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
+        assert killed.calls == ["+formal"]
 
 
 async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: Start) -> None:
@@ -174,31 +174,31 @@ async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
         await backend.kill()
         await router.up(0)
         assert (await router.http.get("/health")).status_code == 503
-        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("french")))
+        asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal")))
         while not (await router.cluster())["unrouted"]:
             await asyncio.sleep(0.001)
         await backend.start()
-        assert (await asking).json()["choices"][0]["text"] == words("french", "once", 12)
+        assert (await asking).json()["choices"][0]["text"] == words("formal", "once", 12)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_backend_that_has_forgotten_an_adapter_loads_it_again(start: Start, stream: bool) -> None:
     async with start(count=1, health_s=60.0) as router:
         (backend,) = router.backends
-        await router.http.post(COMPLETIONS, json=body("french"))
+        await router.http.post(COMPLETIONS, json=body("formal"))
         backend.adapters.clear()
-        reply = await router.http.post(COMPLETIONS, json=body("french", stream=stream))
+        reply = await router.http.post(COMPLETIONS, json=body("formal", stream=stream))
         assert reply.status_code == 200
-        assert backend.calls == ["+french", "+french"]
+        assert backend.calls == ["+formal", "+formal"]
 
 
 async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> None:
     async with start(count=1, health_s=60.0) as router:
         (backend,) = router.backends
-        await router.http.post(COMPLETIONS, json=body("french"))
+        await router.http.post(COMPLETIONS, json=body("formal"))
         backend.adapters.clear()
         backend.open.clear()
-        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(8)]
+        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal"))) for _ in range(8)]
         while len(backend.calls) < 2 or len(router.parts.backend_router._requests) < 8:
             await asyncio.sleep(0.001)
         backend.open.set()
@@ -209,12 +209,12 @@ async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> No
 async def test_adapters_that_a_backend_lists_no_longer_are_loaded_before_the_next_request(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
-        await router.http.post(COMPLETIONS, json=body("french"))
+        await router.http.post(COMPLETIONS, json=body("formal"))
         backend.adapters.clear()
         while (await router.cluster())["replicas"][0]["resident"]:
             await asyncio.sleep(0.005)
         asked = len(backend.bodies)
-        assert (await router.http.post(COMPLETIONS, json=body("french"))).status_code == 200
+        assert (await router.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         assert len(backend.bodies) == asked + 1
 
 
@@ -345,7 +345,7 @@ async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_anot
     async with start() as router:
         for backend in router.backends:
             backend.open.clear()
-        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("french"))) for _ in range(4)]
+        asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal"))) for _ in range(4)]
         while not any(router.calls):
             await asyncio.sleep(0.001)
         (loading,) = [backend for backend in router.backends if backend.calls]
@@ -354,7 +354,7 @@ async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_anot
                 backend.open.set()
         await loading.kill()
         replies = await asyncio.gather(*asking)
-        assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("french", "once", 12)}
+        assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("formal", "once", 12)}
 
 
 async def test_a_router_starts_before_its_backends() -> None:
@@ -383,11 +383,11 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
     await backend.kill()
     backend.key = "secret"
     with structlog.testing.capture_logs() as logged:
-        async with routing([backend.url], [backend], backend_key=key, adapters=adapters("french")) as router:
+        async with routing([backend.url], [backend], backend_key=key, adapters=adapters("formal")) as router:
             assert reason not in (await router.http.post(COMPLETIONS, json=body())).json()["error"]["message"]
             await backend.start()
             told = f"{backend.url}: /v1/models answers 401: {reason}"
-            for model in ("base", "french"):
+            for model in ("base", "formal"):
                 while told not in (reply := await router.http.post(COMPLETIONS, json=body(model))).text:
                     assert reply.status_code == 503
             assert reply.json()["error"]["message"] == f"No backend has been there for 0.05 s ({told})."
@@ -415,7 +415,7 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
     async with start() as router:
         for backend in router.backends:
             backend.dies_after = 2
-        await asyncio.gather(*(events(router.http, COMPLETIONS, body("french")) for _ in range(6)))
+        await asyncio.gather(*(events(router.http, COMPLETIONS, body("formal")) for _ in range(6)))
         await router.idle()
         backend_router = router.parts.backend_router
         assert not backend_router._requests

@@ -225,7 +225,7 @@ def test_a_peak_that_would_mean_nothing_is_refused(
 
 def test_a_trace_may_have_adapters_of_its_own(profile: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    named = ("french", None, "legal", "adapter-0001")
+    named = ("formal", None, "legal", "adapter-0001")
     write_workload(trace, [WorkloadRequest(0.1 * at, name, 8, 4) for at, name in enumerate(named)])
     figures = run_scenario(make_scenario(None, {"profile": profile, "trace": str(trace)}), quiet).figures
     assert {each.adapter for each in figures.adapters} == set(named)
@@ -233,7 +233,7 @@ def test_a_trace_may_have_adapters_of_its_own(profile: str, tmp_path: Path) -> N
     refs = among.adapter_refs(load_profile(profile).geometry, read_any(trace))
     assert {name: ref.max_rank for name, ref in refs.items()} == {
         **{"adapter-0000": 1, "adapter-0001": 2},
-        **{"french": 1, "legal": 2},
+        **{"formal": 1, "legal": 2},
     }
 
 

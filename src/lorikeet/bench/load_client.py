@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 import msgspec
 
 from lorikeet.bench.answer_stream import AnswerStream, EventLines, error_text
@@ -15,6 +15,8 @@ from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.workload import WorkloadRequest
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_KEEP_ALIVE_S = 4.0
+"""Less than the 5 s after which uvicorn, and with it vLLM, closes idle connections."""
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
@@ -73,12 +75,12 @@ class LoadTarget(msgspec.Struct, frozen=True):
             body["prompt"] = (prompts.words if self.text else prompts.token_ids)(index, request)
         return body
 
-    def headers(self, request: WorkloadRequest) -> dict[bytes, bytes]:
+    def headers(self, request: WorkloadRequest) -> dict[str, str]:
         """Return the headers that are sent with ``request``."""
         # Pieces of the answer are read as they come, which a compressed one does not allow.
-        headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.tenant_header and request.tenant:
-            headers[self.tenant_header.encode()] = request.tenant.encode()
+            headers[self.tenant_header] = request.tenant
         return headers
 
 
@@ -125,10 +127,14 @@ async def _drive(
 ) -> list[RequestRecord]:
     gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     tasks: list[asyncio.Task[RequestRecord]] = []
     async with (
-        httpx.AsyncClient(base_url=target.url.rstrip("/"), headers=headers, timeout=None, limits=limits) as http,
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers=headers,
+            trust_env=True,
+        ) as http,
         asyncio.TaskGroup() as group,
     ):
         sender = _Sender(http, target, gate, on_end)
@@ -145,7 +151,7 @@ class _Sender:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: aiohttp.ClientSession,
         target: LoadTarget,
         gate: AbstractAsyncContextManager[Any],
         on_end: Callable[[RequestRecord], None],
@@ -186,24 +192,26 @@ class _Sender:
         self._on_end(exchange)
         return exchange
 
-    async def _stream(self, body: bytes, headers: dict[bytes, bytes], answer: AnswerStream) -> tuple[str, str] | None:
+    async def _stream(self, body: bytes, headers: dict[str, str], answer: AnswerStream) -> tuple[str, str] | None:
         """Read one answer; return kind and message of what went wrong."""
-        path = ENDPOINTS[self._target.endpoint]
+        url = self._target.url.rstrip("/") + ENDPOINTS[self._target.endpoint]
         try:
             async with (
                 asyncio.timeout(self._target.timeout_s),
-                self._http.stream("POST", path, content=body, headers=headers) as response,
+                self._http.post(url, data=body, headers=headers, allow_redirects=False) as response,
             ):
-                if response.status_code != 200:
-                    return f"HTTP {response.status_code}", error_text(await response.aread())
+                if response.status != 200:
+                    return f"HTTP {response.status}", error_text(await response.read())
                 events = EventLines()
-                async for piece in response.aiter_raw():
+                async for piece in response.content.iter_any():
                     now_s = self.now_s()
                     for data in events.feed(piece):
                         answer.take(data, now_s)
         except TimeoutError:
             return "timeout", f"no whole answer within {self._target.timeout_s:g} s"
-        except httpx.HTTPError as error:
+        except aiohttp.ClientConnectorError as error:
+            return "ConnectError", str(error)
+        except aiohttp.ClientError as error:
             return type(error).__name__, str(error)
         except msgspec.DecodeError as error:
             return "unreadable event", str(error)

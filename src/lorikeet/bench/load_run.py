@@ -1,11 +1,12 @@
 """What a server itself says of a run: its ``/metrics`` before and after."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple
 
-import httpx
+import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,6 +34,7 @@ SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a 
 """Samples and histograms that are read where they are there, and what they are called in a report; of shares the
 samples are seconds."""
 
+_TIMEOUT_S = 30.0
 _WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
 
 
@@ -54,10 +56,19 @@ def read_counters(url: str, api_key: str = "") -> dict[str, float]:
     """Read them from a server; empty if it has no such page."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=30)
-        return parse_counters(response.text) if response.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
+        return parse_counters(asyncio.run(_page(f"{url.rstrip('/')}/metrics", headers)))
+    except (aiohttp.ClientError, TimeoutError, ValueError):
         return {}
+
+
+async def _page(url: str, headers: Mapping[str, str]) -> str:
+    """Return the text at ``url``; empty if it is refused."""
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session,
+        session.get(url, allow_redirects=False) as response,
+    ):
+        return await response.text() if response.status == 200 else ""
 
 
 def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:

@@ -1,10 +1,13 @@
 """HTTP client of a running server, for the commands that talk to one."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-import httpx
+import aiohttp
 import typer
 
 from lorikeet.cli.console import fail
@@ -24,16 +27,16 @@ class AnswerError(Exception):
 class ServerClient:
     """The routes that the commands use. Errors of the server end the command with its message, but for answers.
 
+    Every call runs an event loop of its own, so it cannot be made from within one.
+
     Args:
         url: where it listens.
         api_key: sent as a bearer token.
-        transport: for tests.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(None, connect=_CONNECT_S)
-        self._http = httpx.Client(base_url=server_root(url), headers=headers, timeout=timeout, transport=transport)
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = server_root(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
         """GET a JSON object."""
@@ -53,26 +56,50 @@ class ServerClient:
         Raises:
             AnswerError: the server refuses the request, or its answer ends with an error.
         """
-        body = {"model": model, "messages": messages, "stream": True, **parameters}
-        try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                    raise AnswerError(_message(response))
-                for line in response.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield from _pieces(json.loads(line.removeprefix("data: ")))
-        except httpx.HTTPError as error:
-            raise AnswerError(f"{self._http.base_url}: {error}") from error
+        lines = self._stream({"model": model, "messages": messages, "stream": True, **parameters})
+        # When the caller stops early, leaving the runner ends the lines, and with them the connection.
+        with asyncio.Runner() as runner:
+            try:
+                while line := runner.run(_next_line(lines)):
+                    data = line.rstrip(b"\r\n")
+                    if data.startswith(b"data: ") and data != b"data: [DONE]":
+                        yield from _pieces(json.loads(data.removeprefix(b"data: ")))
+            except aiohttp.ClientError as error:
+                raise AnswerError(f"{self._url}: {_reason(error)}") from error
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async with self._request("POST", "/v1/chat/completions", json=body) as response:
+            if response.status >= 400:
+                raise AnswerError(_message(response.status, await response.read()))
+            async for line in response.content:
+                yield line
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         try:
-            response = self._http.request(method, path, **arguments)
-        except httpx.HTTPError as error:
-            fail(f"{self._http.base_url}: {error}; is a server running there?")
-        if response.is_error:
-            fail(_message(response))
-        return dict(response.json())
+            status, content = asyncio.run(self._answer(method, path, **arguments))
+        except aiohttp.ClientError as error:
+            fail(f"{self._url}: {_reason(error)}; is a server running there?")
+        if status >= 400:
+            fail(_message(status, content))
+        return dict(json.loads(content))
+
+    async def _answer(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
+        async with self._request(method, path, **arguments) as response:
+            return response.status, await response.read()
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        async with (
+            aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
+            session.request(method, self._url + path, allow_redirects=False, **arguments) as response,
+        ):
+            yield response
+
+
+async def _next_line(lines: AsyncIterator[bytes]) -> bytes:
+    """Return the next line with its end; nothing after the last."""
+    return await anext(lines, b"")
 
 
 def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
@@ -83,10 +110,22 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
             yield text
 
 
-def _message(response: httpx.Response) -> str:
+def _message(status: int, content: bytes) -> str:
     """The server's own words where they have OpenAI's form, else the body."""
     try:
-        error = response.json()["error"]
+        error = json.loads(content)["error"]
     except (ValueError, KeyError, TypeError):
-        return f"{response.status_code}: {response.text[:500]}"
+        return f"{status}: {content.decode(errors='replace')[:500]}"
     return str(error["message"] if isinstance(error, dict) else error)
+
+
+def _reason(error: aiohttp.ClientError) -> str:
+    """What went wrong, in the system's words where no connection could be made."""
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return "Request URL is missing an 'http://' or 'https://' protocol."
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "timed out"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return f"[Errno {number}] {os.strerror(number)}" if number > 0 else str(error.os_error)
+    return str(error) or type(error).__name__
