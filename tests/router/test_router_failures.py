@@ -56,7 +56,7 @@ async def test_a_stream_that_takes_every_backend_down_is_given_up(start: Start) 
         for backend in router.backends:
             backend.dies_after = 1
         chunks = await events(router.http, COMPLETIONS, body())
-        assert f"lost, {MAX_LOSSES} times" in chunks[-1]["error"]["message"]
+        assert f"lost {MAX_LOSSES} times" in chunks[-1]["error"]["message"]
         assert len(chunks) == MAX_LOSSES + 1, "each had said a word"
         assert sum(len(backend.bodies) for backend in router.backends) == MAX_LOSSES
         await router.metric('lorikeet:route_requests_total{outcome="failed"} 1.0')

@@ -14,20 +14,20 @@ _MAYBE_SURROGATE = re.compile(
     rb"|\xed[\xa0-\xbf]"
     rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
 )
-"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
+"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
 
-Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
+Each alternative begins with another literal byte, so that the search skips to these bytes.
 """
 
 
 async def _service(request: Request) -> Service:
-    # Not async, FastAPI would run it in a thread, for every request.
+    # If it were not async, FastAPI would run it in a thread for every request.
     service: Service = request.app.state.service
     return service
 
 
 async def _is_json(request: Request) -> None:
-    """Check the content type, and that all text can be written as UTF-8, which no lone surrogate can."""
+    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")

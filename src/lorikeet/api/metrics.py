@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that gateways and dashboards work unchanged.
 
-Histograms and counters grow as requests go by. Gauges of engines, memory and the cluster are read from the latest
-statistics at every scrape; those of several replicas are told apart by the label ``engine``.
+Histograms and counters are updated by requests. Gauges of engines, memory and the cluster are read from the latest
+statistics at every scrape; the label ``engine`` names the replica.
 
 Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
@@ -22,11 +22,11 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import AssistCounters, EngineStats, MemoryStats, QueueStats, TierBytes
 
 Values = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the value that they have."""
+"""Pairs of label values and the value of the metric."""
 
 
 class MetricFamilies:
-    """Metrics that share some labels.
+    """Builds metrics that share labels.
 
     Args:
         labels: of every metric.
@@ -41,7 +41,7 @@ class MetricFamilies:
         return self.gauges(name, text, tuple(more), [(tuple(more.values()), value)])
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        """Return a gauge with a value for each choice of ``labels``."""
+        """Return a gauge with a value for each combination of ``labels``."""
         return self._fill(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), values)
 
     def count(self, name: str, text: str, value: float) -> Metric:
@@ -49,7 +49,7 @@ class MetricFamilies:
         return self.counts(name, text, (), [((), value)])
 
     def counts(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        """Return a counter with a value for each choice of ``labels``."""
+        """Return a counter with a value for each combination of ``labels``."""
         return self._fill(CounterMetricFamily(name, text, labels=[*self._labels, *labels]), values)
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
@@ -68,7 +68,7 @@ _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class RequestMetrics:
-    """What is counted as requests go by. Gauges of the engine's state are collectors of their own.
+    """Histograms and counters of requests. Gauges come from collectors.
 
     Args:
         model_name: label of every metric.
@@ -113,7 +113,7 @@ class RequestMetrics:
         self._ended = {reason: success.labels(**self.labels, finished_reason=reason) for reason in _FINISHED_REASONS}
 
     def add_collector(self, collector: Collector) -> None:
-        """Ask ``collector`` at every scrape too."""
+        """Include the metrics of ``collector`` in every scrape."""
         self.registry.register(collector)
 
     def page(self) -> bytes:
@@ -121,13 +121,13 @@ class RequestMetrics:
         return generate_latest(self.registry)
 
     def observe_step(self, replica: ReplicaId, stats: EngineStats) -> None:
-        """Count the last step that a replica's gauges tell of, once; they tell of one now and then."""
+        """Count the latest step in a replica's statistics, once; statistics are sent for some steps only."""
         if stats.steps != self._last_steps.get(replica):
             self._last_steps[replica] = stats.steps
             self._step_tokens.observe(stats.step_tokens)
 
-    def generated(self, tokens: int) -> None:
-        """Count tokens as they are sent."""
+    def count_tokens(self, tokens: int) -> None:
+        """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
 
     def observe_request(
@@ -171,7 +171,7 @@ def _one_two_five(largest: int) -> list[float]:
 
 
 _MAX_NAMES = 500
-"""Most adapters named in one metric, so that a page stays small whatever fits on the device."""
+"""Most adapters named in one metric, so that a page stays small however many fit on the device."""
 
 
 class EngineCollector(Collector):
@@ -246,7 +246,7 @@ class EngineCollector(Collector):
         yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
-        """Residency, for routers that prefer a replica that holds an adapter already."""
+        """Yield residency, for routers that prefer a replica that already has the adapter."""
         make = self._make
         serving = {*stats.running_adapters, *stats.resident_adapters}
         known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
@@ -283,49 +283,49 @@ class EngineCollector(Collector):
         yield make.count("lorikeet:assisted_steps", "Steps with prefills assisted by the host.", modes.assisted_steps)
         yield make.gauge(
             "lorikeet:num_requests_ahead_of_adapter",
-            "Sequences whose prefill is done, and whose adapter is still on its way.",
+            "Sequences whose prefill is done while their adapter is still being transferred.",
             stats.ahead_of_adapter,
         )
 
     def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
         for name, text, value in (
-            ("host_layers", "Layers of adapters on their way that host workers computed.", counts.host_layers),
-            ("device_layers", "Those that the device computed, as they had arrived.", counts.device_layers),
+            ("host_layers", "Layers of adapters in transfer that host workers computed.", counts.host_layers),
+            ("device_layers", "Layers that the device computed, since they had arrived.", counts.device_layers),
             (
                 "host_layers_after_arrival",
-                "Of the host's, those that had arrived when it was decided.",
+                "Layers that the host computed though they had arrived by then.",
                 counts.host_layers_after_arrival,
             ),
-            ("rescued_slices", "Shares of host workers that the engine computed itself.", counts.rescued_slices),
-            ("lost_workers", "Host workers that ended unasked.", counts.lost_workers),
+            ("rescued_slices", "Slices of host workers that the engine computed itself.", counts.rescued_slices),
+            ("lost_workers", "Host workers that ended unexpectedly.", counts.lost_workers),
         ):
             yield self._make.count(f"lorikeet:assist_{name}", text, value)
 
     def _classes(self, queue: QueueStats) -> Iterable[Metric]:
         make = self._make
         for name, text, by_class in (
-            ("waiting", "Waiting requests by class, 0 that of the smallest.", queue.waiting),
-            ("quota_tokens", "Room of each class, in tokens of KV.", queue.quota_tokens),
-            ("held_tokens", "Those of its tokens that requests hold.", queue.held_tokens),
+            ("waiting", "Waiting requests by class; 0 has the smallest requests.", queue.waiting),
+            ("quota_tokens", "Quota of each class, in tokens of KV.", queue.quota_tokens),
+            ("held_tokens", "Tokens of the quota that requests hold.", queue.held_tokens),
         ):
             values = [((str(number),), float(value)) for number, value in enumerate(by_class)]
             yield make.gauges(f"lorikeet:queue_{name}", text, ("class",), values)
-        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were found anew.", queue.refreshes)
+        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were recomputed.", queue.refreshes)
         yield make.count(
-            "lorikeet:queue_bypassed", "Requests that passed one whose adapter lacked room.", queue.bypassed
+            "lorikeet:queue_bypassed", "Requests that bypassed one whose adapter did not fit.", queue.bypassed
         )
-        yield make.count("lorikeet:queue_squashed", "Those of them that were sent back.", queue.squashed)
+        yield make.count("lorikeet:queue_squashed", "Bypassing requests that were squashed.", queue.squashed)
         yield make.count("lorikeet:queue_joined", "Requests that joined others under their adapter.", queue.joined)
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
-    """The names of a version; the start of its digest if it has none."""
+    """Return the names of a version, or the start of its digest if it has none."""
     return [adapter.name for adapter in known.get(digest, ())] or [digest[:12]]
 
 
 _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
     ("requests", "Requests ended.", lambda counts: counts.requests),
-    ("requests_aborted", "Requests whose client hung up.", lambda counts: counts.aborted),
+    ("requests_aborted", "Requests whose client disconnected.", lambda counts: counts.aborted),
     ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
     ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
     ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
@@ -339,7 +339,7 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
 
 
 class UsageCollector(Collector):
-    """Counts of the busiest adapters and of all others together; where it is about targets, of the base model too."""
+    """Counts of the busiest adapters and the sum of all others; for SLO targets, also of the base model."""
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
@@ -371,7 +371,7 @@ _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
     ("kv_cached", lambda tier: tier.kv_cached),
     ("inflight", lambda tier: tier.inflight),
 )
-"""Kinds of bytes, which add up to a tier."""
+"""Uses of a tier's bytes; they add up to the tier."""
 
 
 class MemoryCollector(Collector):
@@ -407,7 +407,7 @@ class MemoryCollector(Collector):
         )
         yield make.gauge(
             "lorikeet:memory_invalid_kv_bytes",
-            "Unneeded KV on the device that nobody can use there, its adapter or earlier KV being elsewhere.",
+            "Unneeded KV on the device that is unusable, since its adapter or earlier KV is not there.",
             memory.invalid_kv_bytes,
         )
         yield make.gauge(
@@ -439,10 +439,12 @@ class MemoryCollector(Collector):
         for name, text, values in numbers:
             yield make.counts(f"lorikeet:memory_{name}", text, labels, values)
         yield make.count(
-            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were brought unasked.", memory.prefetched
+            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were prefetched.", memory.prefetched
         )
         yield make.count(
-            "lorikeet:memory_prefetched_used", "Those that were used before they left.", memory.prefetched_used
+            "lorikeet:memory_prefetched_used",
+            "Prefetched ones that were used before their eviction.",
+            memory.prefetched_used,
         )
 
     def _decisions(self, memory: MemoryStats) -> Iterable[Metric]:
@@ -450,15 +452,15 @@ class MemoryCollector(Collector):
         yield make.count("lorikeet:memory_decisions", "Ticks of the swapper.", times.count)
         yield make.count("lorikeet:memory_decision_seconds", "Time that they took.", times.total_s)
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
-        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV that the tree knows.", memory.nodes)
+        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
 
 
 class ReplicasCollector(Collector):
-    """What every replica tells of its engine and its memory.
+    """Metrics of all replicas: engine and memory.
 
     Args:
-        client: knows the replicas; they may come and go.
+        client: has the replicas, which may change.
         labels: of every metric, but for ``engine``.
         adapters_by_digest: gives adapter versions under all their names.
     """
@@ -487,10 +489,10 @@ class ReplicasCollector(Collector):
 
 
 class ClusterCollector(Collector):
-    """What a cluster tells of itself as a whole.
+    """Metrics of a cluster as a whole.
 
     Args:
-        client: knows the cluster.
+        client: has the cluster's state.
         model_name: label of every metric.
     """
 
@@ -509,7 +511,7 @@ class ClusterCollector(Collector):
         ]
         yield make.gauges("lorikeet:cluster_replicas", "Replicas; those that start are down.", ("state",), by_state)
         if state.wanted is not None:
-            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the load asks for.", state.wanted)
+            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the autoscaler wants.", state.wanted)
         yield make.gauge("lorikeet:cluster_requests_unrouted", "Requests that wait for a replica.", state.unrouted)
         yield make.count("lorikeet:cluster_requests_moved", "Requests moved between replicas.", state.moves)
         yield make.gauge("lorikeet:cluster_placement_epoch", "Number of the placement.", state.epoch)
@@ -519,4 +521,4 @@ class ClusterCollector(Collector):
         yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
         yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
         yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
-        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies under way.", copies.under_way)
+        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies in progress.", copies.under_way)

@@ -1,9 +1,9 @@
-"""Request counts per adapter, and which adapters have metrics of their own.
+"""Request counts per adapter, and the choice of adapters that have metric labels of their own.
 
-A server may know ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled, the rest
-share ``other``. Which those are changes with the traffic, so a label counts from the moment its adapter was given it
-(its first request, while labels are free), and ``other`` holds everything that is not labelled. When an adapter gives
-its label up, its counts move to ``other``. So the sum over all labels is exact, and ``other`` never falls.
+A server may have ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled, the rest
+share ``other``. The busiest change with the traffic. So a label counts from when its adapter got it (its first
+request, while labels are free), and ``other`` holds everything that is not labelled. When an adapter loses its label,
+its counts move to ``other``. So the sum over all labels is exact, and ``other`` never decreases.
 """
 
 import heapq
@@ -16,15 +16,15 @@ OTHER = "other"
 
 _HALF_LIFE_S = 300.0
 _HYSTERESIS = 1.5
-"""An adapter must be this much busier than the least busy labelled one to take its place."""
+"""An adapter replaces the least busy labelled one only if it is busier by this factor."""
 
 
 @dataclass
 class RequestCounts:
-    """Sums over finished requests, and over those that were refused for lack of room or time.
+    """Sums over finished requests, and over those that were refused.
 
-    Attributes of targets count requests that had one and met it, or did not. Times are whole nanoseconds: differences
-    of sums of floats would be off by their rounding, and a counter that falls by that looks like one that began anew.
+    ``ttft_met`` and the like count requests with such a target. Times are whole nanoseconds: differences of float sums
+    have rounding errors, and a counter that decreases by one looks to Prometheus like a restart.
     """
 
     requests: int = 0
@@ -51,22 +51,22 @@ class RequestCounts:
 
     @property
     def ttft_s(self) -> float:
-        """Sum of TTFT."""
+        """Sum of TTFT, in seconds."""
         return self.ttft_ns / 1e9
 
     @property
     def e2e_s(self) -> float:
-        """Sum of the time from arrival to end."""
+        """Sum of the time from arrival to end, in seconds."""
         return self.e2e_ns / 1e9
 
     @property
     def adapter_wait_s(self) -> float:
-        """Sum of the time spent waiting for the adapter."""
+        """Sum of the time spent waiting for the adapter, in seconds."""
         return self.adapter_wait_ns / 1e9
 
     @property
     def kv_wait_s(self) -> float:
-        """Sum of the time spent waiting for KV beyond that."""
+        """Sum of the further time spent waiting for KV, in seconds."""
         return self.kv_wait_ns / 1e9
 
     def add(self, other: "RequestCounts") -> None:
@@ -76,7 +76,7 @@ class RequestCounts:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time as it is counted."""
+    """Return a time in seconds as whole nanoseconds."""
     return round(seconds * 1e9)
 
 
@@ -85,17 +85,17 @@ class AdapterTraffic:
     """One adapter's traffic (or the base model's).
 
     Attributes:
-        clock: seconds.
-        everyone: the sum that it is part of.
+        clock: in seconds.
+        all_adapters: the sum over all adapters, which is updated with it.
         total: since the server started.
-        running: requests under way.
+        running: running requests.
         last_used_s: monotonic time of the latest end.
-        activity: requests, the older ones counting less.
-        baseline: ``total`` when the label was given; None while unlabelled.
+        activity: number of requests, decaying with time.
+        baseline: ``total`` when the adapter got its label; None without a label.
     """
 
     clock: Callable[[], float]
-    everyone: RequestCounts
+    all_adapters: RequestCounts
     total: RequestCounts = field(default_factory=RequestCounts)
     running: int = 0
     last_used_s: float = 0.0
@@ -108,10 +108,10 @@ class AdapterTraffic:
         self.activity = self.activity_at(now_s) + 1
         self.last_used_s = now_s
         self.total.add(request)
-        self.everyone.add(request)
+        self.all_adapters.add(request)
 
     def activity_at(self, now_s: float) -> float:
-        """Return the activity as it has faded until ``now_s``."""
+        """Return the activity, decayed until ``now_s``."""
         return self.activity * math.exp2((self.last_used_s - now_s) / _HALF_LIFE_S)
 
 
@@ -119,8 +119,8 @@ class AdapterUsage:
     """Traffic of every adapter that had any.
 
     Args:
-        labels: how many adapters are labelled at once.
-        clock: seconds; replaced in tests.
+        labels: number of adapters that are labelled.
+        clock: in seconds; replaced in tests.
     """
 
     def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,8 +128,8 @@ class AdapterUsage:
         self._clock = clock
         self._base = AdapterTraffic(clock, RequestCounts())
         self._adapters: dict[str, AdapterTraffic] = {}
-        self._everyone = RequestCounts()
-        self._given = 0
+        self._all_adapters = RequestCounts()
+        self._labels_used = 0
 
     def of(self, adapter: str | None) -> AdapterTraffic:
         """Return the usage of an adapter, or of the base model for None."""
@@ -137,11 +137,11 @@ class AdapterUsage:
             return self._base
         usage = self._adapters.get(adapter)
         if usage is None:
-            usage = self._adapters[adapter] = AdapterTraffic(self._clock, self._everyone)
-            if self._given < self._labels and adapter != OTHER:
+            usage = self._adapters[adapter] = AdapterTraffic(self._clock, self._all_adapters)
+            if self._labels_used < self._labels and adapter != OTHER:
                 # A label is free: it counts from the first request on.
                 usage.baseline = RequestCounts()
-                self._given += 1
+                self._labels_used += 1
         return usage
 
     @property
@@ -150,18 +150,18 @@ class AdapterUsage:
         return self._base.total
 
     def peek(self, adapter: str) -> AdapterTraffic:
-        """Return the usage of an adapter to look at; one without traffic gets neither a record nor a label."""
-        return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._everyone)
+        """Return the usage of an adapter, read only; one without traffic gets neither a record nor a label."""
+        return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)
 
     def labelled(self) -> dict[str, RequestCounts]:
-        """Choose who is labelled now; return the counts under each label, ``other`` included."""
+        """Choose the labelled adapters; return the counts under each label, ``other`` included."""
         now_s = self._clock()
 
         def rank(item: tuple[str, AdapterTraffic]) -> tuple[float, str]:
             name, usage = item
             return usage.activity_at(now_s) * (_HYSTERESIS if usage.baseline else 1.0), name
 
-        # One that is called like the sum of the others is counted among them: two sums cannot have one label.
+        # An adapter called "other" is counted in that sum, since two sums cannot have one label.
         named = (item for item in self._adapters.items() if item[0] != OTHER)
         chosen = dict(heapq.nlargest(self._labels, named, key=rank))
         for name, usage in self._adapters.items():
@@ -169,15 +169,15 @@ class AdapterUsage:
                 usage.baseline = None
             elif usage.baseline is None:
                 usage.baseline = usage.total.plus(RequestCounts())
-        self._given = len(chosen)
+        self._labels_used = len(chosen)
         counts = {name: usage.total.plus(usage.baseline or RequestCounts(), -1) for name, usage in chosen.items()}
-        other = self._everyone
+        other = self._all_adapters
         for labelled in counts.values():
             other = other.plus(labelled, -1)
         return {**counts, OTHER: other}
 
     def forget(self, adapter: str) -> None:
-        """Give up the record of an adapter that was removed; its counts stay in ``other``."""
+        """Drop the record of a removed adapter; its counts stay in ``other``."""
         usage = self._adapters.pop(adapter, None)
         if usage is not None and usage.baseline is not None:
-            self._given -= 1
+            self._labels_used -= 1
