@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lorikeet.api.text_processor import _MOST_COMPOSED, TokenLowerBound
+from lorikeet.api.text_processor import _MAX_COMPOSED, TokenLowerBound
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 Change = Callable[[Tokenizer], None]
@@ -73,7 +73,7 @@ def test_a_long_text_has_many(name: str) -> None:
 
 
 def test_no_more_characters_become_one() -> None:
-    assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(maxunicode + 1)) == _MOST_COMPOSED
+    assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(maxunicode + 1)) == _MAX_COMPOSED
 
 
 def _strip(tokenizer: Tokenizer) -> None:
