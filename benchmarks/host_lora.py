@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_lora
 
-prints JSON: for each variant the median and the 90 % quantile in µs, over 1,000 layers of a 135M model with 16 tokens
-under an adapter of rank 16. The device is played by a thread that runs what it is given in order:
+prints for each variant the median and the 90 % quantile in µs, over 1,000 layers of a 135M model with 16 tokens under
+an adapter of rank 16. The device is played by a thread that runs what it is given in order:
 
 - invoke: ``sync-free``, the export of x is on the device's queue, and so is the wait for y; or ``native sync``, the
   caller waits for x to be there before it signals, and for y before it goes on.
@@ -13,7 +13,7 @@ under an adapter of rank 16. The device is played by a thread that runs what it 
 Hand-over is what a layer takes beyond the longer of its two parts, the base product and the worker's computing.
 """
 
-import json
+import argparse
 import multiprocessing
 import os
 import threading
@@ -29,13 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.harness import default_model, print_setup, print_table
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
-from lorikeet.models.default import default_cache_dir, prepare_default_model
 from lorikeet.worker.host_lora.pool import HostPool, HostRows, PoolSizes, RowAssignment, start_worker_process
 from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
 from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker, host_targets, write_delta
@@ -280,11 +280,13 @@ def measure(exchange: Exchange, stream: Stream, sync_free: bool, geometry: Model
 
 def main() -> None:
     """Measure all variants: this process on one core, workers on another."""
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    print_setup()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("a worker needs a core of its own, and this machine has one core")
     torch.set_num_threads(1)
-    geometry = read_model_config(prepare_default_model(default_cache_dir())).geometry(4)
+    geometry = read_model_config(default_model()).geometry(4)
     store = make_store(geometry)
     os.sched_setaffinity(0, {cores[0]})
     makers: dict[tuple[str, str], Callable[[], Exchange]] = {
@@ -301,8 +303,9 @@ def main() -> None:
         finally:
             stream.close()
             exchange.close()
-        results.append({"invoke": invoke, "ipc": ipc, "worker": worker, **figures})
-    print(json.dumps(results, indent=1))
+        results.append([invoke, ipc, worker, *(f"{us:.1f}" for us in figures.values())])
+    headings = ["invoke", "ipc", "worker", "hand-over, us", "P90, us", "computing, us"]
+    print_table(f"Hand-over of a layer, {LAYERS:,} layers", headings, results)
 
 
 if __name__ == "__main__":

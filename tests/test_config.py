@@ -76,7 +76,7 @@ def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: byt
         load_settings(file=file, environment={})
 
 
-def test_limits_of_scaling_may_come_from_other_sources_than_the_number_of_replicas(tmp_path: Path) -> None:
+def test_scaling_limits_and_replica_count_may_come_from_different_sources(tmp_path: Path) -> None:
     file = tmp_path / "lorikeet.toml"
     file.write_text("[cluster]\nmin_replicas = 2\n")
     settings = load_settings({"cluster": {"replicas": 3}}, file, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"})

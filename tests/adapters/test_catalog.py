@@ -341,7 +341,7 @@ def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
     assert second.get("x") is None
 
 
-def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_removed(
+def test_adapter_with_missing_files_is_reported_and_can_be_repaired_or_removed(
     open_catalog: Open, sources: Path
 ) -> None:
     first = open_catalog()

@@ -220,7 +220,7 @@ def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
     assert not list(into.iterdir())
 
 
-def test_nobody_is_shown_the_credentials_of_a_source(into: Path) -> None:
+def test_credentials_of_a_source_are_never_shown(into: Path) -> None:
     settings = AdapterSettings(allowed_sources=("https://user:word@host/team/",))
     assert refusal("https://host/team/x", settings, into).endswith("allowed: https://…@host/team/)")
     for source in ("hf://org/repo@main", "https://host/a@b", "/folder/x@y", "s3://bucket/team"):

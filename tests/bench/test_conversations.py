@@ -17,7 +17,7 @@ def turn(at_s: float, *blocks: int) -> WorkloadRequest:
 TURNS = [turn(0, 0, 1), turn(1, 0, 2), turn(2, 0, 1, 3), turn(3, 0), turn(4, 0, 1, 4), turn(5, 0)]
 
 
-def test_turns_that_share_more_than_everybody_does_are_one_conversation() -> None:
+def test_turns_sharing_more_than_the_common_prefix_are_one_conversation() -> None:
     groups = group_conversations(TURNS)
     assert [[each.arrival_s for each in group] for group in groups] == [[0, 2, 4], [1], [3], [5]]
     assert [{each.conversation for each in group} for group in groups] == [

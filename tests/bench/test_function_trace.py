@@ -32,7 +32,7 @@ def test_the_distribution_of_rates_has_the_printed_shares() -> None:
     assert 1 - share_of_calls.cdf(0) == pytest.approx(0.996, abs=0.005)
 
 
-def test_the_most_popular_functions_are_near_a_power_law_of_exponent_one_and_a_fifth() -> None:
+def test_popular_functions_follow_a_power_law_of_exponent_1_2() -> None:
     shares = popularity(100)
     assert shares.sum() == pytest.approx(1)
     assert all(np.diff(shares) < 0)

@@ -99,7 +99,7 @@ def test_too_few_adapters_are_named(tmp_path: Path) -> None:
         make_work(options(source=str(file)))
 
 
-def test_the_working_set_counts_equal_beginnings_once_and_the_adapters_asked_for() -> None:
+def test_working_set_counts_shared_prefixes_once_and_requested_adapters() -> None:
     # Two turns of one conversation: 40 + 30 tokens, then 100 + 5; 104 of them have KV. Under b nothing is shared.
     work = small_work(
         WorkloadRequest(0.0, "a", 40, 30, (0, 1, 2), "c"),

@@ -119,7 +119,7 @@ def under_ranks(*ranks: float) -> Step:
     return tuple(SequenceWork(8, 1, True, f"a{i}", rank) for i, rank in enumerate(ranks))
 
 
-def test_steps_with_adapters_are_measured_until_they_are_sure_or_have_taken_long() -> None:
+def test_steps_with_adapters_are_measured_until_stable_or_out_of_time() -> None:
     quiet, noisy, long = under_ranks(4), under_ranks(4, 8), under_ranks(4, 8, 16)
     rig, ticks = ScriptedRig({1: (1.0, 0.0), 2: (0.1, 0.1), 3: (2.0, 1.9)}), []
     found = measure_lora(cast("ExecutorDriver", rig), [quiet, noisy, long], 40, lambda: ticks.append(1))

@@ -194,7 +194,7 @@ def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(publish
     assert pairs("dlora:proactive") == pairs("dlora:rr") < pairs("dlora")
 
 
-def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile(published: CostProfile) -> None:
+def test_burst_tolerance_takes_memory_from_options_or_the_profile(published: CostProfile) -> None:
     """With as much memory as all adapters take twice, not all have a copy on each of four replicas."""
     preset, needed_bytes = PRESETS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
     copies = []
@@ -212,7 +212,7 @@ def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile
 # --- operating points --------------------------------------------------------------------------------
 
 
-def test_the_operating_points_of_the_kernel_form_and_the_slo_are_taken_and_survive_their_file() -> None:
+def test_operating_points_match_kernel_form_and_slo_and_survive_a_file() -> None:
     ttft = Slo(ttft_s=10.0)
     entries = (
         loads(KernelForm.UNPADDED, ttft, level=1.0),

@@ -11,7 +11,7 @@ from lorikeet.cluster.controller.adapter_files import AdapterCopier
 from lorikeet.cluster.controller.dispatcher import Provision
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
-from tests.support.live import until
+from tests.support.waiting import until
 
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
 A = AdapterRef(AdapterName("a"), AdapterDigest("A"), "/source", {"q": (4,)}, 1000)
@@ -66,36 +66,36 @@ class Copies:
 
 
 @pytest.mark.parametrize("copy", [Provision(0, A.digest, R1), Fetch(0, A.digest, R0, R1)])
-async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Provision) -> None:
+async def test_copy_to_a_dead_destination_is_not_reported(copy: Fetch | Provision) -> None:
     told, transport = Told(), Copies()
     carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     transport.error = DestinationLost("r1 died")
     carrier.copy(copy)
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert (told.done, told.failed) == ([], []), "whoever hears of the death knows what was lost with it"
     assert carrier.counts.failed == 1
     transport.error = TransportError("no room")
     carrier.copy(copy)
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert told.failed == [(copy, "no room")]
 
 
-async def test_a_copy_that_fails_as_nobody_foresaw_keeps_nobody_waiting() -> None:
+async def test_unexpected_copy_failure_ends_the_wait() -> None:
     told, transport = Told(), Copies()
     carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     transport.error = MemoryError("too large")
     carrier.copy(Provision(0, A.digest, R1))
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert told.failed == [(Provision(0, A.digest, R1), "MemoryError('too large')")]
     assert carrier.counts.failed == 1
 
 
-async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_comes_there() -> None:
+async def test_removed_replica_is_forgotten_and_gets_no_copies() -> None:
     told, transport = Told(), Copies()
     carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
     for replica in (R0, R1):
         carrier.copy(Provision(0, A.digest, replica))
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     carrier.forget(R1)
     assert carrier.pairs() == {(A.digest, R0)}
     assert carrier.placed_at(R1) == []
@@ -103,7 +103,7 @@ async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_c
     carrier.copy(Provision(1, A.digest, R1))
     transport.before_end = lambda: carrier.forget(R0)
     carrier.copy(Provision(2, A.digest, R0))
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert carrier.pairs() == set(), "neither one that began afterwards counts, nor one that was on its way"
     assert (told.done, told.failed) == ([], [])
     with pytest.raises(TransportError, match="r1 was taken out"):
@@ -118,22 +118,22 @@ async def test_nothing_is_fetched_from_a_replica_that_was_taken_out(tmp_path: Pa
     transport.release(R0)
     carrier.forget(R0)
     carrier.copy(Fetch(0, A.digest, R0, R1))
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert told.failed == [(Fetch(0, A.digest, R0, R1), "r0 was taken out")]
     assert not (tmp_path / R0).exists()
     transport.close()
 
 
-async def test_which_adapters_are_where_is_counted_anew_only_when_it_has_changed() -> None:
+async def test_copies_are_counted_again_only_after_a_change() -> None:
     carrier = AdapterCopier(Copies(), {A.digest: A}, {}, Told())
     assert carrier.pairs() is carrier.pairs()
     before = carrier.pairs()
     carrier.copy(Provision(0, A.digest, R0))
-    await until(lambda: not carrier.counts.under_way)
+    await until(lambda: not carrier.counts.under_way, "the carrier carries nothing")
     assert (before, carrier.pairs()) == (set(), {(A.digest, R0)})
 
 
-async def test_what_lay_at_replicas_before_anybody_knew_it_counts_as_soon_as_somebody_does() -> None:
+async def test_copies_found_at_replicas_count_once_their_adapter_is_known() -> None:
     refs: dict[AdapterDigest, AdapterRef] = {}
     transport = Copies()
     carrier = AdapterCopier(transport, refs, {}, Told())

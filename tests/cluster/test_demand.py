@@ -100,7 +100,7 @@ def test_an_adapter_that_comes_to_a_rank_counts_from_its_first_period() -> None:
     assert tokens_per_s(estimator) == [10.0, 0.0, 30.0], "it is no trend of its rank"
 
 
-def test_the_time_before_anybody_asks_is_no_part_of_a_trend() -> None:
+def test_time_before_the_first_request_is_no_part_of_a_trend() -> None:
     estimator = estimator_of()
     for period in (1.0, 2.0, 3.0):
         estimator.close(period)
@@ -133,7 +133,7 @@ def test_nothing_cannot_be_extrapolated() -> None:
         extrapolate([])
 
 
-def test_before_anybody_has_asked_all_are_alike() -> None:
+def test_adapters_have_equal_demand_before_the_first_request() -> None:
     estimator = estimator_of()
     assert tokens_per_s(estimator) == [1.0, 1.0]
     alike = estimator.demands(0.0)
@@ -171,7 +171,7 @@ def test_an_adapters_own_mean_forgets() -> None:
     assert tokens_per_s(estimator)[0] == pytest.approx(10 + 0.8 * 50 + 0.2 * 100)
 
 
-def test_an_adapter_that_comes_later_has_no_demand_before_its_first_period_has_ended() -> None:
+def test_later_adapter_has_no_demand_until_its_first_period_ends() -> None:
     estimator = estimator_of()
     estimator.arrived(A, 10)
     estimator.close(1.0)

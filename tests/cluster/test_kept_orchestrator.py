@@ -95,7 +95,7 @@ def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
     assert life.begin().state() == second.state()
 
 
-def test_what_nobody_can_read_is_replaced(life: Life, folder: Path) -> None:
+def test_unreadable_state_is_replaced(life: Life, folder: Path) -> None:
     folder.mkdir()
     registry = ClusterRegistry(sqlite_url(folder / "registry.sqlite3"), "one")
     registry.save_state('{"epoch": "many"}', 0)
@@ -119,7 +119,7 @@ class DiesAfterCommit(ClusterRegistry):
         return epoch
 
 
-def test_a_write_that_came_through_though_nobody_heard_of_it_is_not_anothers(folder: Path) -> None:
+def test_own_unconfirmed_write_is_not_taken_for_that_of_another(folder: Path) -> None:
     folder.mkdir()
     url = sqlite_url(folder / "registry.sqlite3")
     registry = DiesAfterCommit(url, "one")

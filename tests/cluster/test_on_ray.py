@@ -39,8 +39,9 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import Progress, Shutdown, StepOutputs, Submit
 from tests.adapters.builders import geometry, lora_tensors, write_adapter
 from tests.support.live import greedy, live_settings, make_model, prompt
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 R0, R1, R2 = REPLICAS = tuple(ReplicaId(f"r{number}") for number in range(3))
 KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
@@ -447,8 +448,11 @@ async def restarted(placement: RayPlacement) -> None:
     """Kill the actor's process, and wait until Ray has begun another."""
     before = await incarnation(placement)
     ray.kill(placement.actor, no_restart=False)
-    while await incarnation(placement) in ("", before):
-        await asyncio.sleep(0.05)
+
+    async def is_another() -> bool:
+        return await incarnation(placement) not in ("", before)
+
+    await until(is_another, "another orchestrator answers")
 
 
 async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: Callable[..., RayPlacement]) -> None:
@@ -511,8 +515,7 @@ async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
 
 async def test_an_orchestrator_that_is_gone_for_good_is_told_of(make_placement: Callable[..., RayPlacement]) -> None:
     placement = make_placement(patience_s=0.0)
-    while not await incarnation(placement):
-        await asyncio.sleep(0.05)
+    await until(lambda: incarnation(placement), "the orchestrator answers")
     await placement.know(KNOWN)
     placement.close()
 

@@ -52,7 +52,7 @@ def test_replicas_that_leave_serve_nothing() -> None:
         orchestrator.set_replicas((), 2.0)
 
 
-def test_what_was_dropped_is_placed_no_longer_and_its_late_requests_count_for_nothing() -> None:
+def test_dropped_adapter_is_not_placed_and_its_late_requests_do_not_count() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
     orchestrator.know(SMALL, 0.0)
     assert SMALL[0].adapter not in orchestrator.drop(SMALL[0].adapter, 1.0).shares
@@ -105,7 +105,7 @@ def test_its_state_is_a_copy() -> None:
     assert state.demand.adapters[SMALL[0].adapter].history == []
 
 
-def test_the_load_is_what_the_next_period_asks_of_all_adapters_and_of_the_base_model() -> None:
+def test_load_is_the_forecast_for_all_adapters_and_the_base_model() -> None:
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
     orchestrator.know([SMALL[0], LARGE[0]], 0.0)
     assert orchestrator.load(0.0) is None, "no period has ended"

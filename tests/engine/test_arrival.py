@@ -126,9 +126,7 @@ def test_what_an_adapter_does_not_change_is_there_before_anything_is_copied(benc
     assert [arrival.has(layer) for layer in range(4)] == [True, False, True, True]
 
 
-def test_the_pace_of_an_arrival_counts_from_its_turn_and_not_from_when_it_had_to_wait(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrival_pace_counts_from_its_turn_not_from_its_queueing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: clock.now))
     bench.start(bench.runs)

@@ -32,10 +32,10 @@ from tests.support.live import (
     make_adapter,
     make_model,
     prompt,
-    until,
 )
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,13 @@ def kill(client: EngineClient) -> None:
 async def killed_and_up_again(client: EngineClient) -> None:
     restarts = client.restarts
     kill(client)
-    await until(lambda: client.restarts > restarts and client.alive)
+    await until(lambda: client.restarts > restarts and client.alive, "the engine has restarted")
 
 
 async def begun(*handles: RequestHandle, tokens: int = 1) -> None:
-    await until(lambda: all(len(handle.token_ids) >= tokens for handle in handles))
+    await until(
+        lambda: all(len(handle.token_ids) >= tokens for handle in handles), "every request has its first tokens"
+    )
 
 
 def nodes(client: EngineClient) -> int | None:
@@ -78,7 +80,7 @@ def nodes(client: EngineClient) -> int | None:
 
 async def idle_nodes(client: EngineClient) -> int:
     """The same, once nothing runs."""
-    await until(lambda: is_idle(client.stats))
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
     return nodes(client) or 0
 
 
@@ -113,7 +115,7 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
             assert gaps[first] < TIE, f"{before.request.request_id} differs from token {first} on"
             ties += 1
     assert ties <= 1
-    await until(lambda: is_idle(client.stats))
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
 async def test_an_aborted_request_gives_its_blocks_back(client: EngineClient, adapters: dict[str, AdapterRef]) -> None:
@@ -124,7 +126,7 @@ async def test_an_aborted_request_gives_its_blocks_back(client: EngineClient, ad
         handle.abort()
     for handle in handles:
         assert (await finish(handle))[0].reason is FinishReason.ABORT
-    await until(lambda: is_idle(client.stats))
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
 async def test_a_request_can_be_aborted_before_the_engine_has_seen_it(client: EngineClient) -> None:
@@ -158,7 +160,10 @@ async def test_a_dropped_adapter_tells_its_bytes_once_its_requests_have_ended(
     evicted = [event for event in events if isinstance(event, AdapterEvicted) and event.digest == digest]
     assert [event.freed_bytes for event in evicted] == [freed_bytes]
     assert await client.drop_adapter(digest) == 0
-    await until(lambda: client.stats is not None and digest not in client.stats.resident_adapters)
+    await until(
+        lambda: client.stats is not None and digest not in client.stats.resident_adapters,
+        "the engine has dropped the adapter",
+    )
     await finish(client.submit(greedy("under b again", prompt(30), 1, adapters["b"])))
     assert isinstance(events[-1], AdapterLoaded)
 
@@ -174,23 +179,29 @@ async def test_requests_that_arrive_after_a_drop_are_served_before_it(
     first.abort()
     assert (await finish(second))[0].reason is FinishReason.LENGTH
     assert await dropping > 0
-    await until(lambda: client.stats is not None and adapters["c"].digest not in client.stats.resident_adapters)
-    await until(lambda: is_idle(client.stats))
+    await until(
+        lambda: client.stats is not None and adapters["c"].digest not in client.stats.resident_adapters,
+        "the engine has dropped adapter c",
+    )
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
-async def test_drops_survive_a_death_and_so_do_requests_that_arrive_while_no_engine_runs(
+async def test_drops_and_new_requests_survive_an_engine_death(
     client: EngineClient, adapters: dict[str, AdapterRef]
 ) -> None:
     handle = client.submit(greedy("running", prompt(30), 400, adapters["a"]))
     await begun(handle)
     kill(client)
-    await until(lambda: client.process_id is None)
+    await until(lambda: client.process_id is None, "the engine process has ended")
     dropping = asyncio.create_task(client.drop_adapter(adapters["a"].digest))
     newcomer = client.submit(greedy("newcomer", prompt(12), 5))
     assert (await finish(newcomer))[0].reason is FinishReason.LENGTH
     assert (await finish(handle))[0].reason is FinishReason.LENGTH
     assert await dropping > 0, "it was loaded again for the request that was running, then dropped"
-    await until(lambda: client.stats is not None and adapters["a"].digest not in client.stats.resident_adapters)
+    await until(
+        lambda: client.stats is not None and adapters["a"].digest not in client.stats.resident_adapters,
+        "the engine has dropped adapter a",
+    )
 
 
 async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
@@ -200,16 +211,16 @@ async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
     refs = [msgspec.structs.replace(adapters["a"], digest=AdapterDigest(digit * 64)) for digit in "123"]
     before = await idle_nodes(client)
     client.register_adapters(refs)
-    await until(lambda: nodes(client) == before + 3)
+    await until(lambda: nodes(client) == before + 3, "the tree has three nodes more")
     assert await client.drop_adapter(refs[0].digest) == 0, "nothing of it was in memory"
-    await until(lambda: nodes(client) == before + 2)
+    await until(lambda: nodes(client) == before + 2, "the tree has two nodes more")
     kill(client)
-    await until(lambda: client.process_id is None)
+    await until(lambda: client.process_id is None, "the engine process has ended")
     client.register_adapters(refs[:1])
-    await until(lambda: nodes(client) == 3)
+    await until(lambda: nodes(client) == 3, "the tree has three nodes")
     for ref in refs:
         await client.drop_adapter(ref.digest)
-    await until(lambda: nodes(client) == 0)
+    await until(lambda: nodes(client) == 0, "the tree is empty")
 
 
 async def test_an_adapter_made_known_again_while_it_is_dropped_stays_known(
@@ -224,20 +235,23 @@ async def test_an_adapter_made_known_again_while_it_is_dropped_stays_known(
     await asyncio.sleep(0)
     client.register_adapters([ref])
     assert await dropping > 0
-    await until(lambda: is_idle(client.stats) and nodes(client) == before + 1)
+    await until(
+        lambda: is_idle(client.stats) and nodes(client) == before + 1,
+        "the engine is idle and the tree has one node more",
+    )
     assert await client.drop_adapter(ref.digest) == 0
 
 
 async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_go_on(client: EngineClient) -> None:
     suspect = client.submit(greedy("suspect", prompt(8), 450))
     for death in range(DEATHS_PER_REQUEST):
-        await until(lambda: client.alive)
+        await until(lambda: client.alive, "the engine is up")
         await begun(suspect, tokens=len(suspect.token_ids) + 1)
         if death == DEATHS_PER_REQUEST - 1:
             other = client.submit(greedy("other", prompt(8, seed=1), 20))
             await begun(other)
         kill(client)
-        await until(lambda death=death: suspect.deaths == death + 1)  # type: ignore[misc]
+        await until(lambda death=death: suspect.deaths == death + 1, "the death is counted")  # type: ignore[misc]
     finished, gaps = await finish(suspect)
     assert finished.reason is FinishReason.ERROR
     assert "died 3 times" in (finished.error or "")
@@ -245,7 +259,7 @@ async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_
     assert len(gaps) == len(suspect.token_ids) < 450
     assert (await finish(other))[0].reason is FinishReason.LENGTH
     assert len(other.token_ids) == 20
-    await until(lambda: is_idle(client.stats))
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
 @pytest.mark.parametrize(
@@ -282,8 +296,8 @@ async def test_closing_while_a_new_engine_starts_ends_that_one_too(model: Path) 
         handle = client.submit(greedy("long", prompt(8), 450))
         await begun(handle)
         kill(client)
-        await until(lambda: not client.alive)
-        await until(lambda: engine_processes() - before)
+        await until(lambda: not client.alive, "no replica is up")
+        await until(lambda: engine_processes() - before, "an engine process runs")
     assert engine_processes() <= before
     with pytest.raises(EngineError, match="shutting down"):
         await finish(handle)

@@ -15,6 +15,8 @@ from lorikeet.core.messages import EngineStats, StepOutputs
 from tests.support.live import finish, greedy, live_settings, make_model, prompt
 from tests.support.scripted import Bench
 
+pytestmark = pytest.mark.slow
+
 R = RequestId("r")
 AHEAD_S = 1000.0
 """Our clock, of the engine's."""

@@ -94,7 +94,7 @@ def test_steps_come_before_copies() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
-def test_groups_are_copied_in_the_order_in_which_they_are_given_out_and_their_blocks_counted() -> None:
+def test_groups_are_copied_in_order_and_their_blocks_counted() -> None:
     targets = torch.zeros(3, 2, 128)
     queue = Queue(group("0", targets[0]), group("1", targets[1]))
     with copying(queue) as (copier, counts):
@@ -181,7 +181,7 @@ def test_closing_does_not_wait_for_a_slow_link() -> None:
         assert begun.wait(60.0)
 
 
-def test_the_next_group_is_begun_while_one_is_copied_and_none_is_done_before_it_is() -> None:
+def test_next_group_starts_during_a_copy_and_none_is_done_early() -> None:
     device, targets, queue = LateDevice(), torch.zeros(4, 2, 128), Queue()
     groups = [group(str(number), target, device) for number, target in enumerate(targets)]
     with copying(queue, device=device) as (copier, _):
@@ -201,7 +201,7 @@ def test_the_next_group_is_begun_while_one_is_copied_and_none_is_done_before_it_
     assert device.faults == []
 
 
-def test_whoever_asks_gives_an_idle_streams_first_groups_and_the_copier_goes_on() -> None:
+def test_caller_starts_an_idle_streams_first_groups_and_the_copier_continues() -> None:
     device, targets = LateDevice(), torch.zeros(5, 2, 128)
     takers: list[int] = []
 
@@ -243,7 +243,7 @@ def test_where_to_give_is_to_copy_it_is_left_to_the_copier() -> None:
     assert worker.thread != threading.get_native_id()
 
 
-def test_a_group_that_fails_late_or_in_part_is_told_when_nothing_of_it_is_in_flight() -> None:
+def test_failed_group_is_reported_once_none_of_it_is_in_flight() -> None:
     device, targets = LateDevice(), torch.zeros(4, 2, 128)
     first, second, third, fourth = (group(str(number), target, device) for number, target in enumerate(targets))
     device.failing.add(0)

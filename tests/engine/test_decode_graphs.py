@@ -24,6 +24,8 @@ from lorikeet.worker.transfer import transfers
 from tests.support.driver import Driver, Models, driving, make_models, random_tokens
 from tests.support.late_device import LateDevice, LateMark, steps_seen_by
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
@@ -295,7 +297,7 @@ def test_a_step_that_is_not_gone_on_with_is_forgotten(models: Models, then: str)
     assert device.faults == []
 
 
-def test_where_the_host_has_a_say_an_overlapped_plan_returns_with_nothing_under_way(models: Models) -> None:
+def test_plan_needing_the_host_returns_with_no_step_in_flight(models: Models) -> None:
     with late(models) as (driver, _):
         driver.add("a", random_tokens(3, seed=1), **EDITED)
         driver.step({"a": 3})

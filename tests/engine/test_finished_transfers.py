@@ -6,7 +6,7 @@ from lorikeet.core.plan import TransferDone
 from lorikeet.worker.transfer.finished import FinishedTransfers
 
 
-def test_a_transfer_counts_when_the_last_rank_has_reported_it_and_lasts_as_long_as_the_slowest() -> None:
+def test_transfer_ends_with_its_last_rank_and_lasts_as_its_slowest() -> None:
     woken: list[None] = []
     finished = FinishedTransfers(2, lambda: woken.append(None))
     finished.report(TransferDone(1, duration_s=3.0))

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STEPS = """
 import resource, torch
 from lorikeet.core.process_tuning import keep_freed_memory

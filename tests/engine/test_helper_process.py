@@ -17,7 +17,7 @@ class Much(msgspec.Struct):
     content: bytes = bytes(2**22)
 
 
-def test_a_process_that_takes_nothing_in_is_ended_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_reads_nothing_is_ended_and_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper_process, "SEND_S", 0.05)
     helper = start_helper_process("lorikeet.worker.transfer.loader_process", "the loader process")
     try:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +39,9 @@ from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
 from tests.support.exchanges import Exchanging, PromptExchange
 from tests.support.gates import Gate
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 LAYERS, GROUPS = 6, 3
 QKV = ("q", "k", "v")
@@ -194,7 +196,7 @@ def test_adapters_change_the_logits_by_far_more_than_the_tolerance(
 
 @pytest.mark.parametrize(("groups", "host_layers"), [(0, 6), (1, 4), (2, 2)])
 @pytest.mark.parametrize("name", ["qkv", "qv"])
-def test_whatever_has_arrived_before_a_prefill_its_logits_are_those_of_the_resident_adapter(
+def test_prefill_logits_match_the_resident_adapter_whatever_has_arrived(
     driver: ColdDriver, resident: dict[str, Tensor], name: str, groups: int, host_layers: int
 ) -> None:
     driver.bring(name)
@@ -311,7 +313,7 @@ def test_a_static_plan_leaves_its_layers_to_the_host_though_they_are_there(
 
 
 @pytest.mark.parametrize("host_s", [60.0, 0.0])
-def test_the_patient_wait_for_a_layer_that_arrives_sooner_than_the_host_would_be_done(
+def test_wait_flag_waits_for_a_layer_that_arrives_before_the_host_is_done(
     driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, host_s: float
 ) -> None:
     costs = driver.sizes.assist
@@ -392,8 +394,10 @@ def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkey
         for name in ("qkv", "qv"):
             arrival = executor.transfers.arrival(models.adapters[name].digest)
             assert arrival is not None
-            while ring.arrived(1, arrival.transfer_id) < max(arrival.needed):
-                time.sleep(0.001)
+            wait_until(
+                lambda arrival=arrival: ring.arrived(1, arrival.transfer_id) >= max(arrival.needed),
+                "the other rank has read what has arrived",
+            )
         found, counts = counted(driver, lambda: driver.prefill(*names))
         assert_same(found, expected)
         assert counts == AssistCounters(2 + LAYERS, LAYERS - 2, 0, 0, 0)

@@ -28,6 +28,8 @@ from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
 from tests.adapters.builders import HIDDEN, geometry
 from tests.support.exchanges import Exchanging, ThreadExchange
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS, BLOCKS, PRESETS, PARTS = 256, 80, 48, 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
     "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
@@ -138,7 +140,7 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
     assert (expected != 1).any(dim=1).sum() == sum(work.values())
 
 
-def test_what_is_computed_for_one_rank_is_computed_for_all_with_their_own_columns(store: Store) -> None:
+def test_host_worker_computes_every_ranks_own_columns(store: Store) -> None:
     other, number = store.host.clone(), list(ADAPTERS).index("large")
     large = store.adapters["large"]
     layout = AdapterLayout(pack(large.ranks, store.geometry, ELEMENTS), store.geometry)

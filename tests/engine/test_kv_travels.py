@@ -77,7 +77,7 @@ def test_a_request_goes_on_elsewhere_with_its_kv(preset: str) -> None:
     assert not source.engine.has_chores or preset == "elora", "elora's swapper goes on ticking"
 
 
-def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes_anew() -> None:
+def test_source_without_a_host_tier_exports_no_kv_and_target_recomputes() -> None:
     source = bench(host_blocks=0)
     begun(source)
     exported, exported_kv = export_with_kv(source)
@@ -87,7 +87,7 @@ def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes
     assert target.tokens[R] == alone()
 
 
-def test_what_finds_no_room_is_computed_anew() -> None:
+def test_kv_without_room_is_recomputed() -> None:
     small = bench(host_blocks=3)
     begun(small)
     exported, exported_kv = export_with_kv(small)
@@ -144,7 +144,7 @@ def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None
     assert len(source.tokens[RequestId("other")]) > before
 
 
-def test_a_request_that_waits_departs_with_nothing_and_one_that_is_not_there_not_at_all() -> None:
+def test_waiting_request_departs_without_kv_and_an_unknown_one_does_not() -> None:
     source = bench()
     source.engine.submit(request(R, PROMPT))
     exported = source.engine.export_with_kv(R)

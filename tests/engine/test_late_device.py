@@ -14,6 +14,8 @@ from lorikeet.worker.transfer import transfers
 from tests.support.driver import SCARCE, Models, make_models, peer_tokens, random_tokens, tight_settings
 from tests.support.late_device import LateDevice, LateMark, LateStream, Span, steps_seen_by
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 24
 
 
@@ -25,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 # --- the device itself -------------------------------------------------------------------------------
 
 
-def test_a_copy_is_done_when_somebody_waits_for_a_mark_behind_it() -> None:
+def test_copy_is_done_when_a_later_mark_is_awaited() -> None:
     device, memory, arena = LateDevice(), torch.ones(2, 8), torch.zeros(2, 8)
     unregister, stream = device.register(memory), device.stream()
     before = stream.mark()

@@ -65,7 +65,7 @@ def test_directions_do_not_wait_for_each_other() -> None:
     assert line.ends() == {0: 3.0, 1: 3.0, 2: 3.0}
 
 
-def test_whoever_is_waited_for_goes_before_prefetches_that_wait() -> None:
+def test_awaited_transfer_goes_before_waiting_prefetches() -> None:
     line = Line()
     line.begin(1, (IN, 3.0))
     line.prefetch(2, (IN, 2.0))
@@ -89,7 +89,7 @@ def test_a_demand_does_not_interrupt_another() -> None:
     assert line.ends() == {1: 10.0, 2: 11.0}
 
 
-def test_a_prefetch_that_somebody_waits_for_by_now_goes_before_later_demands() -> None:
+def test_awaited_prefetch_goes_before_later_demands() -> None:
     line = Line()
     line.begin(1, (IN, 5.0))
     line.prefetch(2, (IN, 1.0))
@@ -184,7 +184,7 @@ def test_durations_leave_out_all_waiting() -> None:
     assert line.link.take_done(9.0) == [TransferDone(1, None, 5.0)]
 
 
-def test_whoever_looks_late_finds_all_that_has_ended_in_order() -> None:
+def test_late_poll_returns_all_ended_transfers_in_order() -> None:
     line = Line()
     line.begin(1, (READ, 1.0), (IN, 2.0))
     line.begin(2, (OUT, 2.0))
@@ -276,7 +276,7 @@ def test_transfers_end_as_they_do_second_by_second_however_often_one_looks(asked
 # --- on the real clock --------------------------------------------------------------------------------
 
 
-def test_who_is_called_too_early_is_called_again() -> None:
+def test_callback_called_too_early_is_called_again() -> None:
     called, clock = threading.Semaphore(0), MonotonicClock()
     link = ModelledTransferLink(lambda transfer: TransferPath((TransferLeg(IN, 0.001),)), called.release)
     link.begin(Transfer(1, Tier.HOST, Tier.DEVICE), clock.now() + 0.02)  # so its end lies behind the first call
@@ -284,7 +284,7 @@ def test_who_is_called_too_early_is_called_again() -> None:
         assert called.acquire(timeout=10.0)
 
 
-def test_somebody_is_called_whenever_a_transfer_has_ended() -> None:
+def test_callback_is_called_for_every_ended_transfer() -> None:
     called, clock = threading.Semaphore(0), MonotonicClock()
     now, ended = clock.now(), []
     link = ModelledTransferLink(
@@ -325,7 +325,7 @@ def test_what_has_ended_stays_as_it_was_and_the_rest_is_put_off() -> None:
     assert line.ends() == {2: 15.0, 1: 19.0}
 
 
-def test_looking_ahead_changes_nothing_and_an_end_that_nobody_took_is_known() -> None:
+def test_looking_ahead_changes_nothing_and_sees_untaken_ends() -> None:
     line = Line()
     line.begin_groups(1, 1.0, 1.0)
     line.begin_groups(2, 5.0, 5.0)

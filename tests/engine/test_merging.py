@@ -27,6 +27,8 @@ from tests.models.arenas import Arena
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import Driver, Models, driving, make_models, peer_tokens, random_tokens
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ATTENTION = ("q", "k", "v", "o")
 backends = pytest.mark.parametrize("backend", ["reference", "native"])
@@ -150,7 +152,7 @@ def driver(models: Models) -> Iterator[Driver]:
 @backends
 @dtypes
 @pytest.mark.parametrize("merge_by", MergeBy)
-def test_after_random_switches_pristine_weights_have_their_bits_and_their_addresses(
+def test_pristine_weights_keep_bits_and_addresses_after_random_switches(
     folder: Path, backend: str, dtype: torch.dtype, merge_by: MergeBy
 ) -> None:
     rig = make_rig(folder, backend, dtype, merge_by)

@@ -107,7 +107,7 @@ def test_identical_steps_are_one_plan_that_ends_with_the_next_arrival() -> None:
     assert 0.1 < said.at(FirstToken, "b") < 0.1 + 2 * 0.013
 
 
-def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in_whoever_arrives() -> None:
+def test_overlapping_device_leaves_time_for_the_loop_and_takes_arrivals() -> None:
     profile = round_profile()
     slow_loop = msgspec.structs.replace(profile.step, loop=msgspec.structs.replace(profile.step.loop, value=0.004))
     profile = msgspec.structs.replace(profile, step=slow_loop)

@@ -72,7 +72,7 @@ def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
     assert of_a == [(1, False), (12, False), (11, True), (1, True), *whole, (3, False), *whole[4:]]
 
 
-def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_runs_when_it_ends() -> None:
+def test_steps_overlap_a_load_and_its_request_joins_after_the_running_step() -> None:
     made = bench(num_scheduler_steps=20, multi_step_limit_s=1.0)
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     made.step()
@@ -86,7 +86,7 @@ def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_r
     assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
 
 
-def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> None:
+def test_ended_request_is_left_out_and_others_keep_the_running_step() -> None:
     made = bench()
     for name in "abc":
         made.engine.submit(request(name, [1, 2], adapter=adapter("x") if name == "b" else None, max_tokens=30))
@@ -104,7 +104,7 @@ def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> 
     assert (len(made.tokens[A]), len(made.tokens[C])) == (30, 30)
 
 
-def test_a_step_that_nobody_wants_is_forgotten_and_its_blocks_serve_the_next() -> None:
+def test_unneeded_step_is_dropped_and_its_blocks_are_reused() -> None:
     made = bench(blocks=16)
     made.engine.submit(request("a", list(range(40)), max_tokens=20))
     while not (made.plans and made.plans[-1].goes_on):
@@ -145,7 +145,7 @@ def test_what_runs_beyond_a_stop_token_is_taken_for_the_others() -> None:
     assert beyond.goes_on
 
 
-def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_under_way() -> None:
+def test_request_removed_between_steps_resumes_without_the_token_in_flight() -> None:
     here, there = bench(), bench()
     here.engine.submit(request("a", [1, 2], max_tokens=20))
     while not (here.plans and here.plans[-1].goes_on):
@@ -162,7 +162,7 @@ def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_u
     assert there.tokens == alone.tokens
 
 
-def test_while_somebody_waits_the_end_of_a_plans_time_is_the_end_of_its_steps() -> None:
+def test_plan_ends_at_its_time_limit_while_requests_wait() -> None:
     made = bench(num_scheduler_steps=50, multi_step_limit_s=0.035, max_num_seqs=1)
     for name in "ab":
         made.engine.submit(request(name, [1, 2], max_tokens=22))
@@ -189,7 +189,7 @@ def test_with_little_room_blocks_are_leased_for_fewer_steps() -> None:
     assert max(of_both) == 8
 
 
-def test_an_engine_that_is_to_decide_anew_after_each_step_does() -> None:
+def test_engine_told_to_plan_after_each_step_does_so() -> None:
     made = bench(num_scheduler_steps=1)
     made.engine.submit(request("a", [1, 2], max_tokens=9))
     made.run()

@@ -88,7 +88,7 @@ def test_the_token_is_the_largest_noisy_logit_of_those_kept(
 
 
 @given(st.integers(0, 2**32), st.lists(st.tuples(temperatures, penalties, filters), min_size=1, max_size=5))
-def test_a_token_does_not_depend_on_who_shares_the_batch(seed: int, given: list[Any]) -> None:
+def test_token_does_not_depend_on_the_rest_of_the_batch(seed: int, given: list[Any]) -> None:
     rows = [
         row([1, 2], [5] * i, seed=i, logprobs=3, temperature=temperature, **edits, **kept_by)
         for i, (temperature, edits, kept_by) in enumerate(given)
@@ -167,7 +167,7 @@ def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
         assert token == Token(int(logits.argmax()))
 
 
-def test_a_temperature_that_fp32_takes_for_infinite_draws_among_the_tokens_that_may_come() -> None:
+def test_temperature_infinite_in_fp32_draws_among_the_allowed_tokens() -> None:
     held: dict[str, Any] = {"stop_token_ids": (3, 4, 5), "min_tokens": 2, "temperature": 1e39}
     for top_k, top_p in ((0, 1.0), (2, 1.0), (2, 0.9), (0, 0.9)):
         (token,) = sample(random_logits(5), [row(top_k=top_k, top_p=top_p, **held)])
@@ -181,7 +181,7 @@ def test_a_row_that_its_own_penalty_leaves_without_finite_logits_fails_alone() -
     assert tokens == [None, Token(int(logits[1].argmax()))]
 
 
-def test_steps_of_the_same_sequences_and_of_others_choose_as_if_each_were_the_first() -> None:
+def test_each_step_samples_as_if_it_were_the_first() -> None:
     a = row([1, 2], seed=1, temperature=1.0)
     b = row([3], seed=2, temperature=1.0, top_k=5, stop_token_ids=tuple(range(12)), min_tokens=3)
     c = row([4, 5], seed=3, presence_penalty=1.5, logprobs=1)

@@ -156,7 +156,7 @@ def test_weights_in_another_order_cannot_be_used() -> None:
 # --- KV -----------------------------------------------------------------------------------------------
 
 
-def test_kv_can_be_read_by_whoever_has_the_same_tokens_under_the_same_adapter() -> None:
+def test_kv_is_readable_with_the_same_tokens_under_the_same_adapter() -> None:
     hand = Hand()
     hand.compute("a", (0, 1))
     hand.compute("b", (0, 2), start=BLOCK_TOKENS)
@@ -167,7 +167,7 @@ def test_kv_can_be_read_by_whoever_has_the_same_tokens_under_the_same_adapter() 
     [(X, PROMPT), (None, [99, *PROMPT[1:]])],
     ids=["another adapter", "another token"],
 )
-def test_kv_cannot_be_read_by_anybody_else(ref: AdapterRef | None, prompt: list[int]) -> None:
+def test_kv_is_not_readable_with_other_tokens_or_another_adapter(ref: AdapterRef | None, prompt: list[int]) -> None:
     hand = Hand()
     hand.move(load(1, (8, 9)))
     hand.compute("a", (0, 1))
@@ -208,7 +208,7 @@ def test_what_is_written_after_a_copy_is_not_in_the_copy() -> None:
     [store(2, (1,), (5,)), read_to_host(2, (5,), Y)],
     ids=["other KV", "weights"],
 )
-def test_kv_whose_host_block_was_given_to_another_is_read_wrongly_later(between: Transfer) -> None:
+def test_kv_of_a_reused_host_block_is_read_wrongly_later(between: Transfer) -> None:
     hand = Hand()
     hand.compute("a", (0, 1))
     hand.move(store(1, (0,), (5,)), between, fetch(3, (5,), (3,)))
@@ -242,7 +242,7 @@ def test_kv_cannot_be_written_into_a_block_of_a_transfer(moved: Transfer) -> Non
         hand.compute("b", (1, 2), prompt=[5])
 
 
-def test_a_sequence_goes_on_in_a_block_whose_copy_has_ended() -> None:
+def test_sequence_continues_in_a_block_after_its_copy_has_ended() -> None:
     hand = Hand()
     hand.compute("a", (0, 1), prompt=PROMPT[:-2])
     hand.move(store(1, (1,), (5,)))
@@ -347,7 +347,7 @@ def test_nothing_is_known_of_what_a_failed_transfer_should_have_written() -> Non
     hand.compute("d", (2, 4), start=BLOCK_TOKENS)
 
 
-def test_reads_and_copies_take_their_times_and_directions_do_not_wait_for_each_other() -> None:
+def test_reads_and_copies_take_their_time_and_directions_run_in_parallel() -> None:
     hand = Hand(load_s=0.5, copy_s=0.1)
     hand.compute("a", (0, 1))
     began_s = hand.clock.now()

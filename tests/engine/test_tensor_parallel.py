@@ -38,6 +38,8 @@ from tests.support.driver import (
     random_tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -124,7 +126,7 @@ def test_a_load_counts_as_done_when_every_rank_has_it_and_one_failure_fails_it(t
         assert len(driver.tokens["a"]) == 1
 
 
-def test_a_rank_that_dies_is_an_error_and_wakes_whoever_waits(tmp_path: Path) -> None:
+def test_dead_rank_is_an_error_and_wakes_waiting_calls(tmp_path: Path) -> None:
     folder, _ = make_model(tmp_path)
     woken = Latch()
     with driving(folder, woken, tensor_parallel=2) as driver:

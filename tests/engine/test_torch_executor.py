@@ -37,9 +37,7 @@ def driver(models: Models) -> Iterator[Driver]:
         yield made
 
 
-def test_greedy_tokens_are_those_of_transformers_and_peft_however_the_work_is_cut(
-    models: Models, driver: Driver
-) -> None:
+def test_greedy_tokens_match_transformers_and_peft_for_any_chunking(models: Models, driver: Driver) -> None:
     assert [done.error for done in driver.load(*models.adapters.values())] == [None] * 3
     lengths = {"base-a": 21, "narrow": 9, "attention": 17, "wide": 30, "base-b": 1}
     prompts = {name: random_tokens(length, seed=length) for name, length in lengths.items()}
@@ -101,7 +99,7 @@ def test_a_repeat_ends_when_its_time_is_over(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 11, "frequency_penalty": 0.5, "top_p": 0.9}])
-def test_a_sequence_that_is_dropped_and_recomputed_goes_on_as_if_nothing_had_been(
+def test_dropped_and_recomputed_sequence_continues_with_the_same_tokens(
     models: Models, driver: Driver, params: dict[str, Any]
 ) -> None:
     adapter = models.adapters["attention"]
@@ -130,7 +128,7 @@ def test_logprobs_are_reported_with_the_tokens(driver: Driver) -> None:
     assert len(token.top) == 2
 
 
-def test_a_failing_load_is_reported_and_harms_nobody(models: Models, driver: Driver, tmp_path: Path) -> None:
+def test_failed_load_is_reported_and_harms_no_other_request(models: Models, driver: Driver, tmp_path: Path) -> None:
     wide = models.adapters["wide"]
     shutil.copytree(wide.folder, tmp_path / "broken")
     weights = tmp_path / "broken" / "adapter_model.safetensors"
@@ -167,9 +165,7 @@ def test_an_evicted_adapter_cannot_be_used_until_it_is_loaded_again(models: Mode
     assert driver.token_ids("late") == peer_tokens(models.folder, adapter, prompt, 1)
 
 
-def test_a_load_that_ends_after_its_adapter_was_evicted_is_reported_but_not_used(
-    models: Models, driver: Driver
-) -> None:
+def test_load_ending_after_its_adapters_eviction_is_reported_but_not_used(models: Models, driver: Driver) -> None:
     adapter = models.adapters["wide"]
     driver.load(adapter, wait=False)
     driver.execute(StepPlan(1, evictions=(adapter.digest,)))
@@ -223,7 +219,7 @@ def test_sequences_longer_than_the_model_was_made_for_are_refused(models: Models
         build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
 
 
-def test_without_a_given_size_the_arena_has_room_for_adapters_and_every_sequence(models: Models) -> None:
+def test_default_arena_has_room_for_adapters_and_every_sequence(models: Models) -> None:
     with driving(models.folder, memory_bytes=0, max_num_seqs=2) as driver:
         sizes = driver.sizes
         assert sizes.max_model_len == 128

@@ -354,7 +354,7 @@ def test_equally_urgent_copies_end_in_the_order_in_which_they_began() -> None:
         assert [transfer_id for transfer_id in ended if transfer_id in demands] == demands
 
 
-def test_whoever_starts_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be many, and readers have nothing to do with it."""
     urgency, asked = TransferState.urgency.fget, []
     assert urgency is not None
@@ -463,7 +463,7 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     assert bench.transfers.loader.process_id not in (None, before)
 
 
-def test_a_loader_lets_everybody_else_go_first(bench: Bench) -> None:
+def test_loader_runs_at_the_lowest_priority(bench: Bench) -> None:
     bench.transfers.loader.wait_until_ready()
     assert psutil.Process(bench.transfers.loader.process_id).nice() == NICE
 
@@ -488,7 +488,9 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
     ("filled", "since_s", "owes"),
     [(3, 1.0, True), (3, 2.0, True), (3, 2.5, False), (4, 1.0, False)],
 )
-def test_who_has_no_room_or_has_just_spoken_owes_nothing(bench: Bench, filled: int, since_s: float, owes: bool) -> None:
+def test_loader_without_room_or_with_a_recent_message_owes_nothing(
+    bench: Bench, filled: int, since_s: float, owes: bool
+) -> None:
     loader = bench.transfers.loader
     process = loader._running
     assert process is not None
@@ -528,7 +530,7 @@ def test_closing_ends_the_loader_in_the_middle_of_everything(adapters: dict[str,
     assert not psutil.pid_exists(process_id)
 
 
-def test_closing_gives_the_host_arena_back_whoever_still_knows_who_moved_it(adapters: dict[str, AdapterRef]) -> None:
+def test_closing_frees_the_host_arena_despite_remaining_references(adapters: dict[str, AdapterRef]) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("lorikeet-host-arena")
 

@@ -150,7 +150,7 @@ def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | N
 
 
 @pytest.mark.parametrize("norms", [None, HeadNorms(torch.rand(HEAD_DIM), torch.rand(HEAD_DIM), 1e-5)])
-def test_rotary_store_rotates_queries_in_place_and_writes_each_row_to_its_slot_and_nothing_else(
+def test_rotary_store_rotates_queries_and_writes_only_each_rows_slot(
     norms: HeadNorms | None,
 ) -> None:
     arena = torch.zeros(3, 2 * BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM)

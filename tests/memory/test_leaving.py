@@ -28,7 +28,7 @@ def filled(seed: int) -> Bench:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_who_leaves_in_one_go_is_who_would_have_left_one_by_one(seed: int) -> None:
+def test_evicting_many_at_once_equals_evicting_one_by_one(seed: int) -> None:
     at_once, one_by_one = filled(seed), filled(seed)
     for blocks in range(9, 60, 9):
         now = at_once.clock.now()
@@ -71,7 +71,7 @@ def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
     assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
 
 
-def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_same_step() -> None:
+def test_lagging_sequence_reuses_what_others_compute_in_the_same_step() -> None:
     bench = Bench(blocks=40)
     memory, tokens = bench.memory, words(0, 4)
     keys = memory.keys_of(None, tokens)
@@ -84,7 +84,7 @@ def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_sa
     assert first.path == second.path
 
 
-def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:
+def test_sequences_computing_the_same_tokens_in_a_step_share_tree_blocks() -> None:
     bench = Bench(blocks=40, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=64))
     for name, tail in (("x", 1000), ("y", 1000), ("z", 2000)):
         bench.engine.submit(request(name, [*words(0, 2)[:-1], *words(tail, 2)], bench.clock.now(), max_tokens=6))

@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_plain_formula(seed: int, now: float, tau_s: flo
     assert scores == pytest.approx([plain_score(tree, node, now, tau_s, without) for node in nodes])
 
 
-def test_an_adapter_that_nobody_asked_for_yet_has_the_lowest_score_and_still_a_number() -> None:
+def test_unrequested_adapter_has_the_lowest_finite_score() -> None:
     tree = DependencyTree()
     never, old = add_adapter(tree, visits=0), add_adapter(tree, visits=1)
     scores = Elora(view_of(tree)).scores(np.array([never, old]), 1e9)
@@ -136,7 +136,7 @@ def test_above_low_the_number_of_adapters_does_not_matter() -> None:
     assert (policy.adapter_offset(5.0), policy.adapter_offset_in(5.0)) == (0.0, 0.0)
 
 
-def test_the_last_adapter_stays_while_there_is_kv_and_by_the_printed_formula_leaves_first() -> None:
+def test_last_adapter_stays_behind_kv_and_by_printed_formula_leaves_first() -> None:
     assert with_adapters(1, 9).adapter_offset(5.0) == np.inf
     assert with_adapters(1, 9, lora_eval=LoraEval.LITERAL).adapter_offset(5.0) == -np.inf
 

@@ -65,7 +65,7 @@ def test_the_best_come_first_as_in_algorithm_d(seed: int, few_values: bool, with
     assert orders[0] == orders[1]
 
 
-def test_everything_is_brought_in_the_end_even_adapters_that_nobody_asked_for() -> None:
+def test_everything_is_prefetched_in_the_end_even_unrequested_adapters() -> None:
     for seed in range(20):
         tree = random_tree(seed)
         eviction = Elora(view_of(tree))
@@ -104,7 +104,7 @@ def test_kv_below_an_adapter_that_is_passed_over_is_not_named() -> None:
     assert list(BestFirst(view_of(tree), Lru(view_of(tree))).targets(NOW)) == [adapter]
 
 
-def test_what_moves_or_is_to_be_freed_is_not_named_nor_what_hangs_below_a_leaving_node() -> None:
+def test_moving_or_freed_nodes_and_their_children_are_not_prefetched() -> None:
     tree = DependencyTree()
     coming, retired, leaving = (add_adapter(tree, there=there) for there in (False, False, True))
     tree.moving[coming], tree.adapters[retired].retired = NodeTransfer.READ, True

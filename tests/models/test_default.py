@@ -13,6 +13,8 @@ from lorikeet.models import default
 from lorikeet.models.config import read_model_config
 from lorikeet.models.default import DefaultModelError, prepare_default_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_second_call_converts_nothing(default_model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "_convert", None)

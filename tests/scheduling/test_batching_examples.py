@@ -88,7 +88,7 @@ def test_without_a_legal_adapter_the_oldest_run() -> None:
     assert (decision.merged, decision.candidate, ids(decision.batch)) == (None, None, ["A1", "A2", "A3", "A4"])
 
 
-def test_of_equally_loaded_adapters_the_one_whose_request_came_first_is_the_candidate() -> None:
+def test_candidate_among_equal_loads_is_the_adapter_of_the_oldest_request() -> None:
     assert decided("BAAB").candidate == B
 
 
@@ -148,7 +148,7 @@ def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
     assert (most.alpha, most.beta) == pytest.approx((1.2, 1.15))
 
 
-def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longest() -> None:
+def test_period_ends_with_a_switch_a_new_candidate_or_its_longest_time() -> None:
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32, from_even=False))
     iteration = Iteration(ModeBatch(4), ModeBatch(4, lora=8.0))
 
@@ -179,7 +179,7 @@ def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
     assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
 
 
-def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known() -> None:
+def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     times = LateTimes()
     thresholds = Thresholds(times)
     thresholds.meet(A, A)
@@ -214,7 +214,7 @@ def example(starves_above: int = 6, backfill: bool = False) -> DLora:
     )
 
 
-def test_ex_5_who_is_passed_over_earns_credit_and_comes_first_when_it_has_enough() -> None:
+def test_ex_5_skipped_request_earns_credit_until_it_comes_first() -> None:
     mode, live = example(), live_of(QUEUE)
     seen = []
     for _ in range(5):
@@ -233,7 +233,7 @@ def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
     assert (mode.credits[A], mode.credits[B]) == (0, 8), "nobody was passed over"
 
 
-def test_ex_5b_a_merged_adapter_whose_credit_runs_out_is_unmerged() -> None:
+def test_ex_5b_merged_adapter_out_of_credit_is_unmerged() -> None:
     mode, live = example(starves_above=10), live_of(QUEUE)
     assert [run(mode, live).merged for _ in range(4)] == [A] * 4
     assert (mode.credits[A], mode.credits[B]) == (0, 8)
@@ -251,7 +251,7 @@ def test_a_starving_batch_is_filled_up_only_by_backfill() -> None:
     assert (mode.credits[A], mode.credits[B]) == (3, 5), "nobody was passed over, and B pays 2 of the 3 it was owed"
 
 
-def test_who_is_served_with_the_others_pays_back_no_more_than_it_was_owed_to_those_who_owe() -> None:
+def test_repayment_is_at_most_the_credit_owed() -> None:
     credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
     credits.meet([A, B, C, None])
     credits.apply({A: -8, B: 6, C: 2}, 1)
@@ -274,7 +274,7 @@ def test_requests_of_the_base_model_are_owed_like_any_other() -> None:
     assert merged == [A, A, A, None]
 
 
-def test_those_who_run_in_the_place_of_others_pay_in_proportion() -> None:
+def test_types_running_instead_of_others_pay_in_proportion() -> None:
     live = live_of("ABCAABBB")
     chosen = [request for request in live if request.adapter != C]
     assert transfers(chosen[:4], live[:4]) == {C: 1, A: -1}
@@ -293,7 +293,7 @@ def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
     assert (mode.credits[A], len(mode.credits)) == (4, 1)
 
 
-def test_what_a_type_owes_when_its_last_request_leaves_nobody_is_owed_any_longer() -> None:
+def test_debt_of_a_type_ends_with_its_last_request() -> None:
     mode = example(starves_above=10)
     for _ in range(3):
         run(mode, live_of(QUEUE))
@@ -303,7 +303,7 @@ def test_what_a_type_owes_when_its_last_request_leaves_nobody_is_owed_any_longer
     assert mode.credits[A] == 4
 
 
-def test_one_beside_whom_many_took_turns_and_left_starves_no_more_than_before() -> None:
+def test_request_beside_many_short_lived_types_starves_no_longer() -> None:
     credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
     for other in (B, C) * 4:
         credits.meet((A, other))
@@ -314,12 +314,12 @@ def test_one_beside_whom_many_took_turns_and_left_starves_no_more_than_before() 
         assert A not in credits.starving()
 
 
-def test_an_adapter_is_merged_at_once_where_the_one_before_it_has_no_requests_left() -> None:
+def test_adapter_is_merged_at_once_when_the_previous_one_has_no_requests() -> None:
     mode = DLora(setup_of(max_batch=4))
     assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "AABA")] == [A, B, None]
 
 
-def test_nobody_starves_where_all_requests_are_of_one_adapter() -> None:
+def test_no_request_starves_with_a_single_adapter() -> None:
     mode = example()
     run(mode, live_of("-B"))
     mode.credits.apply({None: -3, B: 3}, 1)
@@ -367,6 +367,6 @@ def test_all_run_unmerged_on_a_turn_where_that_is_the_faster_way(types: str, lor
     assert mode.credits[B] == 7, "it pays two for an iteration of its request in which nobody is passed over"
 
 
-def test_two_adapters_turns_are_merged_where_one_after_the_other_takes_less_time() -> None:
+def test_two_adapters_alternate_merged_where_that_takes_less_time() -> None:
     mode, live = starving_mode("AAAB", lora_s=0.022), live_of("AAAB")
     assert run(mode, live).merged == B

@@ -129,7 +129,7 @@ def test_several_steps_at_once_are_the_same_steps_one_by_one(
     check_several_at_once(mode, traffic, most)
 
 
-def test_after_a_period_that_ended_with_another_candidate_each_step_is_decided_anew() -> None:
+def test_each_step_decides_after_a_period_ended_by_another_candidate() -> None:
     stay: tuple[str, set[int]] = ("", set())
     before = [("AAC-B", set[int]()), ("A-AAA", set[int]()), ("ABC", {0, 2, 7}), ("B", set[int]())]
     leave: list[tuple[str, set[int]]] = [("C", set()), ("", {5}), ("", {5}), ("", {0, 1, 3})]
@@ -153,7 +153,7 @@ def test_a_lone_request_is_rescued_after_so_many_iterations(
         assert passed_over <= most
 
 
-def test_a_lone_request_beside_a_hot_adapter_is_rescued_after_just_so_many_iterations() -> None:
+def test_lone_request_beside_a_hot_adapter_runs_after_a_known_number_of_steps() -> None:
     live = live_of("BAAAAAAAA")
     mode = DLora(setup_of(max_batch=8), credit_params=CreditParams(200, starves_above=264, normal_below=216))
     choices = [run(mode, live) for _ in range(66)]

@@ -81,7 +81,7 @@ def test_the_load_keeps_the_slo_and_a_larger_one_does_not(tmp_path: Path) -> Non
     assert kept >= operating_points.ATTAINMENT > missed
 
 
-def test_what_was_found_takes_the_place_of_what_the_profile_had_of_the_same_setting() -> None:
+def test_new_operating_points_replace_those_of_the_same_setting() -> None:
     profile = with_operating_loads(round_profile(), loads := found())
     other = found(slo=Slo(ttft_s=1.0))
     assert with_operating_loads(with_operating_loads(profile, other), loads).operating_points == (other, loads)

@@ -70,7 +70,7 @@ def test_a_predictor_that_there_is_not_is_refused(profile: str) -> None:
         run_scenario(scenario(profile, predictor="psychic"), quiet)
 
 
-def test_the_command_writes_the_same_bytes_each_time_and_others_for_another_seed(profile: str, tmp_path: Path) -> None:
+def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []
     for number, seed in enumerate(("1", "1", "2")):

@@ -1,8 +1,7 @@
 """Real engine processes over tiny random checkpoints, and requests for them."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,12 +74,6 @@ def greedy(
     """A greedy request that nothing but its length ends, with the two likeliest tokens of every position."""
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 2, **sampling})
     return Request(RequestId(name), token_ids, params, 0.0, adapter)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Let others work until ``condition()`` holds; the test's time limit is the limit."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def engine_processes() -> set[int]:

@@ -2,8 +2,8 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -62,6 +62,40 @@ class AdmittedEntry:
     deadline_tokens: int
     reckoned_tokens: int
     adapter_tokens: int
+
+
+class Start(NamedTuple):
+    """Classes to start with, which hold until the queue finds its own.
+
+    Attributes:
+        quotas: tokens of each class; their sum is what there is to divide from then on.
+        class_of: returns the class of a request of such sizes.
+        longest_run_s: by class, in seconds: how long the requests that ended before ran at most.
+    """
+
+    quotas: tuple[int, ...]
+    class_of: Callable[[RequestSize], int]
+    longest_run_s: Mapping[int, float]
+
+
+class QueueState(NamedTuple):
+    """A copy of what the queue knows, for tests and debugging.
+
+    Attributes:
+        waiting: requests by class, the smallest class first, and by arrival.
+        admitted: requests that run.
+        quotas: tokens of each class.
+        held_tokens: of each class's quota.
+        held_by: tokens that each running request holds.
+        longest_run_s: by class, in seconds, of requests that ended lately.
+    """
+
+    waiting: tuple[tuple[WaitingEntry, ...], ...]
+    admitted: dict[RequestId, AdmittedEntry]
+    quotas: tuple[int, ...]
+    held_tokens: tuple[int, ...]
+    held_by: dict[RequestId, int]
+    longest_run_s: dict[int, float]
 
 
 def wait_in_steps(
@@ -159,6 +193,11 @@ class BlockedHeads:
         self._untried_since_s: dict[int, float] = {}
         self._longest_run_s: dict[int, float] = {}
 
+    @property
+    def longest_run_s(self) -> dict[int, float]:
+        """By class, the longest run of those that ended lately."""
+        return dict(self._longest_run_s)
+
     def ran(self, number: int, ran_s: float) -> None:
         """A request of a class has ended after so long a time."""
         self._longest_run_s[number] = max(self._longest_run_s.get(number, 0.0), ran_s)
@@ -230,9 +269,10 @@ class ChameleonQueue(AdmissionQueue):
     Args:
         view: of the engine.
         options: what is left open.
+        start: classes to start with; without them there is one, which has all tokens.
     """
 
-    def __init__(self, view: AdmissionView, options: ChameleonOptions = _DEFAULT) -> None:
+    def __init__(self, view: AdmissionView, options: ChameleonOptions = _DEFAULT, start: Start | None = None) -> None:
         super().__init__(view)
         self._options = options
         self._class_stats = ClassStats(options, view.max_model_len)
@@ -246,6 +286,13 @@ class ChameleonQueue(AdmissionQueue):
         self._counts: Counter[str] = Counter()
         self._gaps = AdmissionGaps()
         self._last_s = 0.0
+        self._class_by: Callable[[RequestSize], int] | None = None
+        if start is not None:
+            self._quotas = QuotaAccounting(sum(start.quotas))
+            self._quotas.divide(start.quotas, {})
+            self._waiting = [[] for _ in start.quotas]
+            self._blocked.renew(dict(start.longest_run_s))
+            self._class_by = start.class_of
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -532,6 +579,7 @@ class ChameleonQueue(AdmissionQueue):
             self._quotas.total_tokens, self.view.step_times, now - self._began_s, now
         )
         self._blocked.renew(longest_run_s)
+        self._class_by = None
         self._counts["infeasible"] += not feasible
         admitted = list(self._admitted.values())
         refresh_s = self._options.refresh_s
@@ -546,7 +594,7 @@ class ChameleonQueue(AdmissionQueue):
         self._gaps.go_on({number for number, queue in enumerate(self._waiting) if queue}, now)
 
     def _class_of(self, sizes: RequestSize) -> int:
-        return self._class_stats.of([sizes])[0]
+        return self._class_stats.of([sizes])[0] if self._class_by is None else self._class_by(sizes)
 
     def _insert(self, entry: WaitingEntry, number: int, now: float) -> None:
         insort(self._waiting[number], entry, key=lambda other: other.request.arrival_s)
@@ -559,6 +607,17 @@ class ChameleonQueue(AdmissionQueue):
         waiting, held = tuple(map(len, self._waiting)), tuple(self._quotas.held)
         counts = {name: self._counts[name] for name in ("refreshes", "bypassed", "squashed", "joined")}
         return QueueStats(waiting, self._quotas.quotas, held, **counts)
+
+    def state(self) -> QueueState:
+        """Return a copy of what waits, runs and is held."""
+        return QueueState(
+            tuple(tuple(replace(entry) for entry in queue) for queue in self._waiting),
+            {name: replace(entry) for name, entry in self._admitted.items()},
+            self._quotas.quotas,
+            tuple(self._quotas.held),
+            self._quotas.holders(),
+            self._blocked.longest_run_s,
+        )
 
     def figures(self) -> QueueFigures:
         """Return what there is to tell, gaps that go on included."""

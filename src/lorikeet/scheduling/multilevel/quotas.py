@@ -167,6 +167,10 @@ class QuotaAccounting:
         """Return the tokens that a request holds."""
         return sum(self._holdings[request_id].values())
 
+    def holders(self) -> dict[RequestId, int]:
+        """Return the tokens that each request holds."""
+        return {request_id: self.held_by(request_id) for request_id in self._holdings}
+
     def divide(self, quotas: Sequence[int], classes: Mapping[RequestId, int]) -> None:
         """Begin with new classes: what a request holds is from now on of the class that it is in by now.
 

@@ -1,0 +1,711 @@
+"""CPU time of everything that is no arithmetic: ``python -m benchmarks.control_plane``.
+
+Parts, each a table:
+
+* ``step``: a decode step of 32 on an executor that does nothing, beside the same step on the real one. A real run is
+  recorded and its results are replayed, so that both run the same plans.
+* ``eviction``: matching a prompt, a tick of the swapper and room for one more block, with 2,000 adapters and 100,000
+  nodes in memory.
+* ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and finding its classes again.
+* ``routes``: a choice among 64 replicas with 10,000 adapters, by every router and placement that presets use.
+* ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
+* ``streaming``: processor time of the API process and the engine process for each streamed token, over HTTP.
+* ``gateway``: what ``lorikeet route`` adds to the time of the first token, beside a proxy that only passes on.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import numpy as np
+import psutil
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.harness import (
+    LORIKEET,
+    THREADS,
+    chat_body,
+    default_kernels,
+    default_model,
+    in_turns,
+    kernels_as,
+    make_requests,
+    median_p95,
+    print_setup,
+    print_table,
+    ratios,
+    replica,
+    running_server,
+    sample_adapters,
+    sample_flags,
+    with_interval,
+)
+from benchmarks.steps import AT_ONCE, Stopwatch
+from lorikeet.bench.prompts import DEFAULT_IDS
+from lorikeet.bench.synthetic import synthetic_adapters
+from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
+from lorikeet.cluster.migration.review import CoMigration
+from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.placement.loraserve import LoRAServe
+from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions
+from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
+from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import Executor
+from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
+from lorikeet.core.plan import KernelForm, StepPlan, StepResult, TransferDone
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.devices import MODELS
+from lorikeet.engine.build import Replica, memory_rules
+from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import ComputedTokens, Memory
+from lorikeet.memory.packing import pack
+from lorikeet.memory.tree import block_keys
+from lorikeet.models.config import read_model_config
+from lorikeet.presets import PRESETS
+from lorikeet.router.connections import Connections, Reply
+from lorikeet.scheduling.admission import RunningRequest
+from lorikeet.scheduling.multilevel.options import REFRESH_S
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue
+from lorikeet.scheduling.multilevel.size_classes import RequestSize
+from lorikeet.scheduling.policies import ADMISSION
+from lorikeet.scheduling.step_times import StepTimeEstimator
+
+GEOMETRY = MODELS["llama-2-7b"].geometry
+BLOCK_TOKENS = 16
+US, MS = 1e-6, 1e-3
+
+
+def main() -> None:
+    """Run the parts and print their tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
+    parser.add_argument("--bare-proxy", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.bare_proxy:
+        _bare_proxy(options.bare_proxy, options.port)
+        return
+    print_setup()
+    for name in options.parts.split(","):
+        PARTS[name]()
+
+
+def _timed(times: int, call: Callable[[int], object], warm_up: int = 10) -> list[float]:
+    """Return the seconds of processor time of each call but the first ones."""
+    seconds = []
+    for number in range(warm_up + times):
+        began_s = time.process_time()
+        call(number)
+        seconds.append(time.process_time() - began_s)
+    return seconds[warm_up:]
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Keep this thread, and what it starts, on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+# --- step --------------------------------------------------------------------------------------------
+
+ROWS_OF_STEP, PAIRS = 32, 5
+STEP_WORK = (128, 64)
+
+
+class _Recorder:
+    """Runs plans with another executor and remembers plans and results."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.steps: list[tuple[StepPlan, StepResult]] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run it."""
+        result = self._inner.execute(plan)
+        self.steps.append((plan, result))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _NoOpExecutor:
+    """Gives the results of a recorded run at once. See ``engine.executor.Executor``."""
+
+    def __init__(self) -> None:
+        self.recorded: Iterator[tuple[StepPlan, StepResult]] = iter(())
+        self.different = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return what the recorded run returned."""
+        recorded, result = next(self.recorded)
+        self.different += plan != recorded
+        return result
+
+    def assist_counters(self) -> None:
+        """Return nothing: there are no host workers."""
+
+    def completed_transfers(self) -> list[TransferDone]:
+        """Return none: the base model needs no adapters."""
+        return []
+
+    def wait_for_transfer(self, timeout_s: float | None) -> None:
+        """Nothing is in transfer."""
+
+    def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
+        """Blocks hold nothing."""
+        return (b"",) * len(blocks)
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
+        """Blocks hold nothing."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def step() -> None:
+    """Print a decode step with and without arithmetic."""
+    model = default_model()
+    torch.set_num_threads(THREADS)
+    watch, noop = Stopwatch(default_kernels(), timed=AT_ONCE), _NoOpExecutor()
+    real_s, noop_s, kernels_s = list[float](), list[float](), list[float]()
+    with kernels_as(watch), replica(model, threads=THREADS) as real:
+        recorder = _Recorder(real.engine._executor)
+        made = (noop, read_model_config(model), real.sizes)
+        with (
+            mock.patch.object(real.engine, "_executor", recorder),
+            mock.patch("lorikeet.engine.build.build_torch_executor", return_value=made),
+            replica(model, threads=THREADS) as empty,
+        ):
+            for batch in range(PAIRS + 1):
+                recorder.steps.clear()
+                watch.steps.clear()
+                taken = _turns_s(real, batch)
+                noop.recorded = iter(recorder.steps)
+                replayed = _turns_s(empty, batch)
+                if noop.different:
+                    raise RuntimeError(f"{noop.different} plans differ from the recorded ones")
+                turns = [i for i, (plan, _) in enumerate(recorder.steps) if _decodes_all(plan)]
+                steps = sum(recorder.steps[i][1].steps_run for i in turns)
+                if batch:  # the first one warms up
+                    real_s.append(sum(taken[i] for i in turns) / steps)
+                    noop_s.append(sum(replayed[i] for i in turns) / steps)
+                    times = [sum(each.in_kernels_s.values()) for _, each in watch.decode_steps(ROWS_OF_STEP)]
+                    kernels_s.append(statistics.mean(times))
+    outside_s = [real - kernels for real, kernels in zip(real_s, kernels_s, strict=True)]
+    rows = [
+        [name, f"{statistics.median(seconds) / MS:.3f}", with_interval(ratios(seconds, real_s), ".1%")]
+        for name, seconds in (
+            ("on the real executor", real_s),
+            ("of which outside of kernel calls", outside_s),
+            ("on one that does nothing", noop_s),
+        )
+    ]
+    print_table(f"A decode step of {ROWS_OF_STEP}", ["step", "ms", "share"], rows)
+
+
+def _turns_s(built: Replica, batch: int) -> list[float]:
+    """Run a batch and return the seconds of each turn that ran a plan."""
+    engine, seconds = built.engine, []
+    for request in make_requests(f"{batch}", ROWS_OF_STEP, *STEP_WORK, seed=batch):
+        engine.submit(request)
+    while engine.has_requests or engine.is_busy:
+        began_s = time.perf_counter()
+        engine.step()
+        took_s = time.perf_counter() - began_s
+        if engine.is_busy:
+            seconds.append(took_s)
+    return seconds
+
+
+def _decodes_all(plan: StepPlan) -> bool:
+    return len(plan.sequences) == ROWS_OF_STEP and all(each.tokens == 1 and each.samples for each in plan.sequences)
+
+
+# --- eviction ----------------------------------------------------------------------------------------
+
+MEMORY_ADAPTERS, NODES, MATCHED_TOKENS = 2_000, 100_000, 2_048
+DEVICE_BLOCKS, HOST_BLOCKS = 25_000, 250_000
+
+
+class _Filled:
+    """A memory of preset ``elora`` whose transfers end as soon as one asks."""
+
+    def __init__(self, refs: Sequence[AdapterRef]) -> None:
+        self.refs = refs
+        sizes = {ref.max_rank: _size(ref) for ref in refs[:2]}
+        row = PRESETS["elora"]
+        block_bytes = GEOMETRY.block_bytes(BLOCK_TOKENS)
+        policies = (row.eviction, row.prefetch, memory_rules(row))
+        known = (lambda ref: sizes[ref.max_rank], *policies)
+        self.memory = Memory(DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_TOKENS, block_bytes, *known)
+        self.now = 0.0
+        self._generator = np.random.default_rng(1)
+
+    def settle(self) -> None:
+        """End all transfers."""
+        self.memory.take_transfers()
+        while self.memory.tiers.transfers:
+            for transfer_id in list(self.memory.tiers.transfers):
+                self.memory.finish_transfer(TransferDone(transfer_id), self.now)
+            self.memory.take_transfers()
+        self.memory.take_evictions()
+        self.memory.take_events()
+
+    def match(self, ref: AdapterRef, token_ids: Sequence[int]) -> Sequence[Any]:
+        """Look up a prompt, and return its keys."""
+        self.now += 0.01
+        keys = self.memory.keys_of(ref.digest, token_ids)
+        self.memory.arrive(ref, keys, len(token_ids), self.now)
+        return keys
+
+    def admit(self, ref: AdapterRef, token_ids: Sequence[int]) -> SequenceLease:
+        """Admit a sequence and let what it waits for arrive."""
+        keys = self.match(ref, token_ids)
+        for _ in range(100):
+            lease = self.memory.try_admit(ref, keys, len(token_ids), self.now)
+            self.settle()
+            if isinstance(lease, SequenceLease):
+                return lease
+        raise RuntimeError(f"a sequence of {len(token_ids)} tokens finds no room: {lease}")
+
+    def leave_kv(self, ref: AdapterRef, token_ids: list[int]) -> None:
+        """Run a sequence that leaves its KV behind."""
+        lease = self.admit(ref, token_ids)
+        self.memory.commit([ComputedTokens(lease, token_ids, len(token_ids))], self.now)
+        self.memory.release(lease, self.now)
+        self.settle()
+
+    def fill_device(self) -> None:
+        """Use every device block, by sequences that end."""
+        while free := self.memory.counts().free:
+            self.leave_kv(self.refs[0], _tokens(min(free, 500) * BLOCK_TOKENS, self._generator))
+
+    def tick_s(self) -> float:
+        """Return the seconds of a tick of the swapper."""
+        self.now += 1.0
+        began_s = time.process_time()
+        self.memory.swapper.tick(self.now)
+        took_s = time.process_time() - began_s
+        self.settle()
+        return took_s
+
+    def grow_s(self, lease: SequenceLease) -> float:
+        """Return the seconds in which a sequence of a full device gets one more block."""
+        self.now += 0.01
+        wanted = [(lease, (len(lease.blocks) + 1) * BLOCK_TOKENS)]
+        began_s = time.process_time()
+        self.memory.try_grow(wanted, self.now)
+        took_s = time.process_time() - began_s
+        self.settle()
+        if not self.memory.try_grow(wanted, self.now):
+            raise RuntimeError("nothing could leave a full device")
+        return took_s
+
+
+def eviction() -> None:
+    """Print what looking up, ticking and evicting take, and the bytes that Python keeps for a block."""
+    generator = np.random.default_rng(0)
+    refs = synthetic_adapters(MEMORY_ADAPTERS, (32, 64), GEOMETRY)
+    looked_up = [(ref, _tokens(MATCHED_TOKENS, generator)) for ref in refs[:50]]
+    tracemalloc.start()
+    filled = _Filled(refs)
+    for ref, token_ids in looked_up:
+        filled.leave_kv(ref, token_ids)
+    each = (NODES - filled.memory.stats().nodes) // (MEMORY_ADAPTERS - len(looked_up)) + 1
+    for ref in refs[len(looked_up) :]:
+        filled.leave_kv(ref, _tokens(each * BLOCK_TOKENS, generator))
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    blocks = DEVICE_BLOCKS - filled.memory.counts().free + HOST_BLOCKS - filled.memory.host_counts().free
+    matches = _timed(300, lambda i: filled.match(*looked_up[i % len(looked_up)]))
+    full, idle = [], []
+    for _ in range(33):
+        filled.fill_device()
+        full.append(filled.tick_s())
+        idle.append(filled.tick_s())
+    lease = filled.admit(refs[0], _tokens(BLOCK_TOKENS, generator))
+    filled.fill_device()
+    grown = [filled.grow_s(lease) for _ in range(310)][10:]
+    rows = [
+        [f"match of a prompt of {MATCHED_TOKENS:,} tokens", *median_p95(matches, US)],
+        ["tick of a full device, which evicts", *median_p95(full[3:], US)],
+        ["tick that finds room", *median_p95(idle[3:], US)],
+        ["eviction for one more block", *median_p95(grown, US)],
+    ]
+    title = f"Memory of elora, {MEMORY_ADAPTERS:,} adapters, {filled.memory.stats().nodes:,} nodes"
+    print_table(f"{title}, {kept_bytes / blocks:.0f} bytes a block", ["call", "median, us", "P95, us"], rows)
+
+
+def _size(ref: AdapterRef) -> AdapterSize:
+    packing = pack(ref.ranks, GEOMETRY, GEOMETRY.block_elements(BLOCK_TOKENS))
+    return AdapterSize(packing.blocks, packing.used_elements * GEOMETRY.dtype_bytes)
+
+
+def _tokens(count: int, generator: np.random.Generator) -> list[int]:
+    return [int(token) for token in generator.integers(DEFAULT_IDS.low, DEFAULT_IDS.high, count)]
+
+
+# --- admission ---------------------------------------------------------------------------------------
+
+WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64
+
+
+class _FullEngine:
+    """An engine in which every request that is tried finds no room for its adapter, which costs a policy most."""
+
+    total_tokens, max_model_len, step_times = 300_000, 4096, StepTimeEstimator()
+
+    def __init__(self, adapters: list[AdapterRef]) -> None:
+        self.admitted: list[RunningRequest] = []
+        self._absent = {ref.digest for ref in adapters[::2]}
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        return 0 if adapter is None else 4 * adapter.max_rank
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        return adapter is None or adapter.digest not in self._absent
+
+    def may_run(self, request: Request) -> bool:
+        return True
+
+    def running(self) -> list[RunningRequest]:
+        return self.admitted
+
+    def free_tokens(self) -> int:
+        return 0
+
+
+def admission() -> None:
+    """Print what Chameleon's queue takes."""
+    chance = random.Random(3)
+    adapters = synthetic_adapters(100, (8, 16, 32, 64, 128), GEOMETRY)
+    engine = _FullEngine(adapters)
+    for _ in range(100):
+        engine.step_times.note(chance.randrange(2000), chance.randrange(1, 60), 0.03)
+    queue = ADMISSION["chameleon"](engine)
+    assert isinstance(queue, ChameleonQueue)
+    for index in range(SAMPLES):
+        now = index * REFRESH_S / SAMPLES
+        output = min(1000, 1 + int(chance.lognormvariate(4.9, 0.9)))
+        prompt = [0] * min(3000, 1 + int(chance.lognormvariate(6.8, 0.8)))
+        ref, sampling = chance.choice(adapters), SamplingParams(max_tokens=1000)
+        request = Request(RequestId(str(index)), prompt, sampling, now, ref, predicted_tokens=output)
+        queue.add(request, now)
+        if index < SAMPLES - WAITING - RUNNING:
+            queue.remove(request, now)
+            sizes = RequestSize(len(prompt), request.expected_tokens, engine.adapter_tokens(ref))
+            queue._class_stats.ended(sizes, chance.expovariate(0.2), now)
+    now = REFRESH_S
+    policy = queue.admit(now)
+    request = next(policy)
+    while len(engine.admitted) < RUNNING:
+        engine.admitted.append(RunningRequest(request, 1, len(request.prompt_token_ids)))
+        request = policy.send(None)
+    rows = [
+        ["decision of a step", *median_p95(_timed(200, lambda _: list(_decide(queue, now))), US)],
+        ["review of running requests", *median_p95(_timed(200, lambda _: queue.review(now)), US)],
+        ["finding classes again", *median_p95(_timed(50, lambda _: queue._refresh(now - 1e-6)), US)],
+    ]
+    print_table(f"Chameleon's queue, {len(queue):,} waiting", ["call", "median, us", "P95, us"], rows)
+
+
+def _decide(queue: ChameleonQueue, now: float) -> Iterator[Request]:
+    policy = queue.admit(now)
+    request = next(policy, None)
+    while request is not None:
+        yield request
+        try:
+            request = policy.send(WaitReason.ADAPTER_ROOM)
+        except StopIteration:
+            return
+
+
+# --- routes ------------------------------------------------------------------------------------------
+
+RANKS = (8, 16, 32, 64, 128)
+REPLICAS, ADAPTERS, LIVE, ROUTES_TIMED, RESIDENT = 64, 10_000, 6_400, 1_000, 500
+PROMPT_TOKENS, ANSWER_TOKENS, ADAPTER_BYTES = 512, 128, 50_000_000
+
+
+def routes() -> None:
+    """Print what a choice among replicas takes; hashing the prompt is not counted."""
+    pairs = dict.fromkeys((row.routing, row.placement) for row in PRESETS.values())
+    with _one_core():
+        rows = [
+            [f"{router} by {placement}", *median_p95(_routes(router, placement), US)] for router, placement in pairs
+        ]
+    title = f"A route among {REPLICAS} replicas, {ADAPTERS:,} adapters, {LIVE:,} live requests"
+    print_table(title, ["router by placement", "median, us", "P95, us"], rows)
+
+
+def _routes(name: str, placement: str) -> list[float]:
+    draw = random.Random(0)
+    replicas = [ReplicaId(f"r{number}") for number in range(REPLICAS)]
+    adapters = [AdapterDigest(f"a{number}") for number in range(ADAPTERS)]
+    fleet = Fleet(RequestAverages(float(ANSWER_TOKENS), 1.0))
+    for replica_id in replicas:
+        fleet.join(ReplicaInfo(replica_id, total_tokens=400_000, kv_token_bytes=5e5))
+        for adapter in draw.sample(adapters, RESIDENT):
+            fleet.loaded(replica_id, adapter)
+    model = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
+    router = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05))
+    router.table = _table(placement, replicas, adapters, draw)
+    live: list[tuple[ReplicaId, RequestId]] = []
+    seconds = []
+    for number in range(LIVE + ROUTES_TIMED):
+        asked = _asked(number, draw, adapters)
+        began_s = time.process_time()
+        chosen = router.route(asked, fleet, 0.0)
+        took_s = time.process_time() - began_s
+        if chosen is None:
+            raise RuntimeError(f"{name} found no replica for request {number}")
+        fleet.dispatched(asked, chosen)
+        fleet.admitted(chosen, asked.request_id, 0.0)
+        live.append((chosen, asked.request_id))
+        if len(live) > LIVE:
+            seconds.append(took_s)
+            fleet.ended(*live.pop(draw.randrange(len(live))), 1.0)
+    return seconds
+
+
+def _table(
+    placement: str, replicas: list[ReplicaId], adapters: list[AdapterDigest], draw: random.Random
+) -> RoutingTable:
+    """Return a table as placements make them: adapters everywhere, at one replica, or some of them at more."""
+    if placement == "everywhere":
+        everywhere = tuple(ReplicaShare(replica_id, 1 / REPLICAS) for replica_id in replicas)
+        return RoutingTable(1, dict.fromkeys(adapters, everywhere))
+    counts = (1, 1, 1, 2, 4) if placement in ("loraserve", "loraserve:literal", "dlora") else (1,)
+    homes = {adapter: draw.sample(replicas, draw.choice(counts)) for adapter in adapters}
+    return RoutingTable(1, {each: tuple(ReplicaShare(home, 1 / len(of)) for home in of) for each, of in homes.items()})
+
+
+def _asked(number: int, draw: random.Random, adapters: list[AdapterDigest]) -> RoutingRequest:
+    """Return a request whose prompt begins as some others do."""
+    adapter = draw.choice(adapters)
+    shared = [draw.randrange(4) for _ in range(4 * BLOCK_TOKENS)]
+    prompt = shared + [draw.randrange(1000) for _ in range(PROMPT_TOKENS - len(shared))]
+    keys = tuple(block_keys(adapter, prompt, BLOCK_TOKENS))
+    rank = draw.choice(RANKS)
+    return RoutingRequest(RequestId(str(number)), adapter, rank, ADAPTER_BYTES, PROMPT_TOKENS, ANSWER_TOKENS, keys)
+
+
+# --- placement ---------------------------------------------------------------------------------------
+
+PLACED_ADAPTERS, PLACED_REPLICAS = 10_000, 1_000
+CHOSEN, MOVABLE, SOLVE_S = 4, 128, 1.0
+
+
+def placement() -> None:
+    """Print what a placement of all adapters takes, and a plan that moves requests."""
+    draw = np.random.default_rng(0)
+    points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
+    policy = LoRAServe([ReplicaId(f"r{number}") for number in range(PLACED_REPLICAS)], points)
+    loads = draw.pareto(1.5, PLACED_ADAPTERS) * 50
+
+    def place(period: int) -> None:
+        nonlocal loads
+        loads = loads * draw.uniform(0.5, 1.5, PLACED_ADAPTERS)
+        demands = [
+            AdapterDemand(AdapterDigest(f"a{number:05}"), RANKS[number % len(RANKS)], 10**8, float(load))
+            for number, load in enumerate(loads)
+        ]
+        policy.place(demands, float(period))
+
+    def migrate(seed: int) -> None:
+        CoMigration(CoMigrationSettings(time_limit_s=SOLVE_S / 2)).review(*_problem(seed))
+
+    with _one_core():
+        rows = [
+            [f"LoRAServe, {PLACED_ADAPTERS:,} adapters on {PLACED_REPLICAS:,}", *median_p95(_timed(5, place, 1), MS)],
+            [f"dLoRA's migration, {MOVABLE} requests on {CHOSEN}", *median_p95(_timed(9, migrate, 1), MS)],
+        ]
+    print_table("Placement, on one core", ["policy", "median, ms", "P95, ms"], rows)
+
+
+def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
+    """Return replicas of which one has most requests, and they wait."""
+    draw = random.Random(seed)
+    adapters = [AdapterDigest(f"a{number:03}") for number in range(MOVABLE)]
+    replicas = [ReplicaId(f"r{number}") for number in range(CHOSEN)]
+    requests = [
+        MovableRequest(
+            RequestId(f"q{number}"),
+            adapter,
+            replicas[0] if draw.random() < 0.6 else draw.choice(replicas),
+            draw.randrange(50, 1500) * 2**20,
+            draw.uniform(5, 20),
+            draw.uniform(0.05, 0.8),
+        )
+        for number, adapter in enumerate(adapters)
+    ]
+    loads = [ReplicaLoad(replica_id, (16 if seed % 2 else 60) * 2**30, 0, 9.0) for replica_id in replicas]
+    return loads, requests, dict.fromkeys(adapters, 56 * 2**20)
+
+
+# --- streaming ---------------------------------------------------------------------------------------
+
+STREAMS, STREAM_TOKENS, STREAM_ROUNDS = 16, 128, 3
+
+
+def streaming() -> None:
+    """Print the processor time of the API process for a streamed token, and of the engine process beside it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        running_server(
+            [str(default_model()), *sample_flags(), "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log"
+        ) as server,
+    ):
+        api = psutil.Process(server.process.pid)
+        engine = next(each for each in api.children() if "lorikeet.engine.process" in each.cmdline())
+        names = [default_model().name, *sample_adapters()]
+        api_s, engine_s, rates = [], [], []
+        for turn in range(STREAM_ROUNDS + 1):
+            before, began_s = (_cpu_s(api), _cpu_s(engine)), time.monotonic()
+            asyncio.run(_stream_all(server.url, names))
+            tokens = STREAMS * STREAM_TOKENS
+            if turn:
+                api_s.append((_cpu_s(api) - before[0]) / tokens)
+                engine_s.append((_cpu_s(engine) - before[1]) / tokens)
+                rates.append(tokens / (time.monotonic() - began_s))
+    row = [f"{statistics.median(each) / US:.0f}" for each in (api_s, engine_s)]
+    headings = ["streams at once", "API process, us a token", "engine process, us a token", "tokens/s"]
+    print_table("Streaming over HTTP, processor time", headings, [[STREAMS, *row, f"{statistics.median(rates):.0f}"]])
+
+
+async def _stream_all(url: str, names: Sequence[str]) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+
+        async def one(number: int) -> None:
+            body = chat_body(names[number % len(names)], f"Tell me about the number {number}.", STREAM_TOKENS)
+            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                response.raise_for_status()
+                async for _ in response.aiter_raw():
+                    pass
+
+        await asyncio.gather(*(one(number) for number in range(STREAMS)))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+# --- gateway -----------------------------------------------------------------------------------------
+
+GATEWAY_PAIRS, GATEWAY_PROMPT_TOKENS = 100, 16
+GATEWAY_PRESETS = ("lorikeet:plain", "loraserve:random")
+"""The default, which compares prompts, and routing by a table."""
+
+
+def gateway() -> None:
+    """Print what the gateway adds to the first token of an idle replica, beside a proxy that only passes on."""
+    draw, adapter = random.Random(0), next(iter(sample_adapters()))
+    table = []
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
+        scratch, samples = Path(text), str(sample_adapters()[adapter].parent)
+        flags = [str(default_model()), "--adapter-dir", samples, "--store-dir", str(scratch / "store")]
+        server = stack.enter_context(running_server(flags, scratch / "serve.log"))
+        proxy = (sys.executable, "-m", "benchmarks.control_plane")
+        bare = stack.enter_context(running_server(["--bare-proxy", server.url], scratch / "bare.log", command=proxy))
+        lora = f"{adapter}={sample_adapters()[adapter]}"
+        for preset in GATEWAY_PRESETS:
+            route = ["--backend", server.url, "--lora-modules", lora, "--preset", preset]
+            with running_server(route, scratch / "route.log", command=(LORIKEET, "route")) as router:
+                urls = {"direct": server.url, "gateway": router.url, "bare proxy": bare.url}
+                clients = {
+                    side: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for side, url in urls.items()
+                }
+                _first_event_s(clients["gateway"], adapter, draw)  # which loads the adapter
+
+                def side(client: httpx.Client) -> Callable[[int], float]:
+                    return lambda _: _first_event_s(client, adapter, draw)
+
+                found = in_turns({name: side(client) for name, client in clients.items()}, GATEWAY_PAIRS, 10)
+            added = {
+                name: [(some - other) / MS for some, other in zip(found[name], found["direct"], strict=True)]
+                for name in ("gateway", "bare proxy")
+            }
+            direct = f"{statistics.median(found['direct']) / MS:.1f}"
+            table.append([preset, direct, *(with_interval(times, ".2f") for times in added.values())])
+    headings = ["preset", "direct, ms", "gateway adds, ms", "a bare proxy adds, ms"]
+    print_table("Time of the first token through lorikeet route", headings, table)
+
+
+def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float:
+    """Return seconds from sending to the first bytes of an answer of one token."""
+    prompt = [draw.randrange(100, 40_000) for _ in range(GATEWAY_PROMPT_TOKENS)]
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
+    began_s = time.perf_counter()
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        pieces = response.iter_raw()
+        first = next(pieces)
+        seconds = time.perf_counter() - began_s
+        rest = first + b"".join(pieces)
+    if response.status_code != 200 or not rest.rstrip().endswith(b"data: [DONE]"):
+        raise RuntimeError(f"{response.status_code}: {rest[:300]!r}")
+    return seconds
+
+
+def _bare_proxy(url: str, port: int) -> None:
+    """Serve a proxy of the gateway's own parts that only passes on: what HTTP alone costs behind ``lorikeet route``."""
+    connections = Connections(url)
+
+    async def complete(http: HttpRequest) -> Response:
+        headers = [(b"content-type", b"application/json")]
+        reply = await connections.send("POST", http.url.path, headers, await http.body())
+        return StreamingResponse(_pieces(reply), reply.status, media_type="text/event-stream")
+
+    async def health(http: HttpRequest) -> Response:
+        return Response()
+
+    served = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
+    uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
+
+
+async def _pieces(reply: Reply) -> AsyncIterator[bytes]:
+    while piece := await reply.piece():
+        yield piece
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "step": step,
+    "eviction": eviction,
+    "admission": admission,
+    "routes": routes,
+    "placement": placement,
+    "streaming": streaming,
+    "gateway": gateway,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""What the kernels take beside what the machine allows, and how exact they are: ``python -m benchmarks.kernels``.
+
+On the CPU, with the default model in bfloat16. Parts, each a table:
+
+* ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
+* ``adapters``: what adapters add to a decode step, beside the least that the machine allows: the longer of reading each
+  adapter once and multiplying its rows. Each step runs twice, with the adapters and without, one right after the other.
+* ``throughput``: output tokens per second with adapters beside the base model's, in turns.
+* ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
+* ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
+* ``errors``: the kernels' error on random values in units of torch's own in bfloat16, both beside fp64.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import (
+    THREADS,
+    default_kernels,
+    default_model,
+    in_turns,
+    kernels_as,
+    make_requests,
+    print_setup,
+    print_table,
+    ratios,
+    replica,
+    run_all,
+    with_interval,
+)
+from benchmarks.steps import KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
+from lorikeet.adapters.store import reference
+from lorikeet.bench.machine_limits import (
+    LimitMeter,
+    MachineLimits,
+    adapters_limit_s,
+    decode_limit_tok_s,
+    median_limits,
+    model_cost,
+)
+from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
+from lorikeet.bench.synthetic import ATTENTION
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import KernelForm
+from lorikeet.engine.build import Replica
+from lorikeet.kernels import huge_pages
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.memory.adapter_blocks import AdapterLayout
+from lorikeet.memory.packing import AdapterPacking, pack
+from lorikeet.models.config import read_model_config
+
+PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
+"""Of the decode: around a context of 192."""
+PREFILL = (16, 512)
+ADAPTERS = 100
+POINTS = ((1, 1), (1, 32), (8, 8), (32, 32), (100, 100))
+"""Distinct adapters and rows of the steps whose time is taken with adapters and without."""
+THROUGHPUT = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
+"""Distinct adapters, requests, prompt and output tokens."""
+EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
+"""Ranks of eight adapters. EQUAL and MIXED have the same sum, LARGE and MIXED the same largest."""
+COLD_BYTES = 512 * 2**20
+"""At least so much is read before a batch's adapters come again, many times the largest cache."""
+BLOCK_TOKENS, STD = 16, 0.02
+LOADED_RANK, LINK_BYTES_PER_S = 64, 0.8e9
+
+
+def main() -> None:
+    """Run the parts and print their tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="of each side, in turns")
+    options = parser.parse_args()
+    print_setup()
+    torch.set_num_threads(THREADS)
+    for name in options.parts.split(","):
+        PARTS[name](options.rounds)
+
+
+# --- steps of the base model -------------------------------------------------------------------------
+
+
+def steps(rounds: int) -> None:
+    """Print steps kernel by kernel, and decoding beside the limit."""
+    decode = kernel_times(PRESETS, PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS)
+    # A plan holds at most so many prompt tokens, and its tokens are chosen at its end.
+    prefill = kernel_times(1, *PREFILL, 1)
+    names = sorted(decode, key=lambda name: -decode[name])
+    rows = [[name, *(f"{1e3 * times[name]:.3f}" for times in (decode, prefill))] for name in names]
+    headings = ["kernel", f"decode of {PRESETS}, ms", f"prefill of {PREFILL[1]} tokens, ms"]
+    print_table("Steps, kernels called one by one", headings, rows)
+    speeds, limits = decode_speeds(rounds)
+    shares = ratios(speeds, limits)
+    rows = [[f"{statistics.median(speeds):.0f}", f"{statistics.median(limits):.0f}", with_interval(shares, ".0%")]]
+    print_table(f"Decoding {PRESETS} sequences", ["tokens/s", "limit", "share of the limit"], rows)
+
+
+def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
+    """Return the median seconds of a step by kernel, of steps that gave ``presets`` sequences a token each."""
+    watch = Stopwatch(default_kernels(), timed=KERNELS)
+    with kernels_as(watch), replica(default_model(), threads=THREADS, touch_memory=True) as built:
+        for turn in range(2):  # the first one warms up
+            watch.steps.clear()
+            run_all(built, make_requests(f"{turn}", requests, prompt_tokens, output_tokens, seed=turn))
+        taken = watch.decode_steps(rows)
+    found = {name: statistics.median(times.in_kernels_s.get(name, 0.0) for _, times in taken) for name in KERNELS}
+    found["outside of kernels"] = statistics.median(s - sum(times.in_kernels_s.values()) for s, times in taken)
+    found["whole step"] = statistics.median(seconds for seconds, _ in taken)
+    return found
+
+
+def decode_speeds(rounds: int) -> tuple[list[float], list[float]]:
+    """Return tokens per second of steps that decode all sequences, and the limit measured just before."""
+    model = default_model()
+    cost = model_cost(read_model_config(model), dtype_bytes=2)
+    meter, watch = LimitMeter(rows=(PRESETS,)), Stopwatch(default_kernels())
+    speeds, limits = [], []
+    with kernels_as(watch), replica(model, threads=THREADS, touch_memory=True) as built:
+        for turn in range(rounds + 1):
+            measured = meter.measure()
+            watch.steps.clear()
+            run_all(built, make_requests(f"{turn}", PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS, seed=turn))
+            seconds = [seconds for seconds, _ in watch.decode_steps(PRESETS)]
+            if turn:
+                speeds.append(PRESETS * len(seconds) / sum(seconds))
+                limits.append(decode_limit_tok_s(cost, measured, PRESETS))
+    return speeds, limits
+
+
+# --- what adapters add -------------------------------------------------------------------------------
+
+
+class Loaded:
+    """An engine that holds a hundred adapters. KV is dropped after use, so that all of them stay.
+
+    Args:
+        scratch: an empty folder, for the adapters.
+        built: the engine.
+    """
+
+    def __init__(self, scratch: Path, built: Replica) -> None:
+        self.built = built
+        self.ranks = spread_ranks(ADAPTERS)
+        geometry = built.sizes.geometry
+        folders = [write_random_adapter(scratch / f"a{i}", geometry, r, seed=i) for i, r in enumerate(self.ranks)]
+        self.refs = [reference(folder.name, folder, geometry) for folder in folders]
+        run_all(built, make_requests("load", ADAPTERS, 4, 1, self.refs))
+
+    def chosen(self, count: int) -> tuple[list[int], list[AdapterRef]]:
+        """Return ranks and adapters, spread as all are; one alone has rank 32."""
+        places = [self.ranks.index(32)] if count == 1 else spread(ADAPTERS, count)
+        return [self.ranks[i] for i in places], [self.refs[i] for i in places]
+
+
+def spread(count: int, wanted: int) -> list[int]:
+    """Return ``wanted`` places among ``count``, evenly; one alone is in the middle."""
+    if wanted == 1:
+        return [count // 2]
+    return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def with_loaded(run: Callable[[Loaded, int], None], rounds: int) -> None:
+    """Run a part on an engine that holds all adapters."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        replica(
+            default_model(), preset="lorikeet:plain-no-reuse", max_num_seqs=100, memory_bytes=3 * 2**30, threads=THREADS
+        ) as built,
+    ):
+        run(Loaded(Path(scratch), built), rounds)
+
+
+def adapters(loaded: Loaded, rounds: int) -> None:
+    """Print what adapters add to the time of a decode step."""
+    config = read_model_config(default_model())
+    meter = LimitMeter(rows=sorted({rows for _, rows in POINTS}))
+
+    def point(distinct: int, rows: int) -> Callable[[int], tuple[float, float, float]]:
+        def measure(turn: int) -> tuple[float, float, float]:
+            ranks, refs = loaded.chosen(distinct)
+            before = meter.measure()
+            with twins(loaded.built) as executor:
+                run_all(loaded.built, make_requests(f"a{turn}-{distinct}-{rows}", rows, 16, 17, refs))
+            limits: MachineLimits = median_limits([before, meter.measure()])
+            added_s = statistics.median(pair.adapters_s - pair.base_s for pair in executor.decodes)
+            step_s = statistics.median(pair.adapters_s for pair in executor.decodes)
+            return added_s, adapters_limit_s(model_cost(config, 2, ranks, ATTENTION), limits, rows), step_s
+
+        return measure
+
+    found = in_turns({f"{distinct} on {rows}": point(distinct, rows) for distinct, rows in POINTS}, rounds)
+    table = []
+    for name, times in found.items():
+        added_s, least_s, step_s = (list(each) for each in zip(*times, strict=True))
+        row = [f"{1e3 * statistics.median(each):.2f}" for each in (added_s, least_s)]
+        table.append([name, *row, with_interval(ratios(added_s, least_s)), f"{1e3 * statistics.median(step_s):.1f}"])
+    headings = ["adapters on rows", "added, ms", "the least, ms", "ratio", "whole step, ms"]
+    print_table("What adapters add to a decode step", headings, table)
+
+
+def throughput(loaded: Loaded, rounds: int) -> None:
+    """Print output tokens per second with adapters beside the base model's."""
+    table = []
+    for distinct, requests, prompt_tokens, output_tokens in THROUGHPUT:
+        sides = {"base": [], "adapters": loaded.chosen(distinct)[1]}
+
+        def run(
+            name: str, refs: list[AdapterRef], work: tuple[int, int, int] = (requests, prompt_tokens, output_tokens)
+        ) -> Callable[[int], float]:
+            def rate(turn: int) -> float:
+                asked = make_requests(f"t{work[0]}-{len(refs)}-{name}-{turn}", *work, refs, seed=turn)
+                began_s = time.monotonic()
+                run_all(loaded.built, asked)
+                return work[0] * work[2] / (time.monotonic() - began_s)
+
+            return rate
+
+        found = in_turns({name: run(name, refs) for name, refs in sides.items()}, rounds)
+        lost = [1 - ratio for ratio in ratios(found["adapters"], found["base"])]
+        speeds = [f"{statistics.median(found[name]):.0f}" for name in sides]
+        table.append(
+            [distinct, f"{requests} x ({prompt_tokens} + {output_tokens})", *speeds, with_interval(lost, ".1%")]
+        )
+    headings = ["distinct adapters", "work", "base, tokens/s", "with adapters", "lost"]
+    print_table("Throughput with adapters", headings, table)
+
+
+# --- forms of the LoRA kernel ------------------------------------------------------------------------
+
+
+def ranks(rounds: int) -> None:
+    """Print what LoRA adds to the products of a step with mixed ranks, weights not in any cache."""
+    geometry = read_model_config(default_model()).geometry(2)
+    kernels = default_kernels()
+    kernels.threads = THREADS
+    products = Products(kernels, geometry)
+    batches = {
+        "6 x 8, 16, 64: unpadded": _batches(MIXED, geometry, KernelForm.UNPADDED),
+        "8 x 16": _batches(EQUAL, geometry, KernelForm.UNPADDED),
+        "6 x 8, 16, 64: padded": _batches(MIXED, geometry, KernelForm.PADDED),
+        "8 x 64": _batches(LARGE, geometry, KernelForm.UNPADDED),
+    }
+
+    def side(name: str) -> Callable[[int], float]:
+        return lambda turn: statistics.median(
+            products.added_s(batch, adapters_first=bool(i % 2)) for i, batch in enumerate(batches[name])
+        )
+
+    found = in_turns({name: side(name) for name in batches}, rounds)
+    names = list(batches)
+    beside = {names[0]: names[1], names[2]: names[3]}
+    table = [
+        [name, f"{1e3 * statistics.median(times):.2f}", with_interval(ratios(times, found[beside[name]])), beside[name]]
+        if name in beside
+        else [name, f"{1e3 * statistics.median(times):.2f}", "", ""]
+        for name, times in found.items()
+    ]
+    print_table("Eight decodes, an adapter each", ["ranks", "added, ms", "ratio", "to"], table)
+
+
+def _batches(ranks_: Sequence[int], geometry: ModelGeometry, form: KernelForm) -> list[LoraBatch]:
+    """Return batches of one row for each rank, each of adapters of its own, of ``COLD_BYTES`` together."""
+    one_bytes = sum(_pack(rank, geometry).used_elements for rank in ranks_) * geometry.dtype_bytes
+    return [
+        LoraBatch([LoraSegment(row, row + 1, _adapter(rank, geometry)) for row, rank in enumerate(ranks_)], form)
+        for _ in range(-(-COLD_BYTES // one_bytes))
+    ]
+
+
+def _adapter(rank: int, geometry: ModelGeometry, as_: Callable[[Tensor], Tensor] = lambda it: it) -> LoraWeights:
+    """Return random weights in blocks of the pool's size, scattered, in memory of the engine's kind."""
+    packing = _pack(rank, geometry)
+    block_elements = geometry.block_elements(BLOCK_TOKENS)
+    arena = huge_pages.allocate(packing.blocks * block_elements, torch.bfloat16)
+    arena = as_(arena.normal_(std=STD, generator=torch.Generator().manual_seed(rank)))
+    blocks = [BlockId(block) for block in random.Random(rank).sample(range(packing.blocks), packing.blocks)]
+    return AdapterLayout(packing, geometry).weights(blocks, arena.view(packing.blocks, block_elements))
+
+
+def _pack(rank: int, geometry: ModelGeometry) -> AdapterPacking:
+    return pack(dict.fromkeys(ATTENTION, (rank,) * geometry.layers), geometry, geometry.block_elements(BLOCK_TOKENS))
+
+
+class Products:
+    """The products of a step that read adapters, with random weights of their own on every layer."""
+
+    def __init__(self, kernels: Kernels, geometry: ModelGeometry) -> None:
+        q, k, v, o = (geometry.modules[module] for module in ATTENTION)
+        fused = q.out_features + k.out_features + v.out_features
+        self._kernels = kernels
+        self._layers = [
+            tuple(kernels.pack(torch.empty(*shape, dtype=torch.bfloat16).normal_(std=STD)) for shape in shapes)
+            for shapes in [((fused, q.in_features), (o.out_features, o.in_features))] * geometry.layers
+        ]
+        self._qkv = LoraTargets(
+            LoraTarget("q", 0, q.out_features),
+            LoraTarget("k", q.out_features, k.out_features),
+            LoraTarget("v", q.out_features + k.out_features, v.out_features),
+        )
+        self._o = LoraTargets(LoraTarget("o", 0, o.out_features))
+        self._inputs = q.in_features, o.in_features
+
+    def added_s(self, batch: LoraBatch, *, adapters_first: bool) -> float:
+        """Return how many seconds longer a step's products take with adapters, a row each, than without."""
+        seconds = {adapted: self._seconds(batch, adapted) for adapted in (adapters_first, not adapters_first)}
+        return seconds[True] - seconds[False]
+
+    def _seconds(self, batch: LoraBatch, adapted: bool) -> float:
+        x, mixed = (torch.ones(len(batch.segments), inputs, dtype=torch.bfloat16) for inputs in self._inputs)
+        began_s = time.perf_counter()
+        for layer, (qkv, o) in enumerate(self._layers):
+            self._kernels.linear(x, qkv, None, LoraDelta(batch, layer, self._qkv) if adapted else None)
+            self._kernels.linear(mixed, o, None, LoraDelta(batch, layer, self._o) if adapted else None)
+        return time.perf_counter() - began_s
+
+
+# --- loads -------------------------------------------------------------------------------------------
+
+
+def loads(rounds: int) -> None:
+    """Print what a load of an adapter takes, and decode steps beside it."""
+    engine = EngineSettings(
+        preset="lorikeet:plain-no-reuse",
+        memory_bytes=300 * 2**20,
+        host_memory_bytes=2**30,
+        touch_memory=True,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+        num_scheduler_steps=1,
+        threads=THREADS,
+    )
+    model = default_model()
+    geometry = read_model_config(model).geometry(2)
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
+        folders = [
+            write_random_adapter(Path(scratch) / f"a{i}", geometry, LOADED_RANK, seed=i) for i in range(4 * rounds + 1)
+        ]
+        refs = [reference(folder.name, folder, geometry) for folder in folders]
+        settings = ModelSettings(model=str(model), dtype="bfloat16", max_model_len=LONGEST_TOKENS)
+        found = measure_loads(Settings(settings, engine), refs)
+    medians = [1e3 * statistics.median(times) for times in found]
+    row = [*(f"{ms:.1f}" for ms in medians), f"{medians[1] / medians[2]:.2f}"]
+    headings = ["a load, ms", "step beside one, ms", "other steps, ms", "ratio"]
+    print_table(f"Loads of rank {LOADED_RANK}, one a second, beside 8 decodes", headings, [row])
+
+
+# --- errors ------------------------------------------------------------------------------------------
+
+
+def errors(rounds: int) -> None:
+    """Print root mean square errors of the chosen kernels in units of torch's, by kernel and shape."""
+    kernels, plain = default_kernels(), ReferenceKernels()
+    config = read_model_config(default_model())
+    width, inner, geometry = config.hidden_size, config.intermediate_size, config.geometry(2)
+    targets = LoraTargets(LoraTarget("q", 0, width))
+    table = []
+    for rows in (1, 8, 32, 512):
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, width, generator=generator).bfloat16()
+        query = torch.randn(width, width, generator=generator).bfloat16() / width**0.5
+        weight = (torch.randn(inner, width, generator=generator) / width**0.5).bfloat16()
+        norm = torch.rand(width, generator=generator).bfloat16()
+        gated = torch.randn(rows, 2 * inner, generator=generator).bfloat16()
+        residual = torch.randn(rows, width, generator=generator).bfloat16()
+        cases: dict[str, Callable[[Kernels, Callable[[Tensor], Tensor]], Tensor]] = {
+            "linear": lambda k, as_: k.linear(as_(x), k.pack(as_(weight)), None, None),  # noqa: B023
+            "add_norm": lambda k, as_: k.add_norm(as_(x), as_(residual), as_(norm), 1e-5),  # noqa: B023
+            "linear with LoRA": lambda k, as_: k.linear(
+                as_(x),  # noqa: B023
+                k.pack(as_(query)),  # noqa: B023
+                None,
+                LoraDelta(LoraBatch([LoraSegment(0, rows, _adapter(64, geometry, as_))]), 0, targets),  # noqa: B023
+            ),
+            "silu_mul": lambda k, as_: k.silu_mul(as_(gated)),  # noqa: B023
+        }
+        for name, case in cases.items():
+            exact = case(plain, Tensor.double)
+            ours, torchs = (_rms(case(each, Tensor.clone).double() - exact) for each in (kernels, plain))
+            table.append([name, rows, f"{ours:.2e}", f"{torchs:.2e}", f"{ours / torchs:.2f}"])
+    headings = ["kernel", "rows", f"error of {kernels.name!r}", "of torch", "ratio"]
+    print_table("Errors in bfloat16 beside fp64, root mean square", headings, table)
+
+
+def _rms(error: Tensor) -> float:
+    return float(error.square().mean().sqrt())
+
+
+PARTS: dict[str, Callable[[int], None]] = {
+    "steps": steps,
+    "adapters": lambda rounds: with_loaded(adapters, rounds),
+    "throughput": lambda rounds: with_loaded(throughput, rounds),
+    "ranks": ranks,
+    "loads": loads,
+    "errors": errors,
+}
+
+
+if __name__ == "__main__":
+    main()

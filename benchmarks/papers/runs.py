@@ -1,0 +1,326 @@
+"""What the papers' programs share: modelled runs, searches for peaks, a cache, two processes and the command line."""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.harness import ROOT, print_setup
+from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, preset_figures, run_preset, settle
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.bench.peak import find_peak
+from lorikeet.bench.predictors import make_predictor
+from lorikeet.bench.prompts import Prompts
+from lorikeet.bench.synthetic import ATTENTION
+from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.config import EngineSettings, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.request import Slo
+from lorikeet.costs.profile import CostProfile
+from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
+
+HOST_BYTES = 512 * 10**9
+"""All adapters lie on the host."""
+MOST_TIMES = 1_000
+"""A search ends with an error beyond so many times the rate that it began with."""
+AZURE, MOONCAKE = "azure_llm_inference_conv_2023.csv", "mooncake_conversation_2025.jsonl"
+
+Figures = dict[str, Any]
+
+
+# --- command line and cache --------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """Of a paper's program: short runs, and other flags by name."""
+
+    quick: bool
+    flags: argparse.Namespace
+
+
+def main(document: str, paper: str, run: "Callable[[Runs, Options], None]", **flags: str) -> None:
+    """Read the command line, and run a paper's program with a cache.
+
+    Args:
+        document: docstring of the module.
+        paper: its name.
+        run: prints the tables.
+        flags: further switches, each with its help.
+    """
+    parser = argparse.ArgumentParser(description=document.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: minutes, and rough figures")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder that keeps finished runs")
+    for name, about in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=about)
+    given = parser.parse_args()
+    print_setup()
+    folder = given.cache / code_digest() / (f"{paper}-quick" if given.quick else paper)
+    print(f"finished runs are kept in {folder}\n", flush=True)
+    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
+        run(Runs(folder, pool), Options(given.quick, given))
+
+
+def default_cache() -> Path:
+    """Return ``$XDG_CACHE_HOME/lorikeet/papers``, else below ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet" / "papers"
+
+
+def code_digest() -> str:
+    """Return a short digest of the code that modelled runs depend on: a run of other code does not count."""
+    digest = hashlib.sha256()
+    for file in sorted(
+        [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.csv"), *Path(__file__).parent.glob("*.py")]
+    ):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class Runs:
+    """Runs by name. Each runs in one of a few processes and is kept as soon as it is there."""
+
+    def __init__(self, folder: Path, pool: ProcessPoolExecutor) -> None:
+        self._folder, self._pool = folder, pool
+
+    def all(self, runs: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """Return what all runs return: each a function of a module and its arguments, whose result is plain data."""
+        waiting = {name: self._pool.submit(_kept, self._folder, name, *run) for name, run in runs.items()}
+        return {name: each.result() for name, each in waiting.items()}
+
+
+def _kept(folder: Path, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
+    file = folder / f"{name.replace('/', '-').replace(' ', '-')}.json"
+    if file.is_file():
+        return json.loads(file.read_text())
+    made = run(*arguments)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(made))
+    part.rename(file)
+    return made
+
+
+# --- one engine --------------------------------------------------------------------------------------
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where presets run.
+
+    Attributes:
+        profile: of device and model.
+        adapters: how many.
+        ranks: of the adapters in turn.
+        modules: that they change.
+        memory_bytes: of the device for adapters and KV; 0 for the profile's.
+        host_bytes: of the host.
+        link_bytes_per_s: of each rank; 0 for the profile's.
+        max_num_seqs, max_num_batched_tokens, max_model_len, block_size: see ``EngineSettings`` and ``ModelSettings``.
+        predictor: of the lengths of answers; empty for none.
+    """
+
+    profile: CostProfile
+    adapters: int
+    ranks: tuple[int, ...]
+    modules: tuple[str, ...] = ATTENTION
+    memory_bytes: int = 0
+    host_bytes: int = HOST_BYTES
+    link_bytes_per_s: float = 0.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 0
+    block_size: int = 16
+    predictor: str = ""
+    settle: bool = False
+
+
+def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
+    """Run a workload on a fresh modelled engine whose adapters lie on the host, and return its figures.
+
+    Raises:
+        RuntimeError: a request got no whole answer.
+    """
+    options = WorkOptions(source="", adapters=engine.adapters, ranks=engine.ranks, modules=engine.modules)
+    setting = MemorySetting(
+        memory_bytes=engine.memory_bytes or engine.profile.pool_bytes,
+        host_memory_bytes=engine.host_bytes,
+        link_bytes_per_s=engine.link_bytes_per_s,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        num_scheduler_steps=1,
+        max_model_len=engine.max_model_len,
+        block_size=engine.block_size,
+    )
+    done = run_preset(
+        modelled_rig(engine.profile, work, options),
+        setting.settings(preset),
+        work,
+        on_warm=settle if engine.settle else lambda engine: None,
+        predict=make_predictor(engine.predictor, work.requests, work.seed) if engine.predictor else None,
+    )
+    figures = preset_figures(preset, done)
+    return figures | latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)
+
+
+def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequence[float] = ()) -> Figures:
+    """Return what the papers count, from each request's arrival on.
+
+    ``tpt`` is a request's latency divided by its output tokens (TOPPINGS), ``latency_per_token_s`` the sum of latencies
+    divided by the sum of output tokens (dLoRA), ``within`` the share of requests whose ``tpt`` keeps each limit.
+
+    Raises:
+        RuntimeError: a request got no whole answer.
+    """
+    failed = [each for each in exchanges if each.error is not None]
+    if failed:
+        raise RuntimeError(f"{preset}: {len(failed)} requests failed, the first with {failed[0].error}")
+    latencies_s = np.array([each.ended_s - each.due_s for each in exchanges])
+    ttft_s = np.array([each.token_times_s[0] - each.due_s for each in exchanges])
+    tokens = np.array([each.output_tokens for each in exchanges])
+    tpt_s = latencies_s / tokens
+    return {
+        "ttft_s": [round(float(each), 4) for each in ttft_s],
+        "ttft_mean_s": float(ttft_s.mean()),
+        **{f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)},
+        "tpt_mean_s": float(tpt_s.mean()),
+        "e2e_mean_s": float(latencies_s.mean()),
+        "latency_per_token_s": float(latencies_s.sum() / tokens.sum()),
+        "within": [float((tpt_s <= limit_s).mean()) for limit_s in limits_s],
+        "drained_s": max(each.ended_s for each in exchanges),
+    }
+
+
+def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int) -> MemoryWork:
+    """Return requests of fresh prompts as a workload."""
+    return MemoryWork(list(requests), tuple(names), 2, seed)
+
+
+# --- a cluster ---------------------------------------------------------------------------------------
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count."""
+
+    profile: CostProfile
+    replicas: int
+    adapters: tuple[AdapterRef, ...]
+    slo: Slo = Slo()
+    limits_s: tuple[float, ...] = ()
+    link_bytes_per_s: float = 0.0
+    memory_bytes: int = 0
+    max_num_seqs: int = 256
+    since_s: float = 0.0
+
+
+def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadRequest], seed: int) -> Figures:
+    """Run a workload on fresh modelled replicas, and return its figures.
+
+    Raises:
+        RuntimeError: a request got no whole answer.
+    """
+    engine = EngineSettings(
+        preset=preset,
+        num_scheduler_steps=1,
+        max_num_seqs=setting.max_num_seqs,
+        host_memory_bytes=HOST_BYTES,
+        memory_bytes=setting.memory_bytes,
+        link_bytes_per_s=setting.link_bytes_per_s,
+    )
+    refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
+    choice = ClusterChoice(setting.replicas, seed, setting.slo)
+    made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
+    assert made.cluster is not None
+    counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]
+    figures = latencies(preset, counted, setting.limits_s)
+    return figures | {
+        "held_most": [each.held_most for each in made.cluster.replicas],
+        "held_share": made.cluster.held_share,
+        "moves": made.cluster.moves,
+    }
+
+
+# --- searches ----------------------------------------------------------------------------------------
+
+
+def peak(holds_by: Callable[[float], float], first_rate: float, precision: float) -> float:
+    """Return the highest rate at which ``holds_by`` is 1 at least: a limit divided by what was measured.
+
+    Raises:
+        RuntimeError: there is none, or none that is too high: so few requests are served in time at any rate.
+    """
+
+    def attainment(rate: float) -> float:
+        if rate > MOST_TIMES * first_rate:
+            raise RuntimeError(f"the limit is kept even at {rate:.0f}/s: the run is too short to find a peak")
+        return holds_by(rate)
+
+    found = find_peak(attainment, 1.0, first_rate, precision=precision).rate
+    if found is None:
+        raise RuntimeError("no rate keeps the limit")
+    return found
+
+
+def highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
+    """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
+    known, first_missed = -1, len(rates)
+    while first_missed - known > 1:
+        middle = (known + first_missed) // 2
+        if holds(rates[middle]):
+            known = middle
+        else:
+            first_missed = middle
+    return 0.0 if known < 0 else rates[known]
+
+
+def ladder(low: float, step: float, count: int) -> tuple[float, ...]:
+    """Return ``count`` rates, each ``step`` times the one before."""
+    return tuple(low * step**number for number in range(count))
+
+
+def mean_of(made: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Return the mean of a figure over runs."""
+    return float(np.mean([each[key] for each in made]))
+
+
+# --- traces and words --------------------------------------------------------------------------------
+
+
+@cache
+def trace(name: str, most: int | None = None) -> tuple[WorkloadRequest, ...]:
+    """Return the requests of one of the public traces in ``benchmarks/data``."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-trace-") as folder:
+        file = Path(folder) / name
+        file.write_bytes(gzip.decompress((ROOT / "benchmarks" / "data" / f"{name}.gz").read_bytes()))
+        return tuple(islice(read_any(file), most))
+
+
+def ms(seconds: float) -> str:
+    """Return seconds as milliseconds."""
+    return f"{seconds * 1e3:.1f}"
+
+
+def more(ours: float, theirs: float) -> str:
+    """Return by how much ours is more than theirs."""
+    return f"{ours / theirs - 1:+.0%}"
+
+
+def less(ours: float, theirs: float) -> str:
+    """Return by how much ours is less than theirs."""
+    return f"{1 - ours / theirs:.0%}"
+
+
+def printed(value: float | None, form: str = "+.0%") -> str:
+    """Return what a paper prints; empty for what it does not."""
+    return "" if value is None else f"{value:{form}}"

@@ -1,0 +1,209 @@
+"""Helpers of the benchmark programs, and short runs of those that need no other machine."""
+
+import json
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks import faults, gpu, steps
+from benchmarks.harness import in_turns, print_table
+from benchmarks.papers import chameleon, dlora, elora, loraserve, toppings
+from benchmarks.papers.runs import Options, highest, peak
+from benchmarks.request_path import show
+from lorikeet.bench.model_shapes import MODEL_SHAPES
+from lorikeet.bench.synthetic import PAPER_RANKS
+from lorikeet.core.plan import KernelForm
+from lorikeet.core.request import Slo
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import OperatingLoads, encode_profile
+
+SMALL = MODEL_SHAPES["llama-2-7b"] | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 10240,
+    "max_position_embeddings": 256,
+}
+
+
+SIZES: dict[str, Any] = {
+    "ADAPTERS": 5,
+    "PREFILL_TOKENS": 64,
+    "PREFILL_SEQUENCES": 2,
+    "PREFILLS": 2,
+    "DECODES": ((1, 16), (4, 8)),
+    "STEPS": 8,
+    "LORA": ((2, 2, 16), (4, 4, 8)),
+    "LOADS": 2,
+    "LOADED_RANK": 8,
+    "COLD_RANKS": (4,),
+    "COLD_TOKENS": (8,),
+    "COLD_REPEATS": 1,
+}
+
+
+def test_sides_run_in_turns_and_the_warm_up_does_not_count() -> None:
+    order = []
+
+    def side(name: str) -> Any:
+        return lambda turn: order.append(f"{name}{turn}") or f"{name}{turn}"
+
+    found = in_turns({"a": side("a"), "b": side("b")}, rounds=2)
+    assert order == ["b0", "a0", "a1", "b1", "b2", "a2"]
+    assert found == {"a": ["a1", "a2"], "b": ["b1", "b2"]}
+
+
+def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("title", ["name", "ms"], [["a", 1.5], ["longer", 10]])
+    assert capsys.readouterr().out == "title\n  name     ms\n  ------  ---\n  a       1.5\n  longer   10\n\n"
+
+
+@pytest.mark.parametrize("border", [0.5, 1, 3.5, 5, 9])
+def test_the_highest_rate_is_found_wherever_it_lies(border: float) -> None:
+    rates = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert highest(rates, lambda rate: rate <= border) == max((rate for rate in rates if rate <= border), default=0.0)
+
+
+def stream(*tokens: tuple[str, float], margin: float = 1.0) -> faults.Stream:
+    return faults.Stream(tokens=list(tokens), margins=[margin] * len(tokens))
+
+
+def test_streams_differ_by_text_or_log_probability_unless_at_a_tie() -> None:
+    calm = stream(("a", -0.1), ("b", -0.2))
+    assert faults.compare([calm], [stream(("a", -0.1), ("b", -0.2))]) == (0, 0)
+    assert faults.compare([calm], [stream(("a", -0.1), ("c", -0.2))]) == (1, 0)
+    assert faults.compare([calm], [stream(("a", -0.1), ("b", -0.3))]) == (1, 0)
+    assert faults.compare([stream(("a", -0.1), margin=0.0)], [stream(("z", -0.1))]) == (0, 1)
+
+
+def test_a_stream_is_read_event_by_event() -> None:
+    read = faults.Stream()
+    logprobs = {"content": [{"token": "hi", "logprob": -0.5, "top_logprobs": [{"logprob": -0.5}, {"logprob": -1.5}]}]}
+    read.take(json.dumps({"choices": [{"finish_reason": None, "logprobs": logprobs}]}))
+    read.take(json.dumps({"choices": [{"finish_reason": "length"}]}))
+    read.take("[DONE]")
+    assert (read.tokens, read.margins, read.finish_reason, read.is_done) == ([("hi", -0.5)], [1.0], "length", True)
+
+
+def test_files_of_a_path_are_counted_once_over_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    api, engine = Counter({("core/plan.py", "f"): 2}), Counter({("core/plan.py", "g"): 1, ("cli.py", "main"): 1})
+    show({"API": api, "engine": engine}, with_files=True)
+    printed = capsys.readouterr().out
+    assert "all together      2          3      4" in printed
+    assert "core/plan.py  API, engine" in printed
+
+
+def test_the_parts_for_a_gpu_run_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(MODEL_SHAPES, "small", SMALL)
+    for name, value in SIZES.items():
+        monkeypatch.setattr(gpu, name, value)
+    for name, value in (("EVERY_S", 0.02), ("DECODES", 2), ("LONGEST_TOKENS", 250)):
+        monkeypatch.setattr(steps, name, value)
+    monkeypatch.setattr(gpu, "measure_limits", lambda: gpu.Limits(1e12, 1e14, 5e10))
+    engine = {"memory_bytes": 2**24, "host_memory_bytes": 2**23, "max_num_batched_tokens": 64, "link_bytes_per_s": 1e6}
+    for part in (gpu.steps, gpu.adapters, gpu.loads, gpu.cold):
+        folder = tmp_path / part.__name__
+        folder.mkdir()
+        part(gpu.Rig(folder, "small", device="cpu", num_scheduler_steps=1, **engine))
+    printed = capsys.readouterr().out
+    assert "decode, 4 rows at 8" in printed
+    assert "prefill, 2 adapters on 64 tokens" in printed
+    assert "toppings:auto" in printed
+
+
+def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODEL_SHAPES, "small", SMALL)
+    for name, value in (("EVERY_S", 0.02), ("DECODES", 2), ("LONGEST_TOKENS", 250)):
+        monkeypatch.setattr(steps, name, value)
+    device = gpu.TimedDevice(0.001, 0.002, link_bytes_per_s=1e6)
+    with gpu.timed_rig(device, memory_bytes=2**24, host_bytes=2**23, shape="small") as rig:
+        load_s, link_s = gpu.host_load(rig, device, count=2, rank=8)
+        idle, gap_s = gpu.host_idle(rig, device, requests=4)
+    assert 0.001 < link_s <= load_s
+    assert 0.0 < idle < 1.0
+    assert gap_s > 0.0
+
+
+def test_a_short_run_of_dlora() -> None:
+    assert dlora.run_at("dlora", 10, 2.0, 20)["latency_per_token_s"] > 0
+    assert dlora.run_at("merged-only", dlora.PHASES, 2.0, 20)["latency_per_token_s"] > 0
+    assert dlora.run_cluster_at("dlora:rr", 2.0, 7, 5.0)["ttft_mean_s"] > 0
+
+
+def test_a_short_run_of_toppings() -> None:
+    assert toppings.run_case("S3", toppings.OURS, toppings.LINK_BYTES_PER_S, 10)["tpt_mean_s"] > 0
+    assert 0 <= toppings.run_place("30/s", "toppings:random", 0.1, 1, 2.0)["within"][0] <= 1
+
+
+def test_a_short_run_of_chameleon() -> None:
+    assert chameleon.run_at(chameleon.OURS, 1.0, 20, "oracle:0.8")["adapter_hit_rate"] is not None
+    growing = {"ttft_s": [0.5 * i for i in range(30)]}
+    assert chameleon.growth_of(growing, rate=1.0) == pytest.approx(0.5)
+
+
+def test_a_short_run_of_elora() -> None:
+    profile = encode_profile(load_profile("a40-llama-2-7b"))
+    assert elora.run_conversations(profile, elora.OURS, 5.0, 20)["completed"] >= 20
+
+
+def test_a_short_run_of_loraserve() -> None:
+    loads = [
+        OperatingLoads(KernelForm.PADDED, Slo(ttft_s=10.0), 512, 128, 64, 512, {rank: 9000.0}) for rank in PAPER_RANKS
+    ]
+    points = [msgspec.json.decode(msgspec.json.encode(each)) for each in loads]
+    assert loraserve.loads_of(points).tokens_per_s == dict.fromkeys(PAPER_RANKS, 9000.0)
+    assert loraserve.run_at(points, "shifting", loraserve.OURS, 12.0, 1, 5.0)["ttft_p95_s"] > 0
+
+
+def test_a_run_too_short_to_find_a_peak_says_so() -> None:
+    with pytest.raises(RuntimeError, match="too short"):
+        peak(lambda rate: 2.0, 1.0, 0.1)
+
+
+FIGURES = {
+    **{f"ttft_{name}_s": 0.5 for name in ("mean", "p50", "p95", "p99")},
+    **{f"{name}_mean_s": 0.1 for name in ("tpt", "e2e", "tpot")},
+    "latency_per_token_s": 0.1,
+    "within": [0.9],
+    "held_share": 0.5,
+    "held_most": [3, 4],
+    "adapter_hit_rate": 0.5,
+    "kv_hit_rate": None,
+    "invalid_kv_share": 0.0,
+    "failed": 0,
+}
+
+
+class CannedRuns:
+    """Returns the same figures for every run, and a number for every search."""
+
+    def all(self, runs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return {name: self._of(run[0].__name__) for name, run in runs.items()}
+
+    def _of(self, function: str) -> Any:
+        if function.startswith(("find", "limit")):
+            return 2.0
+        if function == "run_large":
+            presets = elora.LARGE_PRESETS
+            return {"peaks": dict.fromkeys(presets, 2.0), "loads": {preset: [FIGURES, FIGURES] for preset in presets}}
+        return FIGURES
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("paper", [elora, chameleon, toppings, dlora, loraserve], ids=lambda each: each.__name__)
+def test_every_paper_prints_its_tables(
+    paper: Any, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elora, "run_conversations", lambda *arguments: FIGURES)
+    monkeypatch.setattr(chameleon, "run_at", lambda *arguments: FIGURES)
+    monkeypatch.setattr(chameleon, "alone", lambda: [["8", "1", "2", "3"]])
+    paper.run(CannedRuns(), Options(quick, Namespace(live=False)))
+    assert "paper" in capsys.readouterr().out
