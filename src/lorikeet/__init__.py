@@ -1,7 +1,7 @@
 """Lorikeet: a server for many LoRA adapters over one base model."""
 
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 # How long a thread of torch's OpenMP team spins for the next piece of work before it sleeps, some 30 µs: longer
 # than the gaps inside a step, much shorter than the turn of another process on the same core. The runtime reads it
@@ -10,4 +10,7 @@ SPIN_COUNT = "2000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
-__version__ = version("lorikeet")
+try:
+    __version__ = version("lorikeet-serve")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -261,3 +262,8 @@ def test_a_source_that_sends_more_than_it_announced_is_cut_off(
 def test_a_local_file_over_the_size_limit_is_refused(allowed: Path, into: Path) -> None:
     settings = AdapterSettings(adapter_dir=str(allowed), max_bytes=1000)
     assert "larger than the 1000 bytes" in refusal("team/formal", settings, into)
+
+
+def test_a_missing_file_system_is_explained(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert "pip install 'lorikeet-serve[s3]'" in refusal("s3://bucket/x", AdapterSettings(), into, trusted=True)

@@ -157,7 +157,7 @@ async def test_what_cannot_be_joined_is_told_what_to_do(
 
 async def test_without_ray_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RayError, match=r"pip install 'lorikeet\[cluster\]'"):
+    with pytest.raises(RayError, match=r"pip install 'lorikeet-serve\[cluster\]'"):
         start_ray()
 
 

@@ -25,6 +25,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
 from lorikeet.adapters.sources import without_credentials
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
@@ -51,7 +52,10 @@ def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) ->
     if backend not in _INSERTS:
         raise ValueError(f"a registry is SQLite or PostgreSQL, not {backend}")
     arguments = (postgresql_arguments or {}) if backend == "postgresql" else {}
-    engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    try:
+        engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    except ImportError as error:
+        raise ImportError(f"PostgreSQL needs a driver: run `{install_command('postgres')}` ({error})") from error
     if backend == "sqlite":
         event.listen(engine, "connect", _tune_sqlite)
     return engine

@@ -20,6 +20,7 @@ from lorikeet.adapters.checkpoint import WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lorikeet.config import AdapterSettings
+from lorikeet.core.extras import install_command
 
 _CHUNK_BYTES = 4 * 2**20
 _URL_LIMIT_S = 600.0
@@ -155,6 +156,9 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
         raise
     except FileNotFoundError as error:
         raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
+    except ImportError as error:  # fsspec imports each file system's package when it is first used
+        hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
+        raise AdapterError(f"{source}: a package is not installed: {hint}") from error
     except Exception as error:  # each fsspec file system has errors of its own, some not even OSError
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 

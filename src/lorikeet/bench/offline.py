@@ -47,6 +47,7 @@ from lorikeet.bench.statistics import median_interval
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.bench.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.extras import install_command
 from lorikeet.kernels.tensors import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 
@@ -186,7 +187,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         if len(set(self.peers)) < len(self.peers):
             raise ValueError("a peer is named twice")
         if "peft" in self.peers and self.adapters and find_spec("peft") is None:
-            raise ValueError("peer 'peft' is not installed: run `pip install 'lorikeet[peers]'`")
+            raise ValueError(f"peer 'peft' is not installed: run `{install_command('peers')}`")
         if any(peer != "peft" for peer in self.peers) and not self.vllm_path.is_file():
             raise ValueError(
                 f"there is no {self.vllm_path}: `python -m benchmarks.vllm_environment` makes vLLM's environment"

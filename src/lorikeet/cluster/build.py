@@ -15,6 +15,7 @@ from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_performance
 from lorikeet.config import ConfigError, EngineSettings
+from lorikeet.core.extras import install_command
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo, format_slo
@@ -166,7 +167,7 @@ def build_points(
         what_for: who needs them, for the error.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or SciPy is not installed.
     """
     tokens_per_s = options.tokens_per_s
     if not tokens_per_s:
@@ -179,6 +180,8 @@ def build_points(
         return OperatingPoints(tokens_per_s)
     except ValueError as error:
         raise ConfigError(f"{what_for}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what_for} needs {error.name}: run `{install_command('cluster')}`") from error
 
 
 def needs_operating_points(preset: Preset) -> bool:

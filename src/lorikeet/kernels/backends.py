@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lorikeet.core.extras import install_command
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels
@@ -66,7 +67,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
     try:
         from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
     except ImportError as error:
-        raise TritonUnavailableError(f"the Triton kernels need Triton: {error}") from error
+        raise TritonUnavailableError(f"the Triton kernels need Triton: {install_command('gpu')} ({error})") from error
     if device.type == "cuda" and (missing := _missing_for_launchers()):
         raise TritonUnavailableError(f"Triton builds its launchers in C when they are first used: {missing}")
     return TritonKernels()

@@ -4,7 +4,6 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -62,10 +61,8 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: it was not built, does not load, or needs instructions that this CPU lacks.
     """
-    folder = Path(__file__).parent
-    paths = [folder / f"_cpu_{instruction_set}{suffix}" for suffix in EXTENSION_SUFFIXES]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
+    path = Path(__file__).parent / f"_cpu_{instruction_set}.so"
+    if not path.is_file():
         raise NativeUnavailableError(f"the native module for {instruction_set} was not built with the package")
     # The OpenMP functions that it calls are those of the runtime that torch has loaded by now, for everybody.
     assert torch.get_num_threads() > 0

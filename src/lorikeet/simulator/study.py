@@ -14,6 +14,7 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
@@ -123,7 +124,7 @@ def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
     try:
         from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
     except ModuleNotFoundError as error:
-        raise ScenarioError(f"several replicas need {error.name}: run `pip install 'lorikeet[cluster]'`") from error
+        raise ScenarioError(f"several replicas need {error.name}: run `{install_command('cluster')}`") from error
     choice = ClusterChoice(scenario.replicas, scenario.seed, scenario.limits(), scenario.fetch, scenario.provisioned)
     return partial(simulate_cluster, choice=choice, show=show)
 

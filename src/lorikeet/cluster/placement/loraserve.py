@@ -16,7 +16,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import COLD_TOKENS_PER_S, AdapterDemand
@@ -238,6 +237,8 @@ def least_movement(
             for replica, share in routed.get(adapter, ()):
                 if replica in place:
                     stays_share[number, place[replica]] += min(part, share)
+    from scipy.optimize import linear_sum_assignment  # of the extra `cluster`
+
     # One matrix for both aims: bytes in their largest common unit, so that all shares together weigh less than one.
     unit_bytes = gcd(*sizes_bytes.values()) or 1
     gain = stays_bytes / unit_bytes + stays_share / (2 * len(sizes_bytes) + 1)

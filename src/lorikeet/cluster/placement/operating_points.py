@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 
 class OperatingPoints:
@@ -21,11 +20,14 @@ class OperatingPoints:
 
     Raises:
         ValueError: no rank, or a load that is not positive.
+        ModuleNotFoundError: SciPy is not installed.
     """
 
     def __init__(self, tokens_per_s: Mapping[int, float]) -> None:
         if not tokens_per_s or min(tokens_per_s.values()) <= 0:
             raise ValueError(f"Operating points: {dict(tokens_per_s)}")
+        from scipy.optimize import isotonic_regression  # of the extra `cluster`
+
         self._ranks = np.array(sorted(tokens_per_s), dtype=float)
         loads = np.array([tokens_per_s[rank] for rank in sorted(tokens_per_s)], dtype=float)
         self._token_s = 1 / isotonic_regression(loads, increasing=False).x

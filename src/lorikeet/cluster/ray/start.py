@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from lorikeet.core.extras import install_command
+
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of an embedded Ray: adapters on their way are all that it holds, and what does not fit goes over the disk."""
 
@@ -111,7 +113,7 @@ def _installed() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise RayError(f"a cluster needs Ray: pip install 'lorikeet[cluster]' ({error})") from error
+        raise RayError(f"a cluster needs Ray: {install_command('cluster')} ({error})") from error
     return ray
 
 
