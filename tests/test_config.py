@@ -49,7 +49,11 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "replicas is 5, which is not between min_replicas"),
-        ({"cluster": {"min_replicas": 2}}, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"}, "replicas is 1, which is not between"),
+        (
+            {"cluster": {"min_replicas": 2}},
+            {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"},
+            "replicas is 1, which is not between",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_source_and_key(

@@ -17,6 +17,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_that_names_the
     next(weights)
     os.truncate(tmp_path / "x" / "adapter_model.safetensors", ref.weight_bytes // 2)
     with pytest.raises(
-        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: became shorter while tensor .*lora"
+        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: was truncated while tensor .*lora"
     ):
         list(weights)

@@ -749,7 +749,7 @@ def test_a_request_that_finds_no_room_offers_of_what_it_found_only_what_may_leav
     offer = memory.evictor.offer
     monkeypatch.setattr(memory.evictor, "offer", lambda node: (offered.append(node), offer(node)))
     keys = memory.keys_of(None, words(0, 40))
-    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.ROOM
+    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.KV_BLOCKS
     assert [memory.tree.depth[node] for node in offered] == [40], "what all others are above"
     memory.release(taken, now)
 

@@ -86,9 +86,9 @@ class BlockPool:
 class WaitReason(Enum):
     """Why a request cannot be admitted now."""
 
-    ROOM = auto()
+    KV_BLOCKS = auto()
     """There are too few blocks for its KV."""
-    ADAPTER_ROOM = auto()
+    ADAPTER_BLOCKS = auto()
     """There are enough blocks for its KV, but not for its adapter as well."""
     SLOT = auto()
     """There are too few blocks in the share reserved for adapters, or the step may use no further adapter; requests for

@@ -326,7 +326,7 @@ class Evictor:
 
     def wait_reason(self, kv: int, adapter: int) -> WaitReason:
         """Return why :meth:`ensure_free` failed for a request; its adapter does not lack a slot."""
-        return WaitReason.ADAPTER_ROOM if adapter and kv <= self.available(NodeKind.KV) else WaitReason.ROOM
+        return WaitReason.ADAPTER_BLOCKS if adapter and kv <= self.available(NodeKind.KV) else WaitReason.KV_BLOCKS
 
     def available(self, kind: int) -> int:
         """Return the number of device blocks that a kind could get if everything evictable were evicted."""

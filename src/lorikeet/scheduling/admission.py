@@ -115,8 +115,8 @@ class AdmissionQueue(ABC):
     def __len__(self) -> int:
         """Return the number of waiting requests."""
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:  # noqa: B027  # optional
-        """Handle the end of a running request. ``goes_on``: it released its blocks and resumes later or elsewhere."""
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:  # noqa: B027  # optional
+        """Handle the end of a running request, or with ``will_resume`` its preemption or export."""
 
     def review(self, now: float) -> Iterable[Request]:
         """Return the running requests to preempt before the next step."""
@@ -186,7 +186,7 @@ class OrderedQueue(AdmissionQueue):
             match (yield request):
                 case None:
                     self._waiting.remove(request)
-                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
+                case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:
                     return
 
     def waiting(self) -> Iterable[Request]:

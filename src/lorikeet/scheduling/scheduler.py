@@ -192,7 +192,7 @@ class Scheduler:
         """
         sequence = self._sequences[request_id]
         request = sequence.export()
-        self._remove(sequence, now, goes_on=True, keep_kv=keep_kv)
+        self._remove(sequence, now, will_resume=True, keep_kv=keep_kv)
         return request
 
     def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
@@ -362,7 +362,7 @@ class Scheduler:
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
-        while lease in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM) and not self._memory.blocks_are_being_freed:
+        while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
             victim = self.selector.last_not_allowed(self._running)
             if victim is None:
                 break
@@ -459,14 +459,14 @@ class Scheduler:
         self._remove(sequence, now)
         self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
-    def _remove(self, sequence: Sequence, now: float, *, goes_on: bool = False, keep_kv: bool = False) -> None:
+    def _remove(self, sequence: Sequence, now: float, *, will_resume: bool = False, keep_kv: bool = False) -> None:
         """Remove a sequence from the queue or the running list, and release its blocks."""
         del self._sequences[sequence.request_id]
         if sequence.lease is None:
             self.queue.remove(sequence.request, now)
             return
-        self.queue.ended(sequence.request, now, goes_on=goes_on)
-        if goes_on:
+        self.queue.ended(sequence.request, now, will_resume=will_resume)
+        if will_resume:
             computed = sequence.computed_tokens if sequence.is_ready else 0
             keep_kv = keep_kv or KEEP_KV_RULES[self._preset.preempted_kv](self._memory, self._step_times, computed)
             self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)

@@ -183,7 +183,7 @@ class ChameleonQueue(AdmissionQueue):
                     return
         raise KeyError(request.request_id)
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
         """Return its tokens to the classes that lent them; its run time counts once it has finished."""
         entry = self._admitted.pop(request.request_id)
         self._quotas.give_back(request.request_id)
@@ -193,7 +193,7 @@ class ChameleonQueue(AdmissionQueue):
             heir.adapter_tokens = entry.adapter_tokens
             self._quotas.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
         ran_s = entry.waiting.held_s + now - entry.admitted_s
-        if goes_on:
+        if will_resume:
             entry.waiting.held_s, entry.waiting.left_s = ran_s, now
             self._suspended[request.request_id] = entry.waiting
             return
@@ -279,7 +279,7 @@ class ChameleonQueue(AdmissionQueue):
                 continue
             need = self._need(entry)
             if not self._can_pay(need, number, lenders):
-                self._blocked.note(number, entry, now, lacks_room=False)
+                self._blocked.note(number, entry, now, lacks_memory=False)
                 return
             if self._must_wait_for_head(entry, number, now):
                 self._blocked.note(number, entry, now)
@@ -292,7 +292,7 @@ class ChameleonQueue(AdmissionQueue):
                 case WaitReason.TRANSFER | WaitReason.SLOT:  # admitting others does not delay it
                     refused.add(entry.request.request_id)
                     place += 1
-                case WaitReason.ROOM:
+                case WaitReason.KV_BLOCKS:
                     blocked.add(number)
                     self._blocked.note(number, entry, now)
                     return
@@ -323,7 +323,7 @@ class ChameleonQueue(AdmissionQueue):
         With overcommit, small classes could otherwise take everything that becomes free. Requests that join others may
         take it until the head has waited for long.
         """
-        head, view = self._blocked.oldest_without_room(), self.view
+        head, view = self._blocked.oldest_without_memory(), self.view
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
         if joins and not self._blocked.has_waited(head, now):
@@ -532,13 +532,13 @@ class BlockedHead(NamedTuple):
         number: number of the class.
         entry: the waiting request.
         since_s: when it was refused first.
-        lacks_room: whether it lacks memory; else it lacks tokens of the quota.
+        lacks_memory: whether it lacks memory; else it lacks tokens of the quota.
     """
 
     number: int
     entry: WaitingEntry
     since_s: float
-    lacks_room: bool
+    lacks_memory: bool
 
 
 class BlockedHeads:
@@ -580,12 +580,12 @@ class BlockedHeads:
         runs_s = self._longest_run_s
         return PATIENCE * runs_s.get(number, max(runs_s.values(), default=0.0))
 
-    def note(self, number: int, entry: WaitingEntry, now: float, *, lacks_room: bool = True) -> None:
+    def note(self, number: int, entry: WaitingEntry, now: float, *, lacks_memory: bool = True) -> None:
         """Record that the head of a class could not be admitted."""
         self.tried(number)
         before = self._by_class.get(number)
         since_s = before.since_s if before is not None and before.entry is entry else now
-        self._by_class[number] = BlockedHead(number, entry, since_s, lacks_room)
+        self._by_class[number] = BlockedHead(number, entry, since_s, lacks_memory)
 
     def forget(self, number: int, request: Request) -> None:
         """Drop a request that no longer waits."""
@@ -602,9 +602,9 @@ class BlockedHeads:
         """Return the head of a class if it is blocked."""
         return self._by_class.get(number)
 
-    def oldest_without_room(self) -> BlockedHead | None:
+    def oldest_without_memory(self) -> BlockedHead | None:
         """Return the oldest of the heads that lack memory; None if none does."""
-        heads = (head for head in self._by_class.values() if head.lacks_room)
+        heads = (head for head in self._by_class.values() if head.lacks_memory)
         return min(heads, key=lambda head: head.entry.request.arrival_s, default=None)
 
 

@@ -106,7 +106,7 @@ class FairShares(AdmissionQueue):
                     self._charge_prompt(request)
                     self._dequeue(request)
                     held_tokens[owner] += needed_tokens
-                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
+                case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:
                     return
                 case _:
                     place += 1
@@ -141,10 +141,10 @@ class FairShares(AdmissionQueue):
         """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
         """Charge output tokens; a request that resumes has paid for its prompt."""
         self._charge_answers()
-        if goes_on:
+        if will_resume:
             if len(self._paid) >= _MAX_PAID:  # some resume in another engine, and do not come back
                 self._paid &= {waiting.request_id for queue in self._queues.values() for waiting in queue}
             self._paid.add(request.request_id)
