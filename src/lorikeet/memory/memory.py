@@ -44,79 +44,6 @@ class ComputedTokens(NamedTuple):
     tokens: int
 
 
-class PrefixInsertion:
-    """Inserts full blocks of KV into the tree, where other sequences find them by prefix.
-
-    The blocks of all sequences of a step are inserted together, since there are many.
-
-    Args:
-        tiers: records which blocks the new nodes have.
-        eviction: is notified of the new nodes.
-        block_size: tokens of KV in a block.
-    """
-
-    def __init__(self, tiers: Tiers, eviction: EvictionPolicy, block_size: int) -> None:
-        self._tiers = tiers
-        self._tree = tiers.tree
-        self._eviction = eviction
-        self._block_size = block_size
-
-    def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
-        """Extend the paths of leases by the blocks that have become full."""
-        new: dict[bytes, tuple[SequenceLease, list[bytes]]] = {}
-        for lease, token_ids, tokens in computed:
-            whole = tokens // self._block_size
-            if whole <= len(lease.path):
-                continue
-            if len(lease.keys) < whole:
-                digest = self._tree.digest(lease.adapter)
-                lease.keys = block_keys(digest, token_ids, self._block_size, lease.keys)
-            while self._follow(lease, whole, now):
-                first = len(lease.path)
-                if lease.keys[first] not in new:
-                    new[lease.keys[first]] = lease, lease.keys[first:whole]
-                    break
-                self._insert_new(new.values(), now)  # another sequence of the step has computed the same tokens
-                new.clear()
-        self._insert_new(new.values(), now)
-
-    def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
-        """Extend the path by nodes that other sequences have inserted meanwhile; return whether new blocks remain."""
-        tree, tiers, before = self._tree, self._tiers, len(lease.path)
-        is_new = False
-        for key in lease.keys[before:whole]:
-            node = tree.find(key)
-            is_new = node is None
-            if node is None or tree.moving[node] == NodeTransfer.IN:
-                break  # KV below a node in flight must not be found, as the copy may fail
-            if not tree.on_device[node]:
-                block = lease.blocks[len(lease.path)]
-                lease.private.remove(block)
-                tiers.adopt([node], [block])
-                self._eviction.inserted([node], now)
-            lease.path.append(node)
-        if followed := lease.path[before:]:
-            tiers.pin(followed)
-            tree.last_use_s[followed] = now
-        return is_new
-
-    def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
-        if not new:
-            return
-        above = [lease.path[-1] if lease.path else lease.adapter for lease, _ in new]
-        nodes, blocks = [], []
-        branches = self._tree.add_kv(above, [keys for _, keys in new], now)
-        for (lease, _), branch in zip(new, branches, strict=True):
-            mine = lease.blocks[len(lease.path) : len(lease.path) + len(branch)]
-            lease.private.difference_update(mine)
-            lease.path += branch
-            nodes += branch
-            blocks += mine
-        self._tiers.adopt(nodes, blocks)
-        self._eviction.inserted(nodes, now)
-        self._tiers.pin(nodes)
-
-
 _PLAIN = MemoryRules()
 
 Assist = Callable[[AdapterRef, int], Order]
@@ -497,3 +424,76 @@ class Memory:
     def stats(self) -> MemoryStats:
         """Return the statistics of the memory."""
         return self.counters.stats(self.block_bytes, self.adapters.waste_bytes())
+
+
+class PrefixInsertion:
+    """Inserts full blocks of KV into the tree, where other sequences find them by prefix.
+
+    The blocks of all sequences of a step are inserted together, since there are many.
+
+    Args:
+        tiers: records which blocks the new nodes have.
+        eviction: is notified of the new nodes.
+        block_size: tokens of KV in a block.
+    """
+
+    def __init__(self, tiers: Tiers, eviction: EvictionPolicy, block_size: int) -> None:
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._eviction = eviction
+        self._block_size = block_size
+
+    def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
+        """Extend the paths of leases by the blocks that have become full."""
+        new: dict[bytes, tuple[SequenceLease, list[bytes]]] = {}
+        for lease, token_ids, tokens in computed:
+            whole = tokens // self._block_size
+            if whole <= len(lease.path):
+                continue
+            if len(lease.keys) < whole:
+                digest = self._tree.digest(lease.adapter)
+                lease.keys = block_keys(digest, token_ids, self._block_size, lease.keys)
+            while self._follow(lease, whole, now):
+                first = len(lease.path)
+                if lease.keys[first] not in new:
+                    new[lease.keys[first]] = lease, lease.keys[first:whole]
+                    break
+                self._insert_new(new.values(), now)  # another sequence of the step has computed the same tokens
+                new.clear()
+        self._insert_new(new.values(), now)
+
+    def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
+        """Extend the path by nodes that other sequences have inserted meanwhile; return whether new blocks remain."""
+        tree, tiers, before = self._tree, self._tiers, len(lease.path)
+        is_new = False
+        for key in lease.keys[before:whole]:
+            node = tree.find(key)
+            is_new = node is None
+            if node is None or tree.moving[node] == NodeTransfer.IN:
+                break  # KV below a node in flight must not be found, as the copy may fail
+            if not tree.on_device[node]:
+                block = lease.blocks[len(lease.path)]
+                lease.private.remove(block)
+                tiers.adopt([node], [block])
+                self._eviction.inserted([node], now)
+            lease.path.append(node)
+        if followed := lease.path[before:]:
+            tiers.pin(followed)
+            tree.last_use_s[followed] = now
+        return is_new
+
+    def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
+        if not new:
+            return
+        above = [lease.path[-1] if lease.path else lease.adapter for lease, _ in new]
+        nodes, blocks = [], []
+        branches = self._tree.add_kv(above, [keys for _, keys in new], now)
+        for (lease, _), branch in zip(new, branches, strict=True):
+            mine = lease.blocks[len(lease.path) : len(lease.path) + len(branch)]
+            lease.private.difference_update(mine)
+            lease.path += branch
+            nodes += branch
+            blocks += mine
+        self._tiers.adopt(nodes, blocks)
+        self._eviction.inserted(nodes, now)
+        self._tiers.pin(nodes)

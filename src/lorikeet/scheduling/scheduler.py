@@ -36,81 +36,6 @@ from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_p
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
 from lorikeet.scheduling.step_times import StepTimeEstimator
 
-KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
-"""Returns whether the KV of a preempted sequence is kept, given its number of computed tokens."""
-
-
-def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
-    """Whether copying KV to the host and back takes no longer than computing it again."""
-    blocks, tiers = memory.blocks_for(tokens), memory.tiers
-    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
-    return swap_s <= step_times.step_s(tokens, 0)
-
-
-KEEP_KV_RULES: Mapping[PreemptedKv, KeepKvRule] = {
-    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
-    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
-    PreemptedKv.CHEAPER: _swap_is_cheaper,
-}
-
-
-class SchedulerView:
-    """Implements ``AdmissionView`` on the state of the scheduler.
-
-    Args:
-        memory: of the engine.
-        max_model_len: most tokens of a sequence.
-        running: the scheduler's running sequences, read live.
-        selector: knows which requests may run.
-        step_times: estimates how long steps take.
-    """
-
-    def __init__(
-        self,
-        memory: Memory,
-        max_model_len: int,
-        running: Many[Sequence],
-        selector: BatchSelector,
-        step_times: StepTimeEstimator,
-    ) -> None:
-        self._memory = memory
-        self.max_model_len = max_model_len
-        self._running = running
-        self._selector = selector
-        self.step_times = step_times
-
-    @property
-    def total_tokens(self) -> int:
-        """Size of the whole device memory, in tokens of KV."""
-        return self._memory.total_blocks * self._memory.block_size
-
-    def free_tokens(self) -> int:
-        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
-        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
-
-    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        """Return the size of an adapter in tokens of KV; 0 for the base model."""
-        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
-
-    def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Whether an adapter is on the device or in flight to it; True for the base model."""
-        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
-        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
-
-    def may_run(self, request: Request) -> bool:
-        """Whether the batching mode lets a waiting request run now."""
-        return self._selector.allows(request.request_id)
-
-    def running(self) -> list[RunningRequest]:
-        """Return the running requests; the last is preempted first."""
-        block_size = self._memory.block_size
-        return [
-            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
-            for s in self._running
-            if s.lease
-        ]
-
-
 MAX_UNINTERRUPTED_STEPS = 32
 """Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""
 
@@ -476,3 +401,78 @@ class Scheduler:
         self._running.remove(sequence)
         if sequence.started:
             self._drops.append(sequence.request_id)
+
+
+KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
+"""Returns whether the KV of a preempted sequence is kept, given its number of computed tokens."""
+
+
+def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
+    """Whether copying KV to the host and back takes no longer than computing it again."""
+    blocks, tiers = memory.blocks_for(tokens), memory.tiers
+    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
+    return swap_s <= step_times.step_s(tokens, 0)
+
+
+KEEP_KV_RULES: Mapping[PreemptedKv, KeepKvRule] = {
+    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
+    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
+    PreemptedKv.CHEAPER: _swap_is_cheaper,
+}
+
+
+class SchedulerView:
+    """Implements ``AdmissionView`` on the state of the scheduler.
+
+    Args:
+        memory: of the engine.
+        max_model_len: most tokens of a sequence.
+        running: the scheduler's running sequences, read live.
+        selector: knows which requests may run.
+        step_times: estimates how long steps take.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        max_model_len: int,
+        running: Many[Sequence],
+        selector: BatchSelector,
+        step_times: StepTimeEstimator,
+    ) -> None:
+        self._memory = memory
+        self.max_model_len = max_model_len
+        self._running = running
+        self._selector = selector
+        self.step_times = step_times
+
+    @property
+    def total_tokens(self) -> int:
+        """Size of the whole device memory, in tokens of KV."""
+        return self._memory.total_blocks * self._memory.block_size
+
+    def free_tokens(self) -> int:
+        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
+        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        """Return the size of an adapter in tokens of KV; 0 for the base model."""
+        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        """Whether an adapter is on the device or in flight to it; True for the base model."""
+        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
+        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the batching mode lets a waiting request run now."""
+        return self._selector.allows(request.request_id)
+
+    def running(self) -> list[RunningRequest]:
+        """Return the running requests; the last is preempted first."""
+        block_size = self._memory.block_size
+        return [
+            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
+            for s in self._running
+            if s.lease
+        ]

@@ -15,11 +15,11 @@ class PredictorSetup(msgspec.Struct, frozen=True):
     """First message to the predictor process.
 
     Attributes:
-        head: file of the length model.
+        model_file: file of the length model.
         tokenizer: the base model's ``tokenizer.json``.
     """
 
-    head: str
+    model_file: str
     tokenizer: str
 
 
