@@ -443,7 +443,7 @@ def _decide(queue: ChameleonQueue, now: float) -> Iterator[Request]:
     while request is not None:
         yield request
         try:
-            request = policy.send(WaitReason.ADAPTER_ROOM)
+            request = policy.send(WaitReason.ADAPTER_BLOCKS)
         except StopIteration:
             return
 

@@ -17,6 +17,6 @@ def test_file_truncated_during_read_is_an_error_naming_the_tensor(tmp_path: Path
     next(weights)
     os.truncate(tmp_path / "x" / "adapter_model.safetensors", ref.weight_bytes // 2)
     with pytest.raises(
-        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: became shorter while tensor .*lora"
+        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: was truncated while tensor .*lora"
     ):
         list(weights)

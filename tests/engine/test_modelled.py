@@ -27,7 +27,7 @@ from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import ScheduledRequests, drive
 from lorikeet.presets import Preset
-from lorikeet.scheduling.scheduler import UNDISTURBED_STEPS
+from lorikeet.scheduling.scheduler import MAX_UNINTERRUPTED_STEPS
 from lorikeet.worker.modelled import build_modelled_executor, sizes_of
 from tests.support.profiles import round_profile
 
@@ -170,7 +170,7 @@ def test_a_step_with_adapters_needs_the_costs_of_its_form() -> None:
 
 def test_an_answer_longer_than_a_plan_is_as_long_as_its_steps() -> None:
     said = run([request("a", 1, 100)])
-    assert max(plan.repeat for plan in said.plans) == UNDISTURBED_STEPS
+    assert max(plan.repeat for plan in said.plans) == MAX_UNINTERRUPTED_STEPS
     assert said.at(Finished, "a") == pytest.approx(0.010 + sum(0.010 + 0.0001 * context for context in range(2, 101)))
 
 

@@ -206,7 +206,7 @@ def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same(
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
     kept = bench.memory.host_counts().kv
     assert kept > 0
-    assert not bench.memory.evictor.make_host_room(11, 0.0)
+    assert not bench.memory.evictor.ensure_host_free(11, 0.0)
     assert bench.memory.host_counts().kv == kept
 
 
@@ -231,7 +231,7 @@ def test_kv_leaves_before_the_adapter_it_depends_on_and_later_kv_before_earlier(
     while bench.memory.counts().cached:
         depths = tree.depth.copy()
         before = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
-        assert bench.memory.evictor.make(bench.memory.counts().free + 1, 0, 10.0)
+        assert bench.memory.evictor.ensure_free(bench.memory.counts().free + 1, 0, 10.0)
         after = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
         left += [int(depths[n]) for n in before - after]
     assert left == [4, 3, 2, 1, 0]
@@ -373,7 +373,7 @@ def test_file_prefetches_are_few_at_a_time_and_all_arrive(name: str) -> None:
     for _ in range(100):
         bench.clock.advance(0.1)
         bench.step()
-        most = max(most, bench.memory.transfers_under_way)
+        most = max(most, bench.memory.transfers_in_flight)
     assert most == 8
     assert len(bench.memory.resident()) == 30
 
@@ -580,7 +580,7 @@ def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind()
         bench.engine.register_adapters((adapter(f"v{index}", 3),))
         bench.engine.drop_adapter(AdapterDigest(f"digest-v{index}"))
         bench.run()
-    assert len(bench.memory.swapper._unread) == 1
+    assert len(bench.memory.swapper._to_read) == 1
 
 
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
@@ -614,7 +614,7 @@ def test_kv_prefetch_is_not_dropped_from_the_host_for_a_later_adapter(
     monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
     bench = Bench(blocks=30, host_blocks=4, preset=Preset(prefetch="kv-then-adapters", swap_interval_s=0.1))
     ask(bench, "x", words(0, 4))
-    bench.memory.evictor.make(30, 0, bench.clock.now())
+    bench.memory.evictor.ensure_free(30, 0, bench.clock.now())
     bench.run()
     assert bench.memory.host_counts().kv == 4, "the host is full of KV"
     bench.engine.register_adapters((adapter("b", 2),))
@@ -716,7 +716,7 @@ def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() ->
         bench.clock.advance(10.0)
     assert AdapterDigest("digest-a") not in bench.memory.resident()
     assert bench.engine.due_s < math.inf
-    bench.memory.evictor.clear(8, bench.clock.now(), 8)
+    bench.memory.evictor.evict_until_free(8, bench.clock.now(), 8)
     bench.clock.wait_until(bench.engine.due_s)
     bench.run()
     assert AdapterDigest("digest-a") in bench.memory.resident()
@@ -749,7 +749,7 @@ def test_request_without_room_offers_only_evictable_blocks(
     offer = memory.evictor.offer
     monkeypatch.setattr(memory.evictor, "offer", lambda node: (offered.append(node), offer(node)))
     keys = memory.keys_of(None, words(0, 40))
-    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.ROOM
+    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.KV_BLOCKS
     assert [memory.tree.depth[node] for node in offered] == [40], "what all others are above"
     memory.release(taken, now)
 

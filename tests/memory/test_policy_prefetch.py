@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies import prefetch as prefetching
-from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays
+from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays_on_device
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.policies.lru import Lru
@@ -27,9 +27,10 @@ def plain_order(tree: DependencyTree, eviction: EvictionPolicy) -> Iterator[int]
         candidates = []
         for node in set(nodes_of(tree)) - named:
             parent = int(tree.parent[node])
-            is_open = tree.kind[node] == NodeKind.ADAPTER or parent in named or stays(tree, np.array([parent]))[0]
+            is_adapter = tree.kind[node] == NodeKind.ADAPTER
+            is_open = is_adapter or parent in named or stays_on_device(tree, np.array([parent]))[0]
             if is_open and is_prefetchable(tree, node):
-                offset = eviction.adapter_offset_in(NOW) if tree.kind[node] == NodeKind.KV else 0.0
+                offset = eviction.prefetch_adapter_offset(NOW) if tree.kind[node] == NodeKind.KV else 0.0
                 candidates.append((-(tree.score[node] - offset), -tree.last_use_s[node], tree.depth[node], node))
         if not candidates:
             return

@@ -22,7 +22,7 @@ def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -
     view.waiting = {first: 2, BASE: 1, here: 1, coming: 1, third: 1}
     prefetch = QueuePrefetch(view, Chameleon(view))
     assert list(prefetch.targets(0.0)) == [first, third]
-    assert not prefetch.fills
+    assert not prefetch.below_watermark_only
 
 
 def test_room_for_the_queue_is_made_of_tier_1_only() -> None:
@@ -56,7 +56,7 @@ def test_every_known_adapter_is_named_but_those_that_are_there_or_move() -> None
     prefetch = AllPrefetch(view, Lru(view))
     assert list(prefetch.targets(0.0)) == [first, second]
     assert prefetch.evicts_below(first) == -np.inf
-    assert not prefetch.fills  # it needs no ticks
+    assert not prefetch.below_watermark_only  # it needs no ticks
 
 
 # --- histograms --------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def test_prompt_is_charged_once_where_its_request_runs_first() -> None:
     queue.add(restarted, 0.0)
     assert admitted(queue) == ["x"]
     assert queue.served("t") == 10
-    queue.ended(restarted, 0.0, goes_on=True)
+    queue.ended(restarted, 0.0, will_resume=True)
     queue.add(msgspec.structs.replace(restarted, exports=1), 0.0)
     assert admitted(queue) == ["x"]
     assert queue.served("t") == 10, "once"
@@ -270,7 +270,7 @@ def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
         queue = filled(fair()[0], requests)
         assert admitted(queue, {"t0": wait}) == ["t1", "u0", "u1"]
         assert [each.request_id for each in queue.waiting()] == ["t0"]
-    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
+    for wait in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
         assert admitted(filled(fair()[0], requests), {"u0": wait}) == ["t0"], "u has been served less, and ends it"
 
 
@@ -383,7 +383,7 @@ def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str,
 @pytest.mark.parametrize("name", ["sjf", "sjf:aging", "priority", "deadline"])
 def test_request_without_room_is_not_passed(name: str) -> None:
     requests = [made("first", 0.0), made("second", 1.0), made("third", 2.0)]
-    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
+    for wait in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first"]
     for wait in (WaitReason.SLOT, WaitReason.TRANSFER):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first", "third"]

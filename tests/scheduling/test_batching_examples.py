@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, transfers
+from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, credit_transfers
 from lorikeet.scheduling.batching.dynamic import Decision, decide
 from lorikeet.scheduling.batching.mode import BatchWork, Unmerged
 from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ThresholdParams, Thresholds, throughput
@@ -112,7 +112,7 @@ def after(
 ) -> Thresholds:
     """Return the thresholds after a period in which so many requests would run merged, or unmerged, in each step."""
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_steps=steps, from_even=False))
-    thresholds.meet(merged, A)
+    thresholds.start_iteration(merged, A)
     thresholds.note(Iteration(ModeBatch(sizes[0]), ModeBatch(sizes[1], lora=8.0)), steps)
     return thresholds
 
@@ -153,7 +153,7 @@ def test_period_ends_with_a_switch_a_new_candidate_or_its_longest_time() -> None
     iteration = Iteration(ModeBatch(4), ModeBatch(4, lora=8.0))
 
     def note(merged: AdapterDigest | None, candidate: AdapterDigest, steps: int) -> float:
-        thresholds.meet(merged, candidate)
+        thresholds.start_iteration(merged, candidate)
         thresholds.note(iteration, steps)
         return thresholds.alpha
 
@@ -174,7 +174,7 @@ class LateTimes(FixedTimes):
 
 def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
     thresholds = Thresholds(LateTimes())
-    thresholds.meet(None, A)
+    thresholds.start_iteration(None, A)
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
 
@@ -182,10 +182,10 @@ def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
 def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     times = LateTimes()
     thresholds = Thresholds(times)
-    thresholds.meet(A, A)
+    thresholds.start_iteration(A, A)
     assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
     thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
-    thresholds.meet(None, A)
+    thresholds.start_iteration(None, A)
     assert thresholds.steps_left == 1
     times.is_known = True
     thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
@@ -194,7 +194,7 @@ def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     assert thresholds.steps_left == 32
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
-    thresholds.begin()
+    thresholds.recalibrate()
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
     assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
 
@@ -226,7 +226,7 @@ def test_ex_5_skipped_request_earns_credit_until_it_comes_first() -> None:
 
 def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
     mode, live = example(starves_above=10), live_of(QUEUE)
-    mode.credits.meet([A, B])
+    mode.credits.update_types([A, B])
     mode.credits.apply({A: -4, B: 4}, 1)
     choice = run(mode, live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
@@ -253,7 +253,7 @@ def test_a_starving_batch_is_filled_up_only_by_backfill() -> None:
 
 def test_repayment_is_at_most_the_credit_owed() -> None:
     credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
-    credits.meet([A, B, C, None])
+    credits.update_types([A, B, C, None])
     credits.apply({A: -8, B: 6, C: 2}, 1)
     assert credits.repayments(live_of("AABBC-")) == {B: -6, C: -2, A: 8}
     assert credits.repayments(live_of("ABC")) == {B: -3, C: -2, A: 5}
@@ -277,11 +277,11 @@ def test_requests_of_the_base_model_are_owed_like_any_other() -> None:
 def test_types_running_instead_of_others_pay_in_proportion() -> None:
     live = live_of("ABCAABBB")
     chosen = [request for request in live if request.adapter != C]
-    assert transfers(chosen[:4], live[:4]) == {C: 1, A: -1}
-    assert transfers(chosen[4:], live[:4]) == {A: 2, B: 1 - 4, C: 1}
-    assert transfers(live[:1], live[:4]) == {A: 1 - 3, B: 1, C: 1}
-    assert transfers(live[:4], live[:4]) == {}
-    assert transfers(live_of("CCCAB")[3:], live_of("CCC")) == {C: 3, A: -1, B: -2}, "whole credits"
+    assert credit_transfers(chosen[:4], live[:4]) == {C: 1, A: -1}
+    assert credit_transfers(chosen[4:], live[:4]) == {A: 2, B: 1 - 4, C: 1}
+    assert credit_transfers(live[:1], live[:4]) == {A: 1 - 3, B: 1, C: 1}
+    assert credit_transfers(live[:4], live[:4]) == {}
+    assert credit_transfers(live_of("CCCAB")[3:], live_of("CCC")) == {C: 3, A: -1, B: -2}, "whole credits"
 
 
 def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
@@ -306,10 +306,10 @@ def test_debt_of_a_type_ends_with_its_last_request() -> None:
 def test_request_beside_many_short_lived_types_starves_no_longer() -> None:
     credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
     for other in (B, C) * 4:
-        credits.meet((A, other))
+        credits.update_types((A, other))
         credits.apply({A: 5, other: -5}, 1)
         assert A in credits.starving()
-        credits.meet((A,))
+        credits.update_types((A,))
         assert credits[A] == 8
         assert A not in credits.starving()
 

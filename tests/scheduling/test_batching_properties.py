@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.scheduling.batching.dlora import CreditParams, DLora, usual_params
+from lorikeet.scheduling.batching.dlora import CreditParams, DLora, default_credit_params
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
 from lorikeet.scheduling.batching.mode_times import ThresholdParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
@@ -144,7 +144,7 @@ def test_a_lone_request_is_rescued_after_so_many_iterations(
     place = data.draw(st.integers(0, max_batch - 1))
     others = data.draw(st.integers(max(place, 1), 2 * max_batch))
     live = live_of("A" * place + "B" + "A" * (others - place))
-    mode, rules = DLora(setup_of(max_batch), backfill=backfill), usual_params(max_batch, has_turns=backfill)
+    mode, rules = DLora(setup_of(max_batch), backfill=backfill), default_credit_params(max_batch, has_turns=backfill)
     most = rules.starves_above - rules.initial + 1
     assert most == (17 if backfill else 65)
     passed_over = 0

@@ -18,7 +18,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptions
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue, Start, wait_in_steps
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue, InitialClasses, wait_in_steps
 from lorikeet.scheduling.multilevel.quotas import SurplusShare, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
@@ -72,7 +72,7 @@ class World:
         used = {each.digest for each, _ in self.running_now.values()}
         adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
         if kv + adapter > free:
-            return WaitReason.ADAPTER_ROOM if adapter and kv <= free else WaitReason.ROOM
+            return WaitReason.ADAPTER_BLOCKS if adapter and kv <= free else WaitReason.KV_BLOCKS
         if request.adapter is not None:
             self.resident[request.adapter.digest] = request.adapter
         self.running_now[request.request_id] = request, len(request.output_token_ids)
@@ -115,7 +115,7 @@ def with_quotas(
     **options: object,
 ) -> ChameleonQueue:
     """A queue whose classes are given."""
-    start = Start(quotas, class_of, longest_run_s or {})
+    start = InitialClasses(quotas, class_of, longest_run_s or {})
     return ChameleonQueue(world, ChameleonOptions(**options), start)  # type: ignore[arg-type]
 
 
@@ -201,7 +201,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     back = queue.review(2.0)
     assert [request.request_id for request in back] == ["x"], "it has not ended at 20 tokens"
     request, _ = world.running_now.pop(RequestId("x"))
-    queue.ended(request, 2.0, goes_on=True)
+    queue.ended(request, 2.0, will_resume=True)
     resumed = Request(
         request.request_id,
         request.prompt_token_ids,
@@ -237,7 +237,7 @@ def test_squashed_request_never_bypasses_again_after_a_preemption() -> None:
     assert queue.review(2.0) == [request], "it passed the head, and has not ended"
     for now in (2.0, 3.0):  # sent back, and then to give way
         world.running_now.pop(request.request_id)
-        queue.ended(request, now, goes_on=True)
+        queue.ended(request, now, will_resume=True)
         queue.add(msgspec.structs.replace(request, exports=1), now)
         if now == 2.0:
             queue.remove(head, now)
@@ -252,7 +252,7 @@ def test_run_time_counts_admission_to_end_without_time_spent_preempted() -> None
     queue.add(request, 0.0)
     assert admit(queue, world, 0.0) == ["x"]
     world.running_now.clear()
-    queue.ended(request, 4.0, goes_on=True)
+    queue.ended(request, 4.0, will_resume=True)
     queue.add(msgspec.structs.replace(request, exports=1), 4.0)
     assert admit(queue, world, 10.0) == ["x"]
     queue.ended(request, 16.0)
@@ -575,10 +575,10 @@ class Traffic:
         self.waiting[name] = request
         self.queue.add(request, self.now)
 
-    def leave(self, request: Request, made: int, *, goes_on: bool) -> None:
+    def leave(self, request: Request, made: int, *, will_resume: bool) -> None:
         del self.world.running_now[request.request_id]
-        self.queue.ended(request, self.now, goes_on=goes_on)
-        if goes_on:
+        self.queue.ended(request, self.now, will_resume=will_resume)
+        if will_resume:
             resumed = Request(
                 request.request_id,
                 request.prompt_token_ids,
@@ -597,15 +597,15 @@ class Traffic:
         world = self.world
         for request in self.queue.review(self.now):
             self.squashed += 1
-            self.leave(request, world.running_now[request.request_id][1], goes_on=True)
+            self.leave(request, world.running_now[request.request_id][1], will_resume=True)
         self.check_order(admit(self.queue, world, self.now, self.slots))
         while world.free_tokens() < len(world.running_now):
             request, made = max(world.running_now.values(), key=lambda pair: pair[0].arrival_s)
-            self.leave(request, made, goes_on=True)
+            self.leave(request, made, will_resume=True)
         for request, made in list(world.running_now.values()):
             world.running_now[request.request_id] = request, made + 1
             if made + 1 >= self.truth[request.request_id]:
-                self.leave(request, made + 1, goes_on=False)
+                self.leave(request, made + 1, will_resume=False)
         self.steps += 1
         self.check()
 
@@ -641,7 +641,7 @@ class Traffic:
                 self.queue.remove(self.waiting.pop(name), self.now)
             if self.world.running_now and self.random.random() < 0.05:
                 request, made = self.world.running_now[self.random.choice(sorted(self.world.running_now))]
-                self.leave(request, made, goes_on=self.random.random() < 0.3)
+                self.leave(request, made, will_resume=self.random.random() < 0.3)
             self.step()
         for _ in range(50_000):
             if not self.waiting and not self.world.running_now:

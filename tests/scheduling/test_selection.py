@@ -185,13 +185,13 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
 def test_batching_mode_is_told_what_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = Preset(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
     bench, works = cold_bench(preset=preset), list[BatchWork]()
-    ran = bench.scheduler.selection._mode.ran
+    ran = bench.scheduler.selector._mode.ran
 
     def noted(steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
         works.append(work)
         ran(steps, work, step_s, switch_s)
 
-    monkeypatch.setattr(bench.scheduler.selection._mode, "ran", noted)
+    monkeypatch.setattr(bench.scheduler.selector._mode, "ran", noted)
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     bench.engine.submit(request("base", [1, 2, 3]))
     bench.run()

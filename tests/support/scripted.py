@@ -121,7 +121,7 @@ class Bench:
             self.step()
             if not (self.engine.has_requests or self.engine.is_busy or self.engine.has_transfers):
                 return
-        raise AssertionError(f"still {self.scheduler.gauges()}")
+        raise AssertionError(f"still {self.scheduler.stats()}")
 
     def finished(self) -> dict[RequestId, Finished]:
         """How each request ended."""

@@ -52,7 +52,7 @@ class BatchPredictor:
     """
 
     def __init__(self, setup: PredictorSetup) -> None:
-        self._head = LengthModel.read(Path(setup.head))
+        self._head = LengthModel.read(Path(setup.model_file))
         self._tokenizer = Tokenizer.from_file(setup.tokenizer)
         self._encoder = SentenceEncoder(threads=1)
         self._encoder.encode(["warm"])

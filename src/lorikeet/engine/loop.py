@@ -226,17 +226,17 @@ class Engine:
     @property
     def has_transfers(self) -> bool:
         """Whether any transfer is under way."""
-        return bool(self._memory.transfers_under_way)
+        return bool(self._memory.transfers_in_flight)
 
     @property
     def due_s(self) -> float:
         """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
-        return math.inf if self._is_held else self._memory.swapper.rests_until_s
+        return math.inf if self._is_held else self._memory.swapper.idle_until_s
 
     @property
     def host_fill_pending(self) -> bool:
         """Whether known adapters are still being read into the host tier."""
-        return self._memory.swapper.reads_ahead(self._clock.now())
+        return self._memory.swapper.has_host_reads(self._clock.now())
 
     @property
     def queue(self) -> AdmissionQueue:
@@ -256,7 +256,7 @@ class Engine:
         """Return the gauges as they are after the last step."""
         counts = self._memory.counts()
         running, waiting = self._scheduler.live_adapters()
-        gauges = self._scheduler.gauges()
+        gauges = self._scheduler.stats()
         return EngineStats(
             at_s=self._clock.now(),
             steps=self._steps,
@@ -280,7 +280,7 @@ class Engine:
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
             memory=self._memory.stats(),
             ahead_of_adapter=gauges.ahead_of_adapter,
-            modes=self._scheduler.selection.stats(),
+            modes=self._scheduler.selector.stats(),
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
         )

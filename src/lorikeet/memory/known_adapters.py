@@ -1,4 +1,4 @@
-"""The adapters that the memory knows: what they take, and how they are given up with all that depends on them."""
+"""The registered adapters of the memory: their sizes, and how they are freed together with their KV."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from lorikeet.memory.tree import NodeKind, Nodes, NodeTransfer, Scores
 
 
 class AdapterSize(NamedTuple):
-    """What an adapter takes.
+    """Size of a packed adapter.
 
     Attributes:
-        blocks: when packed.
-        weight_bytes: of them that hold weights; the rest is waste.
+        blocks: number of blocks.
+        weight_bytes: bytes of the blocks that hold weights; the rest is waste.
     """
 
     blocks: int
@@ -29,62 +29,62 @@ class AdapterSize(NamedTuple):
 
 
 class KnownAdapters:
-    """See the module.
+    """Adds adapter versions to the tree, and frees them.
 
     Args:
-        tiers: where everything is.
-        room: frees what is given up.
-        rules: of the row.
-        size: what an adapter takes when packed.
-        block_bytes: for reports.
+        tiers: holds the block accounts.
+        evictor: evicts adapters and their KV.
+        rules: of the preset.
+        size: returns the size of a packed adapter.
+        block_bytes: bytes of a block, for events and statistics.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        room: Evictor,
+        evictor: Evictor,
         rules: MemoryRules,
         size: Callable[[AdapterRef], AdapterSize],
         block_bytes: int,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
-        self._evictor = room
+        self._evictor = evictor
         self._rules = rules
         self._size = size
         self._block_bytes = block_bytes
         self._slot_blocks = 0
 
     def add(self, ref: AdapterRef) -> int:
-        """Add a version that is not known yet, and return its node."""
+        """Add a new version to the tree, and return its node."""
         return self._tree.add_adapter(ref, self.device_blocks(ref), self._size(ref).blocks)
 
     def device_blocks(self, ref: AdapterRef) -> int:
-        """Return the blocks that a version takes on the device: with padded slots as many as the largest known one.
+        """Return the blocks that a version takes on the device; with padded slots, those of the largest version so far.
 
-        One that could never be there does not make slots larger.
+        A version that can never fit the device does not enlarge the slots.
         """
         blocks = self._size(ref).blocks
         if self._rules.padded_slots and blocks <= self._evictor.limit(NodeKind.ADAPTER):
             self._slot_blocks = blocks = max(self._slot_blocks, blocks)
         return blocks
 
-    def blocks_to_come(self, node: int) -> int:
-        """Return the blocks that an adapter off the device will take there: slots may have grown since it was added."""
+    def current_device_blocks(self, node: int) -> int:
+        """Return the blocks that an adapter off the device will take there; padded slots may have grown meanwhile."""
         self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
         return int(self._tree.size[node])
 
     def predicted_load_s(self, nodes: Nodes) -> Scores:
-        """Return what bringing each adapter to the device should take, by what such transfers took so far."""
+        """Return the expected seconds to load each adapter to the device, by past transfers."""
         host_s, source_s = (self._tiers.copy_s(source, Tier.DEVICE, 1) for source in (Tier.HOST, Tier.SOURCE))
         seconds: Scores = np.where(self._tree.on_host[nodes], host_s, source_s) * self._tree.size[nodes]
         return seconds
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
-        """Free a version that no request needs, its KV too, on every tier; report what was freed.
+        """Free a version that no request needs, and its KV, on both tiers; append an ``AdapterEvicted`` event.
 
         Returns:
-            False if transfers of it are under way: nothing new begins for it alone, and the caller asks again.
+            False if transfers of it are in flight. No new ones are started for it, and the caller retries.
 
         Raises:
             BlockError: a sequence uses it.
@@ -111,15 +111,15 @@ class KnownAdapters:
         self._evictor.forget_adapter(node)
         return True
 
-    def clear_stranded(self, node: int, now: float) -> None:
-        """Where KV may not be without its adapter: let KV leave whose adapter did not arrive."""
+    def evict_kv_without_adapter(self, node: int, now: float) -> None:
+        """Evict the KV of an adapter that is not on the device, where the preset does not allow such KV."""
         tree = self._tree
         if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == NodeTransfer.IN:
             return
         self._evict_all(reversed(list(tree.below(node))), now)
 
-    def clear_stranded_kv(self, node: int, now: float) -> None:
-        """The same for KV that landed on the device when what it depends on had left: it leaves with all below it."""
+    def evict_kv_without_parent(self, node: int, now: float) -> None:
+        """Evict KV that has arrived after its parent was evicted, with all its descendants, where it is not allowed."""
         tree = self._tree
         if not self._rules.dependent or tree.kind[node] != NodeKind.KV or not tree.on_device[node]:
             return
@@ -133,21 +133,21 @@ class KnownAdapters:
         self._evict_all(reversed(branch), now)
 
     def _evict_all(self, nodes: Iterable[int], now: float) -> None:
-        """Evict KV that may leave, later KV first."""
+        """Evict those of ``nodes`` (later KV first) that are not pinned or in flight."""
         tree = self._tree
-        rests = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
-        self._evictor.evict_kv(rests, now)
+        idle = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
+        self._evictor.evict_kv(idle, now)
 
-    def free_if_unkept(self, node: int, wanted: Container[int], now: float) -> None:
-        """Where adapters are not kept: free one on the device that nobody needs or wants and nothing depends on."""
+    def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
+        """Evict an unused adapter that no queued request wants, where the preset does not keep adapters."""
         tree = self._tree
         if self._rules.keep_adapters or node in wanted:
             return
-        rests = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
-        if rests and not tree.pins[node] and not tree.children_on_device[node]:
+        is_idle = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
+        if is_idle and not tree.pins[node] and not tree.children_on_device[node]:
             self._evictor.evict_adapter(node, now)
 
     def waste_bytes(self) -> int:
-        """Return what adapters on the device take beyond their weights."""
+        """Return the bytes in blocks of adapters on the device that hold no weights."""
         entries = (self._tree.adapters[node] for node in self._tree.adapters_on_device())
         return sum(len(e.device_blocks) * self._block_bytes - self._size(e.ref).weight_bytes for e in entries)
