@@ -2,12 +2,10 @@
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,105 +15,14 @@ from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import MonotonicClock, WaitableClock
+from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import Token
-from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Request, SamplingParams, Slo
 from lorikeet.engine.driver import drive
 from lorikeet.engine.loop import Engine
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class PausableClock:
-    """A clock that goes only now and then, and more or less fast. It stands in the beginning.
-
-    Args:
-        clock: by which it goes; the machine's, if none is given.
-    """
-
-    def __init__(self, clock: WaitableClock | None = None) -> None:
-        self._clock = clock or MonotonicClock()
-        self._now_s = self._began_s = self._clock.now()
-        self._rate = 0.0
-
-    def now(self) -> float:
-        """Return the present time in seconds."""
-        return self._now_s + (self._clock.now() - self._began_s) * self._rate
-
-    def wait_until(self, when_s: float) -> None:
-        """Wait until ``when_s``, while it goes."""
-        self._clock.wait_until(self._clock.now() + (when_s - self.now()) / self._rate)
-
-    @contextmanager
-    def going(self, rate: float = 1.0) -> Iterator[None]:
-        """Let it go until the end, so many seconds in each of the other clock's.
-
-        Raises:
-            RuntimeError: it goes already.
-        """
-        if self._rate:
-            raise RuntimeError("the clock goes already")
-        self._began_s, self._rate = self._clock.now(), rate
-        try:
-            yield
-        finally:
-            self._now_s, self._rate = self.now(), 0.0
-
-
-def in_slices(
-    runs: Sequence[tuple[PausableClock, Generator[None, None, T]]],
-    slice_s: float,
-    rate: Callable[[], float] = lambda: 1.0,
-) -> list[T]:
-    """Run all to their ends, by turns, and return what they return.
-
-    A slice ends where its run stops next once it is over. What a run has left under way, such as a copy by a thread of
-    its own, goes on while its clock stands: slices are to be long beside that.
-
-    Args:
-        runs: each with the clock that it goes by.
-        slice_s: how long each goes on at a time, on its clock.
-        rate: how fast clocks are to go, asked before each slice.
-    """
-    ends: dict[int, T] = {}
-    with frozen_gc(), ExitStack() as closing:
-        for _, run in runs:
-            closing.callback(run.close)
-        while len(ends) < len(runs):
-            for number, (clock, run) in enumerate(runs):
-                if number not in ends:
-                    with clock.going(rate()):
-                        try:
-                            _go_on(run, clock, clock.now() + slice_s)
-                        except StopIteration as end:
-                            ends[number] = end.value
-    return [ends[number] for number in range(len(runs))]
-
-
-def run_to_end(begin: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
-    """Return what begins a run with the same arguments, does not stop, and returns what the run returns."""
-
-    @wraps(begin)
-    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
-        run = begin(*args, **kwargs)
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-
-    return whole
-
-
-def _go_on(run: Iterator[None], clock: PausableClock, until_s: float) -> None:
-    while clock.now() < until_s:
-        next(run)
 
 
 class WorkloadAdapterUnknown(ValueError):
@@ -154,7 +61,7 @@ class RunObserver:
         """A request has got its answer, or what there is of it."""
 
 
-def workload_steps(
+def run_workload(
     engine: Engine,
     clock: WaitableClock,
     workload: Sequence[WorkloadRequest],
@@ -165,7 +72,7 @@ def workload_steps(
     on_finished: Callable[[int], None] = lambda finished: None,
     watch: RunObserver | None = None,
     predict: Predictor | None = None,
-) -> Generator[None, None, WorkloadRun]:
+) -> WorkloadRun:
     """Run a workload, greedily and with answers of exactly the length asked for, and stop after each turn.
 
     A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
@@ -193,12 +100,7 @@ def workload_steps(
     collector = RecordCollector(workload, arrivals, on_finished)
     for outputs in drive(engine, clock, arrivals, coalesced=coalesced):
         collector.take(outputs, clock.now())
-        yield
     return collector.run()
-
-
-run_workload = run_to_end(workload_steps)
-"""The same without stops; returns the run."""
 
 
 class WorkloadArrivals:

@@ -5,7 +5,6 @@ There is no generator with a state. The p-th token of a stretch of text with key
 any order, by whoever needs them, and a thousand tokens take tens of microseconds.
 """
 
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,18 +15,6 @@ _STEP = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 _OWN, _SHARED = 0, 1
-
-
-def allowed_ids(vocabulary_tokens: int, forbidden: Sequence[int] = ()) -> np.ndarray:
-    """Return the token ids below ``vocabulary_tokens`` that are not ``forbidden``, as int64.
-
-    Raises:
-        ValueError: none is left.
-    """
-    ids = np.setdiff1d(np.arange(vocabulary_tokens), np.asarray(forbidden, np.int64))
-    if not len(ids):
-        raise ValueError(f"of {vocabulary_tokens} token ids none is allowed")
-    return ids
 
 
 def combine(*numbers: int) -> int:
@@ -50,7 +37,7 @@ def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size
         index: place of the request in its workload; makes its own tokens differ from all others'.
         seed: another one makes other prompts.
         block_size: length of one of ``request.prefix_blocks``.
-        ids: to draw from, see ``allowed_ids``.
+        ids: token ids to draw from, int64.
     """
     tokens = request.input_tokens
     shared = request.prefix_blocks[: -(-tokens // block_size)]
