@@ -141,9 +141,9 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
     peak, runs = runner.find_peak(0.9, start=200.0, probe_s=0.1)
     assert (peak.rate, peak.missed_rate) == (400.0, None)
     assert [run.figures.requests for run in runs] == [20, 40]
-    with pytest.raises(OptionError, match=r"at 600 requests/s takes 60 requests, and the workload holds 50"):
+    with pytest.raises(OptionError, match=r"at 600 requests/s needs 60 requests, and the workload has 50"):
         runner.find_peak(0.9, start=600.0, probe_s=0.1)
-    with pytest.raises(OptionError, match=r"takes 10 requests, and the workload holds 5"):
+    with pytest.raises(OptionError, match=r"needs 10 requests, and the workload has 5"):
         LoadRunner(LoadTarget(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(
             0.9, 1.0, 0.1
         )
@@ -152,7 +152,7 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
 @pytest.mark.parametrize("start", [5.0, float("inf")])
 def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float) -> None:
     runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo(ttft_s=60))
-    with pytest.raises(OptionError, match="a search begins at a rate from 10 on"):
+    with pytest.raises(OptionError, match="a search must start at a rate of at least 10"):
         runner.find_peak(0.9, start=start, probe_s=0.1)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lorikeet.bench.backends import OfflineResult
-from lorikeet.bench.machine_limits import PRESETS, Ceilings, MachineLimits
+from lorikeet.bench.machine_limits import MEASURED_ROWS, Ceilings, MachineLimits
 from lorikeet.bench.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
 from lorikeet.bench.plots import offline_bars
 from lorikeet.bench.statistics import median_interval
@@ -26,7 +26,7 @@ def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
         pairs=3,
         dtype="float32",
     )
-    limits = MachineLimits(1, 10.0, dict.fromkeys((*PRESETS, 5), 100.0))
+    limits = MachineLimits(1, 10.0, dict.fromkeys((*MEASURED_ROWS, 5), 100.0))
     return run_offline(msgspec.structs.replace(options, **changes), measure=lambda: limits)
 
 

@@ -197,7 +197,7 @@ def test_blocks_go_to_the_host_and_back_and_adapters_there(rig: ExecutorDriver) 
 
 
 def test_too_few_blocks_for_a_copy_are_named(rig: ExecutorDriver) -> None:
-    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 that a copy can have here"):
+    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 of the largest copy"):
         rig.copy(Tier.HOST, 17)
 
 

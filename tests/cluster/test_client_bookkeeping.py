@@ -48,10 +48,10 @@ class Service(LocalPlacementService):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
+    async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         await self._note("know", {each.adapter for each in new})
-        return await super().know(new)
+        return await super().register(new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
         await self._note("drop", adapter)
@@ -169,7 +169,7 @@ async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_ye
     tmp_path: Path, adapter: AdapterRef
 ) -> None:
     cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
-    await cluster.service.know([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
+    await cluster.service.register([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
     await cluster.client.start(lambda progress: None)
     cluster.client.register_adapters([adapter])
     await until(lambda: cluster.client.copies() == {(adapter.digest, R0)})
@@ -310,10 +310,10 @@ async def test_nobody_waits_when_the_last_replica_is_lost_and_the_next_cannot_be
         cluster.hosts[R1].may_start.set()
         with pytest.raises(EngineError, match="no room"):
             await starting
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             async for _ in handle:
                 pass
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             cluster.client.submit(greedy("y", prompt(8), 5))
 
 

@@ -98,7 +98,7 @@ class Told(RunObserver):
     def __init__(self) -> None:
         self.answers: dict[RequestId, list[int]] = {}
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
         self.answers[request.request_id] = list(token_ids)
 
 

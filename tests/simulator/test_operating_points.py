@@ -168,7 +168,7 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--operating-points", "--slo", "soon"], "no limit"),
         (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "no rank"),
         (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
-        (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "no profile is called 'nowhere'"),
+        (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense_before_anything_runs(flags: list[str], complaint: str) -> None:

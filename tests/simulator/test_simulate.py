@@ -173,7 +173,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"profile": "nowhere"}, "no profile is called 'nowhere'"),
+        ({"profile": "nowhere"}, "unknown profile 'nowhere'"),
         ({"preset": "vllm"}, "no preset is called 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs"),
@@ -212,7 +212,7 @@ def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], compl
     [
         ({"rate": None, "arrivals": "now"}, 1.0, "a peak is one rate"),
         ({"rate": "0:2,400:8"}, 1.0, "a peak is one rate"),
-        ({"rate": "-1"}, -1.0, "a search begins at a positive one"),
+        ({"rate": "-1"}, -1.0, "a search must begin at a positive rate"),
         ({"count": None, "duration_s": 2.0}, 4.0, "at 4 requests/s fewer than 10 arrive"),
     ],
 )

@@ -1,4 +1,7 @@
-"""What a server itself says of a run: its ``/metrics`` before and after."""
+"""Runs a recipe against a server: single runs, and the search for its peak rate.
+
+Each run also reads the server's own counters from ``/metrics``, before and after.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,8 +33,7 @@ MEANS = {
     "vllm:time_to_first_token_seconds": "mean TTFT inside the server, s",
 }
 SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a core"}
-"""Samples and histograms that are read where they are there, and what they are called in a report; of shares the
-samples are seconds."""
+"""Samples and histograms to read if they exist, with their names in a report. Samples of shares are seconds."""
 
 _WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
 
@@ -40,7 +42,7 @@ def parse_counters(page: str) -> dict[str, float]:
     """Return the wanted samples of a metrics page, each summed over its labels.
 
     Raises:
-        ValueError: it is no such page.
+        ValueError: the page is malformed.
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
@@ -51,7 +53,7 @@ def parse_counters(page: str) -> dict[str, float]:
 
 
 def read_counters(url: str, api_key: str = "") -> dict[str, float]:
-    """Read them from a server; empty if it has no such page."""
+    """Read the counters of a server; empty if it has no metrics page."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=30)
@@ -61,9 +63,9 @@ def read_counters(url: str, api_key: str = "") -> dict[str, float]:
 
 
 def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
-    """Return what happened between two readings, ``passed_s`` apart, under names for people.
+    """Return the changes between two readings, ``passed_s`` apart, under readable names.
 
-    A counter that was not there before began at 0. Means without a value in between are left out.
+    A counter that was missing before started at 0. Means without a value in between are left out.
     """
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     counts = {text: grown[name] for name, text in COUNTS.items() if name in grown}
@@ -77,24 +79,24 @@ def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: fl
 
 
 ShowProgress = Callable[[str, int, int], None]
-"""Called with a stage, and how much of it is done out of how much."""
+"""Called with a stage, the amount done, and the total."""
 
 _LEAST_PROBE_S = 30.0
 _UNSERVED = 2.0
-"""A server that answers so many times slower than it is asked, and misses no limit, never will."""
+"""A server that answers at less than 1/2 of the offered rate and misses no limit never will."""
 _LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
-"""Of the median TTFT, and of a core."""
+"""Limits of client lateness, as a share of the median TTFT, and of the CPU load, as a share of a core."""
 
 
 class LoadRun(NamedTuple):
     """One measurement.
 
     Attributes:
-        rate: requests per second that were planned, None for the workload's own times or all at once.
+        rate: planned requests per second; None for the workload's own times, or all at once.
         figures: the summary.
         cpu_share: of the client, see ``LoadDriver``.
-        server: what the server's counters say, by name.
-        exchanges: the requests one by one.
+        server: changes of the server's counters, by name.
+        exchanges: records of the requests.
     """
 
     rate: float | None
@@ -113,15 +115,15 @@ class LoadRun(NamedTuple):
 
 
 class LoadRunner:
-    """Runs a recipe against a server; every run sends new requests and new prompts.
+    """Runs a recipe against a server. Every run sends new requests and new prompts.
 
     Args:
         target: the server.
-        recipe: what to send; each run replaces count and rate, and draws anew.
+        recipe: what to send; each run replaces count and rate, and draws again.
         slo: limits for requests without their own.
-        concurrency: most requests under way at once, 0 for no limit.
+        concurrency: most requests in flight, 0 for no limit.
         ids: token ids to make prompts of.
-        show: told of progress.
+        show: called with progress.
     """
 
     def __init__(
@@ -143,7 +145,10 @@ class LoadRunner:
         self._runs = 0
 
     def warm_up(self, count: int) -> RequestRecord | None:
-        """Send ``count`` requests to the base model, one after the other; return one that failed, if one did."""
+        """Send ``count`` requests to the base model, one after the other.
+
+        Return the first failure, None without one.
+        """
         if not count:
             return None
         lengths = self._requests(1, None)[0]
@@ -152,7 +157,7 @@ class LoadRunner:
         return failed[0] if failed else None
 
     def run(self, count: int, rate: float | None, stage: str = "requests") -> LoadRun:
-        """Measure ``count`` requests at ``rate`` per second; None for a workload's own times, or all at once.
+        """Measure ``count`` requests at ``rate`` per second; None for the workload's own times, or all at once.
 
         Raises:
             OptionError: a rule of the recipe has no meaning for them.
@@ -165,24 +170,25 @@ class LoadRunner:
 
     @property
     def telling_s(self) -> float:
-        """Length that probes of a search need, by the longest limit of the requests."""
+        """Length that the probes of a search need, by the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
         return max(_LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[LoadRun]]:
-        """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
+        """Search for the highest rate at which the share ``attainment`` of requests meets the SLO.
 
-        Where the recipe has a trace, no rate is tried at which it holds too few requests for a probe: a shorter one
-        would end before queues are as long as they get.
+        If the recipe has a trace, no rate is tried at which the trace has too few requests for a probe: a shorter probe
+        would end before the queues reach their full length.
 
         Args:
-            attainment: share of the requests that must.
+            attainment: share of the requests that must meet the SLO.
             start: first rate.
-            probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would come.
+            probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would arrive.
 
         Raises:
             OptionError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
-                so many requests, or its trace holds too few for the first probe; or the first rate is too low for one.
+                so many
+                requests, or its trace has too few for the first probe; or the first rate is too low for one.
         """
         runs: list[LoadRun] = []
         trace_requests = len(self._recipe.trace) or inf
@@ -190,13 +196,13 @@ class LoadRunner:
         if start > highest or trace_requests < LEAST_PROBE_REQUESTS:
             count = max(LEAST_PROBE_REQUESTS, round(start * probe_s))
             raise OptionError(
-                f"a probe of {probe_s:g} s at {start:.3g} requests/s takes {count} requests, and the workload holds "
-                f"{trace_requests}: begin at a lower rate, or with shorter probes"
+                f"a probe of {probe_s:g} s at {start:.3g} requests/s needs {count} requests, and the workload has "
+                f"{trace_requests}: start at a lower rate, or use shorter probes"
             )
 
         if not 1 / probe_s <= start < inf:
             raise OptionError(
-                f"a search begins at a rate from {1 / probe_s:.3g} on, one request a probe: not at {start:g}"
+                f"a search must start at a rate of at least {1 / probe_s:.3g}, one request per probe, not at {start:g}"
             )
 
         def probe(rate: float) -> float:
@@ -204,12 +210,12 @@ class LoadRunner:
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
             if attained is None:
-                raise OptionError("the requests have no limits to meet")
+                raise OptionError("the requests have no SLO to meet")
             answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
             if attained >= attainment and answered * _UNSERVED < rate and took_s > _LEAST_PROBE_S:
                 raise OptionError(
-                    f"at {rate:.3g} requests/s the server answers {answered:.3g}, and the limits are met: they do not "
-                    "tell an overload; add one on ttft or e2e"
+                    f"at {rate:.3g} requests/s the server answers {answered:.3g} and meets the SLO, which thus cannot "
+                    "show an overload: add a limit on ttft or e2e"
                 )
             return attained
 

@@ -10,7 +10,7 @@ from lorikeet.bench.memory_watch import PoolSample
 
 
 def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
-    """Return an SVG file of ``shapes`` on white; sizes in pixels."""
+    """Return an SVG file with ``shapes`` on white; sizes in pixels."""
     body = "\n".join(shapes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
@@ -26,17 +26,17 @@ _PEER_COLOUR = "#8a94a6"
 
 
 def offline_bars(report: dict[str, Any]) -> str:
-    """Return output tokens per second of every side as horizontal bars, the machine's limit as a dashed line.
+    """Return output tokens per second of every backend as horizontal bars, the machine's limit as a dashed line.
 
     Args:
         report: of :func:`lorikeet.bench.offline.run_offline`.
     """
-    sides = {"lorikeet": report, **report["peers"]}
+    backends = {"lorikeet": report, **report["peers"]}
     limit = report["limit_output_tok_s"]
-    longest = max(limit, *(figures["output_tok_s"] for figures in sides.values()))
-    height = _TOP + len(sides) * (_BAR + _GAP) + 24
+    longest = max(limit, *(figures["output_tok_s"] for figures in backends.values()))
+    height = _TOP + len(backends) * (_BAR + _GAP) + 24
     shapes = []
-    for i, (name, figures) in enumerate(sides.items()):
+    for i, (name, figures) in enumerate(backends.items()):
         value, y = figures["output_tok_s"], _TOP + i * (_BAR + _GAP)
         width = value / longest * _LENGTH
         colour = _COLOURS.get(name, _PEER_COLOUR)
@@ -57,7 +57,7 @@ def offline_bars(report: dict[str, Any]) -> str:
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP, _COLUMNS = 330, 170, 60, 60, 60, 3
-"""Pixels: a panel, the space left of it and above, and between panels; how many stand beside each other."""
+"""Pixels: a panel, the space left of it and above, and between panels; number of panels in a row."""
 
 _POINTS = 300
 _KINDS = {
@@ -66,14 +66,14 @@ _KINDS = {
     "kv_cached": "#a5d6b8",
     "inflight": "#d9a441",
 }
-_WORDS = {"adapters": "adapters", "kv_running": "KV of running", "kv_cached": "KV kept", "inflight": "on its way"}
+_WORDS = {"adapters": "adapters", "kv_running": "KV of running", "kv_cached": "KV kept", "inflight": "loading"}
 
 
 def pool_areas(title: str, panels: Sequence[tuple[str, Sequence[PoolSample]]]) -> str:
-    """Return the share of the device that each kind takes (up) over time (right).
+    """Return the share of device memory that each kind takes (up) over time (right).
 
     Args:
-        title: above all.
+        title: above all panels.
         panels: name and samples of each run; one without samples stays empty.
     """
     shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>', *_legend()]

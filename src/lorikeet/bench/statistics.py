@@ -1,4 +1,4 @@
-"""Comparing paired runs."""
+"""Bootstrap intervals for comparisons of paired runs."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -34,14 +34,14 @@ def ratio_over_requests(
 ) -> Ratio:
     """Return ours ÷ theirs with the bootstrap percentile interval over requests.
 
-    A resampled request brings its values of all repeats and of both sides, so what makes a request long on both sides
-    does not widen the interval.
+    A resampled request contributes its values of all repeats and of both sides, so what makes a request long on both
+    sides does not widen the interval.
 
     Args:
         ours, theirs: by repeat the values of the same requests in the same order.
         reduce: turns values of shape (repeats, resamples, requests) into one for each resample, such as ``mean_of``.
         confidence: of the interval.
-        resamples: how many.
+        resamples: number of resamples.
         seed: of the resampling.
     """
     a, b = np.asarray(ours, np.float64)[:, None, :], np.asarray(theirs, np.float64)[:, None, :]
@@ -57,5 +57,5 @@ def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
 
 
 def mean_of(values: np.ndarray) -> np.ndarray:
-    """Return means; see ``ratio_over_requests``."""
+    """Return the means over repeats and requests; see ``ratio_over_requests``."""
     return values.mean(axis=(0, 2))

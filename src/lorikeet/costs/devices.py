@@ -1,7 +1,7 @@
-"""Devices and models that profiles are composed for: what data sheets and model cards say.
+"""Devices and models that profiles are composed for, from data sheets and model cards.
 
-Rates are of dense bf16 on the tensor cores. PCI Express and NVLink count one direction: PCI Express 4.0 and 5.0 carry
-16 and 32 GT/s a lane, of which 128 of 130 bits are payload; packet headers are not taken off.
+Rates are dense bf16 on the tensor cores. PCI Express and NVLink count one direction. PCI Express 4.0 and 5.0 transfer
+16 and 32 GT/s per lane, of which 128 of 130 bits are payload; packet headers are not subtracted.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _GIB = 2**30
 _PCIE_4_LANE, _PCIE_5_LANE = (transfers * 128 / 130 / 8 for transfers in (16e9, 32e9))
 
 DEVICE_MEMORY_SHARE = 0.9
-"""Of device memory that an engine may use, what vLLM takes by default; the rest is workspace."""
+"""Share of device memory that an engine may use (vLLM's default); the rest is workspace."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Device:
 
     Attributes:
         name: as in the names of profiles.
-        words: for people.
-        memory_bytes: of one.
+        words: its full name.
+        memory_bytes: of one device.
         bandwidth_bytes_per_s: of its memory.
         flops: dense bf16 operations per second.
         host_bytes_per_s: of its PCI Express link.
-        drive_bytes_per_s: of an NVMe drive's four lanes of the same generation.
-        peer_bytes_per_s: of a device's links to the others.
-        measured: the device whose measured tables it uses; its own name if they are its own.
+        drive_bytes_per_s: of an NVMe drive on four lanes of the same generation.
+        peer_bytes_per_s: of its links to the other devices.
+        measured: name of the device whose measured tables it uses; its own name if it has tables.
         degrees: of tensor parallelism that are composed.
         prefill_attention: share of ``flops`` that attention over a long prompt reaches.
     """
@@ -53,9 +53,9 @@ class Model:
 
     Attributes:
         name: as in the names of profiles.
-        words: for people.
+        words: its full name.
         geometry: of the whole model.
-        vocabulary: token ids.
+        vocabulary: number of token ids.
         max_model_len: longest sequence.
     """
 
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all linear weights, the embedding and the head; norms are too small to count."""
+        """Bytes of all linear weights, the embedding and the output layer; norms are too small to count."""
         shapes = self.geometry.modules.values()
         layer = sum(shape.in_features * shape.out_features for shape in shapes)
         return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
