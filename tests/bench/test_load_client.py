@@ -169,12 +169,12 @@ def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeyp
 
 
 def test_probes_are_long_beside_the_longest_limit() -> None:
-    def telling_s(slo: Slo, *own: Slo) -> float:
+    def min_probe_s(slo: Slo, *own: Slo) -> float:
         trace = tuple(WorkloadRequest(0.0, None, 1, 1, slo=each) for each in own)
-        return LoadRunner(LoadTarget("http://nowhere", "base"), Recipe(trace=trace), slo).telling_s
+        return LoadRunner(LoadTarget("http://nowhere", "base"), Recipe(trace=trace), slo).min_probe_s
 
-    assert telling_s(Slo(tpot_s=0.1)) == telling_s(Slo(ttft_s=2.0)) == 30.0
-    assert telling_s(Slo(ttft_s=5.0)) == telling_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
+    assert min_probe_s(Slo(tpot_s=0.1)) == min_probe_s(Slo(ttft_s=2.0)) == 30.0
+    assert min_probe_s(Slo(ttft_s=5.0)) == min_probe_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
 
 
 def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeServer) -> None:

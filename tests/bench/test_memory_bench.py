@@ -218,7 +218,7 @@ def test_the_command_prints_tables(profile: str) -> None:
         (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
         (["agent", "--presets", ""], "name rows"),
         (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
-        (["agent", "--ranks", "big"], "'big' is no rank"),
+        (["agent", "--ranks", "big"], "'big' is not a rank"),
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
         (["agent", "--memory", "lots"], "'lots' is not a size"),

@@ -247,7 +247,7 @@ def test_operating_points_that_are_not_there_are_named_beside_those_that_are(
 
 
 def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
-    with pytest.raises(ConfigError, match="under ttft=10: run lorikeet profile --operating-points"):
+    with pytest.raises(ConfigError, match="under ttft=10: run `lorikeet profile --operating-points`"):
         build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
     assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
 

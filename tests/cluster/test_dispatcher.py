@@ -430,7 +430,7 @@ class Cluster(RuleBasedStateMachine):
         if self.holds and not self.copies:
             assert pending == 0, "nobody waits for nothing"
         assert self.dispatcher.fleet.loads.requests.sum() + self.dispatcher.waiting == len(self.open)
-        assert self.dispatcher._asking == Counter(self.open.values())
+        assert self.dispatcher._requests_by_adapter == Counter(self.open.values())
 
 
 TestCluster = Cluster.TestCase

@@ -40,7 +40,11 @@ def test_a_path_is_read(tmp_path: Path) -> None:
         (("step", "tokens", "points"), [[8, 0.1], [1, 0.2]], "step.tokens: points must have ascending counts"),
         (("step", "sampled_rows", "points"), [[1, -0.1]], "step.sampled_rows: the seconds of a point must be finite"),
         (("step", "loop", "value"), float("nan"), "step.loop: nan is not a number"),
-        (("transfers", "host_to_device", "bandwidth", "value"), 0.0, "transfers.host_to_device.bandwidth: 0.0 bytes/s"),
+        (
+            ("transfers", "host_to_device", "bandwidth", "value"),
+            0.0,
+            "transfers.host_to_device.bandwidth: must be positive, not 0.0 bytes/s",
+        ),
         (("lora", "padded", "fixed", "value"), float("nan"), "lora.padded.fixed: nan is not a number"),
     ],
 )

@@ -15,8 +15,8 @@ from lorikeet.simulator.operating_points import (
     OperatingPointError,
     OperatingPointSearch,
     find_operating_loads,
-    host_room_bytes,
     operating_points_for,
+    search_host_bytes,
     with_operating_loads,
 )
 from lorikeet.simulator.scenario import make_scenario
@@ -134,7 +134,7 @@ def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
 
 
 def test_the_host_has_room_for_all_adapters_twice() -> None:
-    assert host_room_bytes(GEOMETRY, OperatingPointSearch(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
+    assert search_host_bytes(GEOMETRY, OperatingPointSearch(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
 
 
 # --- the command -------------------------------------------------------------------------------------

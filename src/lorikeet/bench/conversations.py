@@ -91,7 +91,7 @@ def group_conversations(requests: Sequence[WorkloadRequest]) -> list[list[Worklo
     ]
 
 
-def take_whole(
+def sample_complete(
     conversations: Sequence[Sequence[WorkloadRequest]],
     generator: np.random.Generator,
     count: int | None = None,
@@ -125,7 +125,7 @@ def flatten(conversations: Sequence[Sequence[WorkloadRequest]]) -> list[Workload
     return sorted((turn for turns in conversations for turn in turns), key=lambda turn: turn.arrival_s)
 
 
-def first_whole(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
+def first_complete(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
     """Return the first conversations that have ``count`` requests together, complete, in the order of arrival.
 
     Args:

@@ -82,7 +82,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
         return headers
 
 
-class LoadDriver(NamedTuple):
+class LoadDriveResult(NamedTuple):
     """The result of one run of a workload.
 
     Attributes:
@@ -100,7 +100,7 @@ def drive(
     prompts: Prompts,
     concurrency: int = 0,
     on_end: Callable[[RequestRecord], None] = lambda exchange: None,
-) -> LoadDriver:
+) -> LoadDriveResult:
     """Send every request when it is due, whether or not earlier ones have been answered.
 
     Args:
@@ -113,7 +113,7 @@ def drive(
     in_order = sorted(requests, key=lambda request: request.arrival_s)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     exchanges = asyncio.run(_drive(in_order, target, prompts, concurrency, on_end))
-    return LoadDriver(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
+    return LoadDriveResult(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
 
 
 async def _drive(

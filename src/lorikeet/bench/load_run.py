@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_client import LoadTarget, drive
 from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
-from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, telling_s
+from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, min_probe_s
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, block_tokens_of
@@ -94,7 +94,7 @@ class LoadRun(NamedTuple):
     Attributes:
         rate: planned requests per second; None for the workload's own times, or all at once.
         figures: the summary.
-        cpu_share: of the client, see ``LoadDriver``.
+        cpu_share: of the client, see ``LoadDriveResult``.
         server: changes of the server's counters, by name.
         exchanges: records of the requests.
     """
@@ -106,7 +106,7 @@ class LoadRun(NamedTuple):
     exchanges: list[RequestRecord]
 
     @property
-    def is_the_clients_own(self) -> bool:
+    def is_client_bound(self) -> bool:
         """Whether the client was so late or so busy that the figures may not be the server's."""
         late_s, ttft_s = self.figures.lateness_s, self.figures.ttft_s
         if ttft_s is None:
@@ -169,10 +169,10 @@ class LoadRunner:
         return run._replace(rate=rate, server=growth(before, after, ended_s - began_s))
 
     @property
-    def telling_s(self) -> float:
+    def min_probe_s(self) -> float:
         """Length that the probes of a search need, by the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
-        return max(_LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
+        return max(_LEAST_PROBE_S, *(min_probe_s(slo) for slo in (self._slo, *own)))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[LoadRun]]:
         """Search for the highest rate at which the share ``attainment`` of requests meets the SLO.
@@ -183,7 +183,7 @@ class LoadRunner:
         Args:
             attainment: share of the requests that must meet the SLO.
             start: first rate.
-            probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would arrive.
+            probe_s: length of a probe, see :attr:`min_probe_s`; longer if fewer than ten requests would arrive.
 
         Raises:
             OptionError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for

@@ -9,7 +9,7 @@ import msgspec
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.arrivals import Rates, at_rate
-from lorikeet.bench.conversations import Turns, first_whole
+from lorikeet.bench.conversations import Turns, first_complete
 from lorikeet.bench.memory_watch import InfiniteCache
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.random_adapters import write_random_adapter
@@ -90,11 +90,11 @@ def make_work(options: WorkOptions) -> MemoryWork:
         OSError, WorkloadError: the file cannot be read.
     """
     if options.source in SHAPES:
-        requests = _made(options)
+        requests = _generated(options)
     elif options.source == "chat":
         raise OptionError("the shape chat needs a trace of conversations: pass its file instead")
     elif Path(options.source).is_file():
-        requests = _of_a_file(options)
+        requests = _from_file(options)
     else:
         raise OptionError(f"{options.source!r} is neither a file nor a shape; shapes are {', '.join(SHAPES)}")
     names = tuple(dict.fromkeys(request.adapter for request in requests if request.adapter is not None))
@@ -106,7 +106,7 @@ def make_work(options: WorkOptions) -> MemoryWork:
     return MemoryWork(requests, names, block_tokens_of(requests), options.seed)
 
 
-def _made(options: WorkOptions) -> list[WorkloadRequest]:
+def _generated(options: WorkOptions) -> list[WorkloadRequest]:
     count, rates = options.requests or _REQUESTS, Rates.constant(1.0 if options.rate is None else options.rate)
     recipe = Recipe(
         shape=options.source,
@@ -115,10 +115,10 @@ def _made(options: WorkOptions) -> list[WorkloadRequest]:
         block_size=options.prefix_block_tokens or 0,
         **_choice(options),
     )
-    return at_rate(first_whole(recipe.requests(), count), rates)
+    return at_rate(first_complete(recipe.requests(), count), rates)
 
 
-def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
+def _from_file(options: WorkOptions) -> list[WorkloadRequest]:
     trace = tuple(read_any(Path(options.source)))
     if not trace:
         raise OptionError(f"{options.source} has no requests")
@@ -142,7 +142,7 @@ def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
     named = any(request.adapter for request in trace)
     choice = _choice(options) if not named else {}
     requests = Recipe(trace=trace, length_scale=scale, block_size=block_size, **choice).requests()
-    requests = first_whole(requests, options.requests or len(requests))
+    requests = first_complete(requests, options.requests or len(requests))
     return requests if rates is None else at_rate(requests, rates)
 
 
@@ -202,9 +202,9 @@ def working_set(
         turns.answered(index, answer)
     elements = geometry.block_elements(block_size)
     blocks = {ref.digest: pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()}
-    asked = sum(blocks[digest] for digest in cache.adapters)
+    used_blocks = sum(blocks[digest] for digest in cache.adapters)
     block_bytes = geometry.block_bytes(block_size)
-    return WorkingSet(asked * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
+    return WorkingSet(used_blocks * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
 
 
 def least_memory_bytes(

@@ -35,7 +35,7 @@ class Peak(NamedTuple):
     probes: tuple[Probe, ...]
 
 
-def telling_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
+def min_probe_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
     """Return how long a probe must be to show whether a rate can be sustained; 0 without limits on delays.
 
     An overload delays requests by the excess share of the probe. So a probe that is not much longer than the limit on
@@ -53,10 +53,10 @@ def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = _PROBE_LI
 
     Args:
         rate: requests per second.
-        slo, limits: see :func:`telling_s`.
+        slo, limits: see :func:`min_probe_s`.
         fewest: requests of any probe; none has more than 20 times as many.
     """
-    return min(max(fewest, ceil(rate * telling_s(slo, limits))), _MOST_TIMES * fewest)
+    return min(max(fewest, ceil(rate * min_probe_s(slo, limits))), _MOST_TIMES * fewest)
 
 
 def find_peak(

@@ -11,10 +11,10 @@ from lorikeet.bench.arrivals import Rates, arrival_times, arrivals_until, at_rat
 from lorikeet.bench.conversations import (
     flatten,
     group_conversations,
+    sample_complete,
     scale_blocks,
     scale_conversation,
     scale_lengths,
-    take_whole,
 )
 from lorikeet.bench.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
 from lorikeet.bench.shapes import SHAPES, Dialogues
@@ -26,8 +26,8 @@ SHAPE_NAMES = ("plain", "chat", *SHAPES)
 DEFAULT_COUNT = 1000
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
-_OF_MADE = ("arrivals", "cv", "burstiness", *_LENGTHS)
-_OF_TRACES = ("length_scale", "most_tokens", "prefix_block_tokens")
+_GENERATED_ONLY = ("arrivals", "cv", "burstiness", *_LENGTHS)
+_TRACE_ONLY = ("length_scale", "most_tokens", "prefix_block_tokens")
 _VARIED = ("gamma", FUNCTION_ARRIVALS)
 
 
@@ -40,8 +40,8 @@ def without_effect(given: Collection[str], shape: str, arrivals: str, *, has_tra
         has_trace: whether there is a trace.
     """
     rules = (
-        (_OF_MADE if has_trace else (), "has no effect on a trace, whose requests have their own"),
-        (() if has_trace else _OF_TRACES, "needs a trace"),
+        (_GENERATED_ONLY if has_trace else (), "has no effect on a trace, whose requests have their own"),
+        (() if has_trace else _TRACE_ONLY, "needs a trace"),
         (_LENGTHS if shape in SHAPES else (), f"has no effect on the shape {shape}, which has its own lengths"),
         (() if arrivals in _VARIED else ("cv", "burstiness"), f"has no effect on {arrivals} arrivals"),
     )
@@ -119,14 +119,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         of_arrivals, of_adapters, of_lengths = np.random.default_rng((self.seed, self.run)).spawn(3)
         if self.trace:
             made = self._chat(of_lengths, of_adapters) if self.shape == "chat" else self._replay(of_adapters)
-            return self._before_the_end(made if self.rates is None else at_rate(made, self.rates))
+            return self._before_duration(made if self.rates is None else at_rate(made, self.rates))
         names = self.adapters or (None,)
         calls = self._calls(names, of_arrivals, of_adapters)
         if self.shape in SHAPES:
             block_size = self.block_size or MADE_BLOCK_TOKENS
             requests = SHAPES[self.shape].requests(calls, names, block_size, of_lengths)
             is_all = self.duration_s is not None or self.function_minutes is not None
-            return self._before_the_end(requests)[: self.count or (None if is_all else DEFAULT_COUNT)]
+            return self._before_duration(requests)[: self.count or (None if is_all else DEFAULT_COUNT)]
         return [
             WorkloadRequest(call.at_s, names[call.adapter], *lengths)
             for call, lengths in zip(calls, self._lengths(len(calls), of_lengths), strict=True)
@@ -158,7 +158,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             scale_conversation(turns, self.length_scale, block_size, self.answer_scale)
             for turns in group_conversations(self._in_order())
         ]
-        conversations = take_whole(scaled, of_choice, self.count, self.most_tokens, self.least_turns)
+        conversations = sample_complete(scaled, of_choice, self.count, self.most_tokens, self.least_turns)
         starts_s = [turns[0].arrival_s for turns in conversations]
         chosen = self._choose(starts_s, of_adapters)
         return flatten(
@@ -178,12 +178,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             if self.most_tokens is None or request.input_tokens + request.output_tokens <= self.most_tokens
         ][: self.count]
         # The first turn of a conversation chooses the adapter of all its turns.
-        whose = [request.conversation or index for index, request in enumerate(scaled)]
+        groups = [request.conversation or index for index, request in enumerate(scaled)]
         starts_s: dict[str | int, float] = {}
-        for each, request in zip(whose, scaled, strict=True):
+        for each, request in zip(groups, scaled, strict=True):
             starts_s.setdefault(each, request.arrival_s)
         chosen = dict(zip(starts_s, self._choose(list(starts_s.values()), generator), strict=True))
-        return [_with_adapter(request, chosen[each]) for each, request in zip(whose, scaled, strict=True)]
+        return [_with_adapter(request, chosen[each]) for each, request in zip(groups, scaled, strict=True)]
 
     def _in_order(self) -> list[WorkloadRequest]:
         return sorted(self.trace, key=lambda request: request.arrival_s)
@@ -191,7 +191,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def _choose(self, times_s: Sequence[float], generator: np.random.Generator) -> list[str | None]:
         return choose_adapters(self.adapter_choice, self.adapters or (None,), times_s, generator, self.ranks)
 
-    def _before_the_end(self, requests: list[WorkloadRequest]) -> list[WorkloadRequest]:
+    def _before_duration(self, requests: list[WorkloadRequest]) -> list[WorkloadRequest]:
         if self.duration_s is None:
             return requests
         return [request for request in requests if request.arrival_s < self.duration_s]

@@ -74,8 +74,8 @@ def compose_profile(
     setting = Setting(device, model, tensor_parallel, shares, _prefill_s(step), _interpolation(step.tokens))
     return CostProfile(
         name=f"{name}@{lora_paper}" if lora_paper else name,
-        device=f"{tensor_parallel} × {device.words}" if tensor_parallel > 1 else device.words,
-        model=model.words,
+        device=f"{tensor_parallel} × {device.full_name}" if tensor_parallel > 1 else device.full_name,
+        model=model.full_name,
         tensor_parallel=tensor_parallel,
         origin=_origin(device),
         made=f"composed by lorikeet {__version__}",

@@ -22,7 +22,7 @@ class Device:
 
     Attributes:
         name: as in the names of profiles.
-        words: its full name.
+        full_name: for people.
         memory_bytes: of one device.
         bandwidth_bytes_per_s: of its memory.
         flops: dense bf16 operations per second.
@@ -35,7 +35,7 @@ class Device:
     """
 
     name: str
-    words: str
+    full_name: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
     flops: float
@@ -53,14 +53,14 @@ class Model:
 
     Attributes:
         name: as in the names of profiles.
-        words: its full name.
+        full_name: for people.
         geometry: of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
     """
 
     name: str
-    words: str
+    full_name: str
     geometry: ModelGeometry
     vocabulary: int
     max_model_len: int
@@ -83,13 +83,13 @@ class Model:
         return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
 
 
-def _llama_2(name: str, words: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
+def _llama_2(name: str, full_name: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
     kv = kv_heads * 128
     into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
     square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
-    return Model(name, words, geometry, vocabulary=32000, max_model_len=4096)
+    return Model(name, full_name, geometry, vocabulary=32000, max_model_len=4096)
 
 
 MODELS = {
@@ -113,7 +113,7 @@ _HOPPER_ATTENTION = Constant(
 
 def _ampere(
     name: str,
-    words: str,
+    full_name: str,
     *,
     gib: int,
     bandwidth: float,
@@ -124,7 +124,7 @@ def _ampere(
 ) -> Device:
     return Device(
         name,
-        words,
+        full_name,
         memory_bytes=gib * _GIB,
         bandwidth_bytes_per_s=bandwidth,
         flops=flops,
@@ -137,10 +137,10 @@ def _ampere(
     )
 
 
-def _hopper(name: str, words: str, *, peer: float) -> Device:
+def _hopper(name: str, full_name: str, *, peer: float) -> Device:
     return Device(
         name,
-        words,
+        full_name,
         memory_bytes=80 * _GIB,
         bandwidth_bytes_per_s=3.35e12,
         flops=989e12,

@@ -328,8 +328,8 @@ class ClusterRun:
         if outputs.stats is not None:
             gauges = replica_gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_size)
             self._apply(self._dispatcher.gauges(gauges, now), now)
-        for exported_kv in outputs.exported_kv:
-            self._on_exported(replica, exported_kv, now)
+        for exported in outputs.exported_kv:
+            self._on_exported(replica, exported, now)
         all_leaving, replica.leaving = replica.leaving, []
         for leaving in all_leaving:
             self._move(leaving, now)
@@ -395,17 +395,17 @@ class ClusterRun:
         else:
             self._targets[request_id] = target
 
-    def _on_exported(self, replica: SimulatedReplica, exported_kv: Exported, now: float) -> None:
+    def _on_exported(self, replica: SimulatedReplica, exported: Exported, now: float) -> None:
         """The KV of an exported request is in its host's memory: send it to another host."""
-        size_bytes = len(exported_kv.keys) * replica.sizes.block_bytes
+        size_bytes = len(exported.keys) * replica.sizes.block_bytes
         self._copies += 1
         end_s = self._copy_times.kv_arrival_s(replica.id, size_bytes, now)
-        self._agenda.add(end_s, EventKind.COPIED, partial(self._on_kv_arrived, exported_kv))
+        self._agenda.add(end_s, EventKind.COPIED, partial(self._on_kv_arrived, exported))
 
-    def _on_kv_arrived(self, exported_kv: Exported, now: float) -> None:
+    def _on_kv_arrived(self, exported: Exported, now: float) -> None:
         self._copies -= 1
-        self._imports[exported_kv.request_id] = exported_kv
-        self._redispatch(exported_kv.request_id, self._targets.pop(exported_kv.request_id), now)
+        self._imports[exported.request_id] = exported
+        self._redispatch(exported.request_id, self._targets.pop(exported.request_id), now)
 
     def _redispatch(self, request_id: RequestId, target: ReplicaId, now: float) -> None:
         self._apply(self._dispatcher.move(self._routing_request(self._requests[request_id]), target, now), now)

@@ -167,7 +167,7 @@ def find_operating_loads(
     )
 
 
-def host_room_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> int:
+def search_host_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> int:
     """Return the host memory that holds all adapters of a search twice, because KV may take half of it."""
     (largest,) = synthetic_adapters(1, (max(search.ranks),), geometry)
     return 2 * search.adapters * largest.weight_bytes

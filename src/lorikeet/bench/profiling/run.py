@@ -33,8 +33,8 @@ from lorikeet.bench.profiling.transfers import (
     measure_switching,
     measure_transfers,
     random_adapters,
-    switches_in_all,
-    transfers_in_all,
+    switch_ticks,
+    transfer_ticks,
 )
 from lorikeet.config import Settings
 from lorikeet.core.executor import EngineSizes
@@ -166,12 +166,12 @@ def run_profile(
         tick = _ticker(progress, "steps", len(steps) * (how.step_rounds + 1))
         sweep = StepSweep(driver, steps, engine.num_scheduler_steps, engine.multi_step_limit_s, tick)
         sweep.measure(how.step_rounds // 2)
-        tick = _ticker(progress, "transfers", transfers_in_all(driver, adapters, how.transfer_rounds))
+        tick = _ticker(progress, "transfers", transfer_ticks(driver, adapters, how.transfer_rounds))
         transfers = measure_transfers(driver, adapters, how.transfer_rounds, tick)
         adapted = lora_steps(adapters.digests(), bounds)
         tick = _ticker(progress, "adapters", len(adapted) * how.lora_rounds)
         lora = measure_lora(driver, adapted, how.lora_rounds, tick)
-        tick = _ticker(progress, "merging", switches_in_all(adapters.digests(), how.switch_rounds))
+        tick = _ticker(progress, "merging", switch_ticks(adapters.digests(), how.switch_rounds))
         switching = measure_switching(driver, adapters.digests(), how.switch_rounds, tick)
         seen.append(measure_limits())
         sweep.measure(how.step_rounds - how.step_rounds // 2)

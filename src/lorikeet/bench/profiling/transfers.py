@@ -83,7 +83,7 @@ def measure_transfers(
         driver: without these adapters.
         adapters: to load.
         rounds: number of measurements, at least one.
-        tick: called :func:`transfers_in_all` times.
+        tick: called :func:`transfer_ticks` times.
 
     Raises:
         ExecutorDriverError: too few blocks on a tier, or a transfer failed.
@@ -116,7 +116,7 @@ def measure_transfers(
     )
 
 
-def transfers_in_all(driver: ExecutorDriver, adapters: RandomAdapters, rounds: int) -> int:
+def transfer_ticks(driver: ExecutorDriver, adapters: RandomAdapters, rounds: int) -> int:
     """Return how often :func:`measure_transfers` ticks."""
     measured = len(_TIERS) * (len(adapters.refs) + len(_counts(driver)))
     return measured * (rounds + 1) + sum(map(len, adapters.refs.values()))
@@ -162,7 +162,7 @@ def measure_switching(driver: ExecutorDriver, adapters: Adapters, rounds: int, t
         driver: its executor can merge, and it has loaded the adapters: at least two of each rank.
         adapters: all of them target the same modules.
         rounds: number of measurements, at least one, after a round that is not counted.
-        tick: called :func:`switches_in_all` times.
+        tick: called :func:`switch_ticks` times.
     """
     base = driver.prepare(decodes(1, _CONTEXT))
     pairs = {rank: [AdapterDigest(digest) for digest in digests[:2]] for rank, digests in adapters.items()}
@@ -192,6 +192,6 @@ def measure_switching(driver: ExecutorDriver, adapters: Adapters, rounds: int, t
     )
 
 
-def switches_in_all(adapters: Adapters, rounds: int) -> int:
+def switch_ticks(adapters: Adapters, rounds: int) -> int:
     """Return how often :func:`measure_switching` ticks."""
     return len(adapters) * (rounds + 1)

@@ -397,8 +397,8 @@ class ClusterClient:
             if outputs.stats is not None:
                 gauges = replica_gauges(replica_id, replica.epoch, outputs.stats, supervisor.engine_info.block_size)
                 self._apply(self._dispatcher.gauges(gauges, now))
-        for exported_kv in outputs.exported_kv:
-            self._moves.on_exported(exported_kv)
+        for exported in outputs.exported_kv:
+            self._moves.on_exported(exported)
         if outputs.stats is not None:
             for on_stats in self._on_stats:
                 on_stats(replica_id, outputs.stats)

@@ -83,7 +83,7 @@ replica that comes back or for a request that continues; it is deleted then.
 
 
 @dataclass
-class _Known:
+class _RequestState:
     """A request from its arrival to its end. ``in_pool`` is true while the adapter pool counts it."""
 
     request: RoutingRequest
@@ -120,8 +120,8 @@ class Dispatcher:
         self.fleet = Fleet(averages)
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch, lambda replica: replica in self.fleet)
         self._prefetch = prefetch
-        self._requests: dict[RequestId, _Known] = {}
-        self._asking = Counter[AdapterDigest | None]()  # requests by adapter
+        self._requests: dict[RequestId, _RequestState] = {}
+        self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
         self._retired: dict[AdapterDigest, None] = {}  # in the order of their retirement
@@ -134,7 +134,11 @@ class Dispatcher:
 
     def uses(self, adapter: AdapterDigest) -> bool:
         """Return whether a request needs an adapter, or a replica holds it or is about to."""
-        return adapter in self._asking or adapter in self._provisioning or bool(self.pool.table.holders(adapter))
+        return (
+            adapter in self._requests_by_adapter
+            or adapter in self._provisioning
+            or bool(self.pool.table.holders(adapter))
+        )
 
     # --- replicas ------------------------------------------------------------------------------------
 
@@ -223,8 +227,8 @@ class Dispatcher:
         """
         if request.request_id in self._requests:
             raise ValueError(f"Request {request.request_id} is known already")
-        self._requests[request.request_id] = _Known(request)
-        self._asking[request.adapter] += 1
+        self._requests[request.request_id] = _RequestState(request)
+        self._requests_by_adapter[request.adapter] += 1
         collected = ActionsBuilder()
         self._waiting[request.request_id] = None
         self._try_waiting(collected, now)
@@ -374,7 +378,7 @@ class Dispatcher:
                 return
             del self._waiting[request_id]
 
-    def _begin(self, known: _Known, replica: ReplicaId, collected: ActionsBuilder) -> None:
+    def _begin(self, known: _RequestState, replica: ReplicaId, collected: ActionsBuilder) -> None:
         """Make the adapter of a dispatched request available at its replica, and send the request if it is."""
         request = known.request
         if request.adapter is None:
@@ -424,7 +428,7 @@ class Dispatcher:
         self._provisioning[adapter] = provisioning
         return provisioning
 
-    def _leave_pool(self, known: _Known, collected: ActionsBuilder) -> None:
+    def _leave_pool(self, known: _RequestState, collected: ActionsBuilder) -> None:
         if known.in_pool:
             known.in_pool = False
             self._take(self.pool.end(known.request.request_id), collected)
@@ -436,11 +440,11 @@ class Dispatcher:
             self._provisioning[known.request.adapter].waiting.pop(request_id, None)
         self._leave_pool(known, collected)
 
-    def _remove(self, request_id: RequestId) -> _Known:
+    def _remove(self, request_id: RequestId) -> _RequestState:
         known = self._requests.pop(request_id)
-        self._asking[known.request.adapter] -= 1
-        if not self._asking[known.request.adapter]:
-            del self._asking[known.request.adapter]
+        self._requests_by_adapter[known.request.adapter] -= 1
+        if not self._requests_by_adapter[known.request.adapter]:
+            del self._requests_by_adapter[known.request.adapter]
         return known
 
     def _done(self, todo: PoolActions) -> Actions:

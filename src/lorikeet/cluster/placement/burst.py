@@ -186,7 +186,7 @@ class BurstTolerance(Placement):
         sizes_bytes = [demand.size_bytes for demand in demands]
         placed = preload(sizes_bytes, loads, memory_bytes, self._request_bytes, self._reserved_bytes)
         copies = placed.copies
-        _give_homes(copies, np.array(loads, np.float64))
+        _assign_homes(copies, np.array(loads, np.float64))
         shares = {
             demand.adapter: tuple(ReplicaShare(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
             for demand, has in zip(demands, copies, strict=True)
@@ -194,7 +194,7 @@ class BurstTolerance(Placement):
         return self._replaced(shares)
 
 
-def _give_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
+def _assign_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
     """Give every adapter without a copy a replica: the busiest first, each the replica with the least load so far.
 
     Among equally loaded replicas it is the one with the fewest adapters, then the first.

@@ -122,22 +122,22 @@ class LoadPacking:
         leftovers = []
         remaining = groups_of(own, self._params.group)
         here = next(remaining, None)
-        room = self.target * len(here or ())
+        free = self.target * len(here or ())
         for demand in of_rank:
             utilisation = demand.tokens_per_s / point
             sliver = max(self._params.min_fraction * min(utilisation, self.target), _TINY * self.target)
             left = 1.0
-            while here is not None and left * utilisation > room + sliver:
-                if room > sliver:
-                    self._pour(here, AdapterPart(demand, room / utilisation))
-                    left -= room / utilisation
+            while here is not None and left * utilisation > free + sliver:
+                if free > sliver:
+                    self._pour(here, AdapterPart(demand, free / utilisation))
+                    left -= free / utilisation
                 here = next(remaining, None)
-                room = self.target * len(here or ())
+                free = self.target * len(here or ())
             if here is None:
                 leftovers.append(AdapterPart(demand, left))
             else:
                 self._pour(here, AdapterPart(demand, left))
-                room -= left * utilisation
+                free -= left * utilisation
         return leftovers
 
     def _pour(self, group: range, piece: AdapterPart) -> None:
