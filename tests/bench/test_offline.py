@@ -116,11 +116,14 @@ def test_the_figures_of_a_single_peer_stand_at_the_top_too() -> None:
 def test_the_chart_names_every_side_with_its_speed_and_the_limit() -> None:
     report = offline_report(PAIRS, ["lorikeet", "peft", "vllm"], (4, 12))
     report["setup"] = {"requests": 2, "prompt_tokens": 4, "output_tokens": 2, "adapters": 8}
-    texts = [element.text for element in ElementTree.fromstring(offline_bars(report)).iter() if element.text]
+    chart = ElementTree.fromstring(offline_bars(report))
+    texts = [element.text for element in chart.iter() if element.text]
     assert [text for text in texts if text.strip()] == [
         *("lorikeet", "4", "peft", "1", "vllm", "2", "limit 8"),
         "2 × (4 + 2), 8 adapters: output tokens/s",
     ]
+    bars = [element for element in chart.iter() if element.tag.endswith("rect") and element.get("x")]
+    assert [bar.get("y") for bar in bars] == ["34", "66", "98"], "22 pixels each, 10 apart"
 
 
 def test_the_interval_of_a_median_holds_it_and_narrows_with_equal_values() -> None:
