@@ -14,78 +14,6 @@ from typing import Any
 
 from lorikeet.bench.backends import OfflineBatch, OfflineResult
 
-_LOG_LINES = 15
-
-
-class WorkerError(RuntimeError):
-    """The program ended instead of answering. The message ends with the last lines of its standard error."""
-
-
-class WorkerProcess:
-    """Sends one JSON line, reads one JSON line, and stops the program with all its children in between.
-
-    Otherwise programs that poll, or whose OpenMP threads spin, would slow down the backend whose turn it is. The
-    children are reached through the process group. The group stays in this session, so the kernel ends a stopped group
-    whose parent has died.
-
-    Args:
-        command: the program and its arguments.
-        environment: its complete environment.
-
-    Attributes:
-        pid: of the program and of its process group.
-    """
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._name = command[-1]
-        # Stays open as long as the program runs.
-        self._log = tempfile.TemporaryFile("w+", prefix="lorikeet-worker-")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=dict(environment),
-            text=True,
-            process_group=0,
-        )
-        self.pid = self._process.pid
-
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the program run until it has answered with one line.
-
-        Raises:
-            WorkerError: it ended without an answer.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            os.killpg(self.pid, signal.SIGCONT)
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except (BrokenPipeError, ProcessLookupError):
-            line = ""
-        if not line:
-            raise WorkerError(f"{self._name} ended without an answer:\n{self._log_end()}")
-        os.killpg(self.pid, signal.SIGSTOP)
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """Kill the program and its children."""
-        if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            with contextlib.suppress(BrokenPipeError):  # closing flushes what was never read
-                if stream is not None:
-                    stream.close()
-
-    def _log_end(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-_LOG_LINES:])
-
-
 DEFAULT_PYTHON = Path(".venvs/vllm/bin/python")
 """Default Python of vLLM's environment, relative to the working directory."""
 
@@ -98,6 +26,8 @@ LARGEST_RANK = _MAX_RANKS[-1]
 _LEAST_KV_GIB = 2
 _LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _LIBRARY_FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/local/lib")
+
+_LOG_LINES = 15
 
 
 class VllmBackend:
@@ -182,3 +112,72 @@ def _preloads(python: Path) -> list[Path]:
     folders = [str(python.parent.parent / "lib"), *_LIBRARY_FOLDERS]
     found = [[path for folder in folders for path in sorted(glob.glob(f"{folder}/{name}"))] for name in _LIBRARIES]
     return [Path(paths[0]).absolute() for paths in found if paths]
+
+
+class WorkerError(RuntimeError):
+    """The program ended instead of answering. The message ends with the last lines of its standard error."""
+
+
+class WorkerProcess:
+    """Sends one JSON line, reads one JSON line, and stops the program with all its children in between.
+
+    Otherwise programs that poll, or whose OpenMP threads spin, would slow down the backend whose turn it is. The
+    children are reached through the process group. The group stays in this session, so the kernel ends a stopped group
+    whose parent has died.
+
+    Args:
+        command: the program and its arguments.
+        environment: its complete environment.
+
+    Attributes:
+        pid: of the program and of its process group.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name = command[-1]
+        # Stays open as long as the program runs.
+        self._log = tempfile.TemporaryFile("w+", prefix="lorikeet-worker-")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=dict(environment),
+            text=True,
+            process_group=0,
+        )
+        self.pid = self._process.pid
+
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the program run until it has answered with one line.
+
+        Raises:
+            WorkerError: it ended without an answer.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            os.killpg(self.pid, signal.SIGCONT)
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (BrokenPipeError, ProcessLookupError):
+            line = ""
+        if not line:
+            raise WorkerError(f"{self._name} ended without an answer:\n{self._log_end()}")
+        os.killpg(self.pid, signal.SIGSTOP)
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Kill the program and its children."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):  # closing flushes what was never read
+                if stream is not None:
+                    stream.close()
+
+    def _log_end(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-_LOG_LINES:])

@@ -56,6 +56,166 @@ from lorikeet.simulator.replica import EPOCH, EngineMessage, PendingMove, Simula
 from lorikeet.simulator.run import ClusterFigures, ClusterTally, Simulated
 from lorikeet.worker.modelled import transfer_model
 
+REVIEW_S = 1.0
+"""Seconds between two reviews of co-migration (docs/decisions/comigration.md)."""
+
+SOLVER_LIMIT_S = 30.0
+"""Time limit of each run of co-migration's solver.
+
+It is real time, which must not decide the result of a simulation: a live cluster gives up after 50 ms, and what takes
+longer than this limit stays unsolved here, too.
+"""
+
+
+class ClusterChoice(NamedTuple):
+    """What a scenario says of its cluster; the preset says the rest.
+
+    Attributes:
+        replicas: number of engines, all alike.
+        seed: of the random draws of policies.
+        slo: that policies should meet.
+        fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
+    """
+
+    replicas: int
+    seed: int = 0
+    slo: Slo = Slo()
+    fetch: FetchForm = FetchForm.PIPELINED
+    provisioned: bool = True
+
+
+@rare_gc()
+def simulate_cluster(
+    settings: Settings,
+    profile: CostProfile,
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    prompts: Prompts,
+    choice: ClusterChoice,
+    *,
+    predictor: Predictor | None = None,
+    on_finished: Callable[[int], None] = lambda finished: None,
+    show: Show = lambda stage, done, total: None,
+) -> Simulated:
+    """Run ``workload`` on modelled replicas behind the preset's routing and placement.
+
+    Args:
+        settings: of every engine.
+        profile: cost profile. A replica's copies are read from its host's memory. If the preset's placement needs
+            operating points and the profile has none, they are searched first (see ``operating_points_for``).
+        workload: by arrival, at least one request.
+        adapters: by the names in the workload.
+        prompts: makes the prompts.
+        choice: of the cluster.
+        predictor: predicts the lengths of answers, see ``run_workload``.
+        on_finished: called with the number of requests that have ended.
+        show: called with (stage, done, total) while operating points are searched.
+
+    Raises:
+        ConfigError: a setting does not fit the profile, or a policy lacks something.
+        OperatingPointError: no operating point could be found.
+        ProfileError: the profile lacks something that the workload needs.
+        WorkloadAdapterUnknown: the workload names an unknown adapter.
+    """
+    name, preset = resolve_preset(settings.engine.preset)
+    link = transfer_model(settings.engine, profile).link(LinkDirection.IN)
+    profile = _with_copies_on_host(profile, link)
+    arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predictor=predictor)
+    collector = RecordCollector(workload, arrivals, on_finished)
+    replicas = [
+        SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_num_seqs)
+        for n in range(choice.replicas)
+    ]
+    options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
+    router, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
+    copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
+    migration = build_migration(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
+    setup = ClusterSetup(
+        router,
+        placement,
+        period_s=preset.placement_period_s,
+        prefetch=preset.pool_prefetch,
+        copies=copies,
+        provisioned=choice.provisioned,
+        migration=migration,
+    )
+    cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
+    note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
+    stats = tuple(replica.engine.stats() for replica in replicas)
+    return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
+
+
+def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
+    """Return the profile of an engine whose adapter files are in its host's memory, as those of a replica are.
+
+    The cluster charges the copies there, over the network or from a drive (``CopyCosts``), before the engine learns of
+    them; they must not be charged again. So a load takes the time of the ``link`` to the device, and reading into the
+    host tier takes no time.
+    """
+    no_time = Link(Constant(0.0, "s"), Constant(inf, "bytes/s"))
+    transfers = msgspec.structs.replace(profile.transfers, source_to_device=link, source_to_host=no_time)
+    return msgspec.structs.replace(profile, transfers=transfers)
+
+
+def _options(
+    settings: Settings,
+    profile: CostProfile,
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    choice: ClusterChoice,
+    replica: SimulatedReplica,
+    show: Show,
+) -> ClusterOptions:
+    """Return the options of the policies; mean requests are those of the workload."""
+    _, preset = resolve_preset(settings.engine.preset)
+    info, slo = replica.info(), choice.slo
+    prompt_tokens = max(1, round(fmean(request.input_tokens for request in workload)))
+    output_tokens = max(1, round(fmean(request.output_tokens for request in workload)))
+    options = ClusterOptions(
+        seed=choice.seed,
+        ttft_s=slo.ttft_s or 0.0,
+        tpot_s=slo.tpot_s or 0.0,
+        e2e_s=slo.e2e_s or 0.0,
+        memory_bytes=replica.sizes.total_blocks * replica.sizes.block_bytes,
+        kv_token_bytes=info.kv_token_bytes,
+        link_bytes_per_s=settings.engine.link_bytes_per_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    lengths = prompt_tokens, output_tokens
+    if (
+        not needs_operating_points(preset)
+        or loads_that_fit(profile, preset.kernel_form, options.slo, *lengths) is not None
+    ):
+        return options
+    points = operating_points_for(
+        profile, settings.engine.preset, options.slo, lengths, choice.seed, engine=settings.engine, show=show
+    )
+    ranks = {ref.max_rank for ref in adapters.values()}
+    return msgspec.structs.replace(options, tokens_per_s={rank: points[rank] for rank in sorted(ranks)})
+
+
+class ClusterSetup(msgspec.Struct, frozen=True):
+    """The parts of a cluster besides its replicas.
+
+    Attributes:
+        router, placement: new policies.
+        period_s: time between two placements, apart from early ones in the first period.
+        prefetch: replicas fetch the adapters of a new placement immediately.
+        copies: times of copies between replicas.
+        provisioned: at the start every adapter is where the first placement puts it. Otherwise it is nowhere, and is
+            read from its source files for its first request.
+        migration: what co-migration needs; None for no co-migration.
+    """
+
+    router: Router
+    placement: Placement
+    period_s: float = 10.0
+    prefetch: bool = False
+    copies: CopyCosts = CopyCosts()
+    provisioned: bool = True
+    migration: MigrationCosts | None = None
+
 
 class EventKind(IntEnum):
     """Kinds of events. Of several events at one time the kind listed first comes first.
@@ -124,39 +284,6 @@ class Agenda:
     def other_s(self) -> float:
         """When the next other event happens, arrivals excluded; infinity if there is none."""
         return self._others[0].at_s if self._others else math.inf
-
-
-REVIEW_S = 1.0
-"""Seconds between two reviews of co-migration (docs/decisions/comigration.md)."""
-
-SOLVER_LIMIT_S = 30.0
-"""Time limit of each run of co-migration's solver.
-
-It is real time, which must not decide the result of a simulation: a live cluster gives up after 50 ms, and what takes
-longer than this limit stays unsolved here, too.
-"""
-
-
-class ClusterSetup(msgspec.Struct, frozen=True):
-    """The parts of a cluster besides its replicas.
-
-    Attributes:
-        router, placement: new policies.
-        period_s: time between two placements, apart from early ones in the first period.
-        prefetch: replicas fetch the adapters of a new placement immediately.
-        copies: times of copies between replicas.
-        provisioned: at the start every adapter is where the first placement puts it. Otherwise it is nowhere, and is
-            read from its source files for its first request.
-        migration: what co-migration needs; None for no co-migration.
-    """
-
-    router: Router
-    placement: Placement
-    period_s: float = 10.0
-    prefetch: bool = False
-    copies: CopyCosts = CopyCosts()
-    provisioned: bool = True
-    migration: MigrationCosts | None = None
 
 
 class ClusterRun:
@@ -409,131 +536,3 @@ class ClusterRun:
 
     def _redispatch(self, request_id: RequestId, target: ReplicaId, now: float) -> None:
         self._apply(self._dispatcher.move(self._routing_request(self._requests[request_id]), target, now), now)
-
-
-class ClusterChoice(NamedTuple):
-    """What a scenario says of its cluster; the preset says the rest.
-
-    Attributes:
-        replicas: number of engines, all alike.
-        seed: of the random draws of policies.
-        slo: that policies should meet.
-        fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
-    """
-
-    replicas: int
-    seed: int = 0
-    slo: Slo = Slo()
-    fetch: FetchForm = FetchForm.PIPELINED
-    provisioned: bool = True
-
-
-@rare_gc()
-def simulate_cluster(
-    settings: Settings,
-    profile: CostProfile,
-    workload: Sequence[WorkloadRequest],
-    adapters: Mapping[str, AdapterRef],
-    prompts: Prompts,
-    choice: ClusterChoice,
-    *,
-    predictor: Predictor | None = None,
-    on_finished: Callable[[int], None] = lambda finished: None,
-    show: Show = lambda stage, done, total: None,
-) -> Simulated:
-    """Run ``workload`` on modelled replicas behind the preset's routing and placement.
-
-    Args:
-        settings: of every engine.
-        profile: cost profile. A replica's copies are read from its host's memory. If the preset's placement needs
-            operating points and the profile has none, they are searched first (see ``operating_points_for``).
-        workload: by arrival, at least one request.
-        adapters: by the names in the workload.
-        prompts: makes the prompts.
-        choice: of the cluster.
-        predictor: predicts the lengths of answers, see ``run_workload``.
-        on_finished: called with the number of requests that have ended.
-        show: called with (stage, done, total) while operating points are searched.
-
-    Raises:
-        ConfigError: a setting does not fit the profile, or a policy lacks something.
-        OperatingPointError: no operating point could be found.
-        ProfileError: the profile lacks something that the workload needs.
-        WorkloadAdapterUnknown: the workload names an unknown adapter.
-    """
-    name, preset = resolve_preset(settings.engine.preset)
-    link = transfer_model(settings.engine, profile).link(LinkDirection.IN)
-    profile = _with_copies_on_host(profile, link)
-    arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predictor=predictor)
-    collector = RecordCollector(workload, arrivals, on_finished)
-    replicas = [
-        SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_num_seqs)
-        for n in range(choice.replicas)
-    ]
-    options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
-    router, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
-    copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
-    migration = build_migration(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
-    setup = ClusterSetup(
-        router,
-        placement,
-        period_s=preset.placement_period_s,
-        prefetch=preset.pool_prefetch,
-        copies=copies,
-        provisioned=choice.provisioned,
-        migration=migration,
-    )
-    cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
-    note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
-    stats = tuple(replica.engine.stats() for replica in replicas)
-    return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
-
-
-def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
-    """Return the profile of an engine whose adapter files are in its host's memory, as those of a replica are.
-
-    The cluster charges the copies there, over the network or from a drive (``CopyCosts``), before the engine learns of
-    them; they must not be charged again. So a load takes the time of the ``link`` to the device, and reading into the
-    host tier takes no time.
-    """
-    no_time = Link(Constant(0.0, "s"), Constant(inf, "bytes/s"))
-    transfers = msgspec.structs.replace(profile.transfers, source_to_device=link, source_to_host=no_time)
-    return msgspec.structs.replace(profile, transfers=transfers)
-
-
-def _options(
-    settings: Settings,
-    profile: CostProfile,
-    workload: Sequence[WorkloadRequest],
-    adapters: Mapping[str, AdapterRef],
-    choice: ClusterChoice,
-    replica: SimulatedReplica,
-    show: Show,
-) -> ClusterOptions:
-    """Return the options of the policies; mean requests are those of the workload."""
-    _, preset = resolve_preset(settings.engine.preset)
-    info, slo = replica.info(), choice.slo
-    prompt_tokens = max(1, round(fmean(request.input_tokens for request in workload)))
-    output_tokens = max(1, round(fmean(request.output_tokens for request in workload)))
-    options = ClusterOptions(
-        seed=choice.seed,
-        ttft_s=slo.ttft_s or 0.0,
-        tpot_s=slo.tpot_s or 0.0,
-        e2e_s=slo.e2e_s or 0.0,
-        memory_bytes=replica.sizes.total_blocks * replica.sizes.block_bytes,
-        kv_token_bytes=info.kv_token_bytes,
-        link_bytes_per_s=settings.engine.link_bytes_per_s,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-    )
-    lengths = prompt_tokens, output_tokens
-    if (
-        not needs_operating_points(preset)
-        or loads_that_fit(profile, preset.kernel_form, options.slo, *lengths) is not None
-    ):
-        return options
-    points = operating_points_for(
-        profile, settings.engine.preset, options.slo, lengths, choice.seed, engine=settings.engine, show=show
-    )
-    ranks = {ref.max_rank for ref in adapters.values()}
-    return msgspec.structs.replace(options, tokens_per_s={rank: points[rank] for rank in sorted(ranks)})

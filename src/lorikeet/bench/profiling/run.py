@@ -46,52 +46,13 @@ from lorikeet.kernels.tensors import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.worker.torch_executor import build_torch_executor
 
-_UNIT = "of the limit"
-_LORA_RANKS = (8, 8, 16, 24, 40, 56, 88, 128)
-
-
-def kernel_efficiency(profile: CostProfile, config: ModelConfig, seen: Sequence[MachineLimits]) -> dict[str, Constant]:
-    """Return the share of the machine's limit that products of a step and adapters reach, by part.
-
-    ``decode``: one row through all products and norms, relative to reading the weights once. ``prefill``: 512 rows,
-    relative to multiplying them. ``lora``: eight decodes with eight adapters, relative to reading these once. ``lora``
-    is left out if the fit of adapters gave zero, which noise can cause on a small model.
-
-    Args:
-        profile: of the model on this machine.
-        config: of the model.
-        seen: limits of the machine at each measurement; errors are half of the whole range.
-    """
-    of_each = [_shares(profile, config, limits) for limits in seen]
-    middle = _shares(profile, config, median_limits(seen))
-    return {
-        part: Constant(share, _UNIT, (max(each[part] for each in of_each) - min(each[part] for each in of_each)) / 2)
-        for part, share in middle.items()
-    }
-
-
-def _shares(profile: CostProfile, config: ModelConfig, limits: MachineLimits) -> dict[str, float]:
-    model = CostModel(profile, KernelForm.UNPADDED)
-    bytes_each = profile.geometry.dtype_bytes
-    base = model_cost(config, bytes_each)
-    adapted = model_cost(config, bytes_each, _LORA_RANKS, profile.lora_modules)
-    decode_s = model.step_s(StepWork(1, 1, 0, 0, 0, 0, None))
-    prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
-    ranks = float(sum(_LORA_RANKS))
-    adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
-    shares = {
-        "decode": 1 / decode_limit_tok_s(base, limits, 1) / decode_s,
-        "prefill": PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s,
-    }
-    if adapters_s:
-        shares["lora"] = adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s
-    return shares
-
-
 Progress = Callable[[str, int, int], None]
 
 _MERGING_PRESET = "dlora"
 """Preset of the executor: one whose ranks can merge. Steps take the same time under any preset."""
+
+_UNIT = "of the limit"
+_LORA_RANKS = (8, 8, 16, 24, 40, 56, 88, 128)
 
 
 class Thoroughness(msgspec.Struct, frozen=True):
@@ -233,3 +194,41 @@ def _device(settings: Settings, limits: MachineLimits) -> str:
 def _made(sizes: EngineSizes) -> str:
     day = datetime.now(UTC).date().isoformat()
     return f"{day}, lorikeet {version('lorikeet')}, torch {version('torch')}, {sizes.kernels} kernels"
+
+
+def kernel_efficiency(profile: CostProfile, config: ModelConfig, seen: Sequence[MachineLimits]) -> dict[str, Constant]:
+    """Return the share of the machine's limit that products of a step and adapters reach, by part.
+
+    ``decode``: one row through all products and norms, relative to reading the weights once. ``prefill``: 512 rows,
+    relative to multiplying them. ``lora``: eight decodes with eight adapters, relative to reading these once. ``lora``
+    is left out if the fit of adapters gave zero, which noise can cause on a small model.
+
+    Args:
+        profile: of the model on this machine.
+        config: of the model.
+        seen: limits of the machine at each measurement; errors are half of the whole range.
+    """
+    of_each = [_shares(profile, config, limits) for limits in seen]
+    middle = _shares(profile, config, median_limits(seen))
+    return {
+        part: Constant(share, _UNIT, (max(each[part] for each in of_each) - min(each[part] for each in of_each)) / 2)
+        for part, share in middle.items()
+    }
+
+
+def _shares(profile: CostProfile, config: ModelConfig, limits: MachineLimits) -> dict[str, float]:
+    model = CostModel(profile, KernelForm.UNPADDED)
+    bytes_each = profile.geometry.dtype_bytes
+    base = model_cost(config, bytes_each)
+    adapted = model_cost(config, bytes_each, _LORA_RANKS, profile.lora_modules)
+    decode_s = model.step_s(StepWork(1, 1, 0, 0, 0, 0, None))
+    prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
+    ranks = float(sum(_LORA_RANKS))
+    adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
+    shares = {
+        "decode": 1 / decode_limit_tok_s(base, limits, 1) / decode_s,
+        "prefill": PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s,
+    }
+    if adapters_s:
+        shares["lora"] = adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s
+    return shares

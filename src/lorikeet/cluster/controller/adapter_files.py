@@ -36,87 +36,139 @@ _DISCARD_TIMEOUT_S = 10.0
 log = structlog.get_logger("lorikeet")
 
 
-class RetiringAdapters:
-    """Tracks the adapter versions that are being dropped.
+class AdapterFiles:
+    """Carries out the copies and deletions that a dispatcher asks for, and reports their outcome to it.
 
-    A drop ends when no request uses the version, no replica holds it, and its last copy has been deleted.
+    Args:
+        transport: copies adapters between replicas.
+        dispatcher: of the cluster.
+        replicas: all replicas; read when an operation ends.
+        apply: carries out the actions that follow from the end of a copy. Its second argument says why requests failed.
+
+    Attributes:
+        copier: makes the copies.
     """
 
-    def __init__(self) -> None:
-        self._drops = PendingDrops()
-        self._deletes = Counter[AdapterDigest]()
-        self._freed_bytes = Counter[AdapterDigest]()
+    def __init__(
+        self,
+        transport: Transport,
+        dispatcher: Dispatcher,
+        replicas: Mapping[ReplicaId, LiveReplica],
+        apply: Callable[[Actions, str], None],
+    ) -> None:
+        self._transport = transport
+        self._dispatcher = dispatcher
+        self._replicas = replicas
+        self._apply = apply
+        self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # in the order of their drops
+        self._retiring = RetiringAdapters()
+        self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
 
-    def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
-        """Return a future of the bytes freed on all replicas."""
-        return self._drops.begin(digest)
+    def register(self, refs: Iterable[AdapterRef]) -> None:
+        """Accept requests for adapters, also after they were dropped. Replicas may hold copies from before."""
+        placed = defaultdict[ReplicaId, list[AdapterRef]](list)
+        for ref in refs:
+            self._refs[ref.digest] = ref
+            self._dropped.pop(ref.digest, None)
+            found = self.copier.register(ref)
+            holders = [each for each in found if each in self._replicas and self._replicas[each].is_joined]
+            self._dispatcher.register(ref.digest, holders)
+            self._retiring.cancel(ref.digest)
+            for replica_id in holders:
+                placed[replica_id].append(self.copier.placed(ref.digest, replica_id))
+        for replica_id, at_one in placed.items():
+            self._replicas[replica_id].supervisor.know(at_one)
 
-    def deletes(self, digest: AdapterDigest, change: int) -> None:
-        """Change the number of copies that are being deleted."""
-        self._deletes[digest] += change
-        if not self._deletes[digest]:
-            del self._deletes[digest]
+    def accept(self, ref: AdapterRef) -> None:
+        """Accept an adapter that a request names before its registration has arrived, or after its drop has begun."""
+        self._refs.setdefault(ref.digest, ref)
+        self._dropped.pop(ref.digest, None)  # keep a copy that turns up
 
-    def freed(self, digest: AdapterDigest, freed_bytes: int) -> None:
-        """Add the bytes that a replica's engine has freed."""
-        if digest in self._drops:
-            self._freed_bytes[digest] += freed_bytes
+    def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
+        """Return a future of the bytes freed on all replicas once the dispatcher has retired an adapter."""
+        return self._retiring.begin(digest)
 
-    def cancel(self, digest: AdapterDigest) -> None:
-        """End a drop because the version is registered again. Its callers get the bytes freed so far."""
-        self._drops.ended(digest, self._freed_bytes.pop(digest, 0))
+    def carry_out(self, actions: Actions) -> None:
+        """Begin the copies and deletions among the dispatcher's actions."""
+        for digest, replica_id in actions.deletes:
+            self._retiring.deletes(digest, 1)
+            task = self.copier.delete(digest, replica_id, partial(self._drop, digest, replica_id))
+            task.add_done_callback(partial(self._deleted, digest))
+        for fetch in actions.fetches:
+            self.copier.copy(fetch)
+        for provision in actions.provisions:
+            if provision.adapter in self._refs:
+                self.copier.copy(provision)
+            else:  # a routing table from before a restart may name adapters that are not registered yet
+                self._apply(self._dispatcher.provision_failed(provision, time.monotonic()), "it is not registered")
 
-    def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
-        """Finish the drops of all versions that are gone by now, and return these versions."""
-        gone = [digest for digest in self._drops if not self._deletes[digest] and not is_used(digest)]
-        for digest in gone:
-            self.cancel(digest)
-        return gone
+    def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
+        """Return a request with its adapter's folder at a replica."""
+        if request.adapter is None:
+            return request
+        placed = self.copier.placed(request.adapter.digest, replica_id)
+        adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
+        return msgspec.structs.replace(request, adapter=adapter)
+
+    def end_retired(self) -> None:
+        """Forget dropped adapters that no request uses and no replica holds. They are remembered as dropped."""
+        for digest in self._retiring.ended(self._dispatcher.uses):
+            if (ref := self._refs.pop(digest, None)) is not None:
+                self._dropped[digest] = ref
+            if len(self._dropped) > MAX_RETIRED:
+                del self._dropped[next(iter(self._dropped))]
+
+    def lost(self, replica_id: ReplicaId) -> None:
+        """Forget a replica that has failed. Its folder stays on disk, where a restarted server may find it."""
+        self.copier.forget(replica_id)
+        self._transport.release(replica_id)
+
+    async def end(self, replica: LiveReplica, *, discard: bool) -> None:
+        """Stop a replica for good. With ``discard`` its copies are deleted first."""
+        try:
+            if discard:
+                await self._discard(replica.supervisor.replica)
+        finally:
+            await replica.supervisor.close()
+
+    async def _discard(self, replica_id: ReplicaId) -> None:
+        """Delete a replica's folder, if it still answers."""
+        self.copier.forget(replica_id)
+        try:
+            async with asyncio.timeout(_DISCARD_TIMEOUT_S):
+                await self._transport.discard(replica_id)
+        except (TransportError, TimeoutError) as error:
+            log.warning("adapter files of a removed replica stay on its machine", reason=str(error))
+        finally:
+            self._transport.release(replica_id)
+
+    def copy_done(self, copy: Fetch | Provision) -> None:
+        """Register the adapter with the engine, and send the requests that waited for it."""
+        done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
+        replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
+        if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
+            replica.supervisor.know([self.copier.placed(copy.adapter, replica_id)])
+        self._apply(done, "")
+
+    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
+        """Try another source, or fail the requests that waited."""
+        if isinstance(copy, Fetch):
+            self._apply(self._dispatcher.fetch_failed(copy), reason)
+        else:
+            self._apply(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
 
     def fail(self, failure: EngineError) -> None:
         """Fail all drops that are pending."""
-        self._drops.fail(failure)
+        self._retiring.fail(failure)
 
+    async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
+        if (replica := self._replicas.get(replica_id)) is not None:
+            self._retiring.freed(digest, await replica.drop(digest))
 
-class ReplicaCopies:
-    """The adapters at each replica, with the folder of each copy."""
-
-    def __init__(self) -> None:
-        self._refs: dict[ReplicaId, dict[AdapterDigest, AdapterRef]] = {}
-        self._pairs: frozenset[tuple[AdapterDigest, ReplicaId]] | None = None  # None after a change
-
-    def add(self, ref: AdapterRef, replica: ReplicaId) -> None:
-        """Record a copy."""
-        self._refs.setdefault(replica, {})[ref.digest] = ref
-        self._pairs = None
-
-    def get(self, adapter: AdapterDigest, replica: ReplicaId) -> AdapterRef:
-        """Return a copy.
-
-        Raises:
-            KeyError: the replica does not hold the adapter.
-        """
-        return self._refs[replica][adapter]
-
-    def at(self, replica: ReplicaId) -> list[AdapterRef]:
-        """Return all copies at a replica."""
-        return list(self._refs.get(replica, {}).values())
-
-    def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas. The same object is returned until something changes."""
-        if self._pairs is None:
-            self._pairs = frozenset((adapter, replica) for replica, refs in self._refs.items() for adapter in refs)
-        return self._pairs
-
-    def remove(self, adapter: AdapterDigest, replica: ReplicaId) -> AdapterRef | None:
-        """Remove a copy and return it; None if the replica does not hold it."""
-        self._pairs = None
-        return self._refs.get(replica, {}).pop(adapter, None)
-
-    def clear(self, replica: ReplicaId) -> None:
-        """Remove all copies at a replica."""
-        self._pairs = None
-        self._refs.pop(replica, None)
+    def _deleted(self, digest: AdapterDigest, task: "asyncio.Task[None]") -> None:
+        self._retiring.deletes(digest, -1)
+        self.end_retired()
 
 
 class CopyListener(Protocol):
@@ -307,136 +359,84 @@ class AdapterCopier:
             self.counts.deletes += 1
 
 
-class AdapterFiles:
-    """Carries out the copies and deletions that a dispatcher asks for, and reports their outcome to it.
+class ReplicaCopies:
+    """The adapters at each replica, with the folder of each copy."""
 
-    Args:
-        transport: copies adapters between replicas.
-        dispatcher: of the cluster.
-        replicas: all replicas; read when an operation ends.
-        apply: carries out the actions that follow from the end of a copy. Its second argument says why requests failed.
+    def __init__(self) -> None:
+        self._refs: dict[ReplicaId, dict[AdapterDigest, AdapterRef]] = {}
+        self._pairs: frozenset[tuple[AdapterDigest, ReplicaId]] | None = None  # None after a change
 
-    Attributes:
-        copier: makes the copies.
+    def add(self, ref: AdapterRef, replica: ReplicaId) -> None:
+        """Record a copy."""
+        self._refs.setdefault(replica, {})[ref.digest] = ref
+        self._pairs = None
+
+    def get(self, adapter: AdapterDigest, replica: ReplicaId) -> AdapterRef:
+        """Return a copy.
+
+        Raises:
+            KeyError: the replica does not hold the adapter.
+        """
+        return self._refs[replica][adapter]
+
+    def at(self, replica: ReplicaId) -> list[AdapterRef]:
+        """Return all copies at a replica."""
+        return list(self._refs.get(replica, {}).values())
+
+    def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
+        """Return which adapters are at which replicas. The same object is returned until something changes."""
+        if self._pairs is None:
+            self._pairs = frozenset((adapter, replica) for replica, refs in self._refs.items() for adapter in refs)
+        return self._pairs
+
+    def remove(self, adapter: AdapterDigest, replica: ReplicaId) -> AdapterRef | None:
+        """Remove a copy and return it; None if the replica does not hold it."""
+        self._pairs = None
+        return self._refs.get(replica, {}).pop(adapter, None)
+
+    def clear(self, replica: ReplicaId) -> None:
+        """Remove all copies at a replica."""
+        self._pairs = None
+        self._refs.pop(replica, None)
+
+
+class RetiringAdapters:
+    """Tracks the adapter versions that are being dropped.
+
+    A drop ends when no request uses the version, no replica holds it, and its last copy has been deleted.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        dispatcher: Dispatcher,
-        replicas: Mapping[ReplicaId, LiveReplica],
-        apply: Callable[[Actions, str], None],
-    ) -> None:
-        self._transport = transport
-        self._dispatcher = dispatcher
-        self._replicas = replicas
-        self._apply = apply
-        self._refs: dict[AdapterDigest, AdapterRef] = {}
-        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # in the order of their drops
-        self._retiring = RetiringAdapters()
-        self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
+    def __init__(self) -> None:
+        self._drops = PendingDrops()
+        self._deletes = Counter[AdapterDigest]()
+        self._freed_bytes = Counter[AdapterDigest]()
 
-    def register(self, refs: Iterable[AdapterRef]) -> None:
-        """Accept requests for adapters, also after they were dropped. Replicas may hold copies from before."""
-        placed = defaultdict[ReplicaId, list[AdapterRef]](list)
-        for ref in refs:
-            self._refs[ref.digest] = ref
-            self._dropped.pop(ref.digest, None)
-            found = self.copier.register(ref)
-            holders = [each for each in found if each in self._replicas and self._replicas[each].is_joined]
-            self._dispatcher.register(ref.digest, holders)
-            self._retiring.cancel(ref.digest)
-            for replica_id in holders:
-                placed[replica_id].append(self.copier.placed(ref.digest, replica_id))
-        for replica_id, at_one in placed.items():
-            self._replicas[replica_id].supervisor.know(at_one)
+    def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
+        """Return a future of the bytes freed on all replicas."""
+        return self._drops.begin(digest)
 
-    def accept(self, ref: AdapterRef) -> None:
-        """Accept an adapter that a request names before its registration has arrived, or after its drop has begun."""
-        self._refs.setdefault(ref.digest, ref)
-        self._dropped.pop(ref.digest, None)  # keep a copy that turns up
+    def deletes(self, digest: AdapterDigest, change: int) -> None:
+        """Change the number of copies that are being deleted."""
+        self._deletes[digest] += change
+        if not self._deletes[digest]:
+            del self._deletes[digest]
 
-    def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
-        """Return a future of the bytes freed on all replicas once the dispatcher has retired an adapter."""
-        return self._retiring.begin(digest)
+    def freed(self, digest: AdapterDigest, freed_bytes: int) -> None:
+        """Add the bytes that a replica's engine has freed."""
+        if digest in self._drops:
+            self._freed_bytes[digest] += freed_bytes
 
-    def carry_out(self, actions: Actions) -> None:
-        """Begin the copies and deletions among the dispatcher's actions."""
-        for digest, replica_id in actions.deletes:
-            self._retiring.deletes(digest, 1)
-            task = self.copier.delete(digest, replica_id, partial(self._drop, digest, replica_id))
-            task.add_done_callback(partial(self._deleted, digest))
-        for fetch in actions.fetches:
-            self.copier.copy(fetch)
-        for provision in actions.provisions:
-            if provision.adapter in self._refs:
-                self.copier.copy(provision)
-            else:  # a routing table from before a restart may name adapters that are not registered yet
-                self._apply(self._dispatcher.provision_failed(provision, time.monotonic()), "it is not registered")
+    def cancel(self, digest: AdapterDigest) -> None:
+        """End a drop because the version is registered again. Its callers get the bytes freed so far."""
+        self._drops.ended(digest, self._freed_bytes.pop(digest, 0))
 
-    def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
-        """Return a request with its adapter's folder at a replica."""
-        if request.adapter is None:
-            return request
-        placed = self.copier.placed(request.adapter.digest, replica_id)
-        adapter = msgspec.structs.replace(request.adapter, folder=placed.folder)
-        return msgspec.structs.replace(request, adapter=adapter)
-
-    def end_retired(self) -> None:
-        """Forget dropped adapters that no request uses and no replica holds. They are remembered as dropped."""
-        for digest in self._retiring.ended(self._dispatcher.uses):
-            if (ref := self._refs.pop(digest, None)) is not None:
-                self._dropped[digest] = ref
-            if len(self._dropped) > MAX_RETIRED:
-                del self._dropped[next(iter(self._dropped))]
-
-    def lost(self, replica_id: ReplicaId) -> None:
-        """Forget a replica that has failed. Its folder stays on disk, where a restarted server may find it."""
-        self.copier.forget(replica_id)
-        self._transport.release(replica_id)
-
-    async def end(self, replica: LiveReplica, *, discard: bool) -> None:
-        """Stop a replica for good. With ``discard`` its copies are deleted first."""
-        try:
-            if discard:
-                await self._discard(replica.supervisor.replica)
-        finally:
-            await replica.supervisor.close()
-
-    async def _discard(self, replica_id: ReplicaId) -> None:
-        """Delete a replica's folder, if it still answers."""
-        self.copier.forget(replica_id)
-        try:
-            async with asyncio.timeout(_DISCARD_TIMEOUT_S):
-                await self._transport.discard(replica_id)
-        except (TransportError, TimeoutError) as error:
-            log.warning("adapter files of a removed replica stay on its machine", reason=str(error))
-        finally:
-            self._transport.release(replica_id)
-
-    def copy_done(self, copy: Fetch | Provision) -> None:
-        """Register the adapter with the engine, and send the requests that waited for it."""
-        done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
-        replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
-        if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
-            replica.supervisor.know([self.copier.placed(copy.adapter, replica_id)])
-        self._apply(done, "")
-
-    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
-        """Try another source, or fail the requests that waited."""
-        if isinstance(copy, Fetch):
-            self._apply(self._dispatcher.fetch_failed(copy), reason)
-        else:
-            self._apply(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
+    def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
+        """Finish the drops of all versions that are gone by now, and return these versions."""
+        gone = [digest for digest in self._drops if not self._deletes[digest] and not is_used(digest)]
+        for digest in gone:
+            self.cancel(digest)
+        return gone
 
     def fail(self, failure: EngineError) -> None:
         """Fail all drops that are pending."""
-        self._retiring.fail(failure)
-
-    async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
-        if (replica := self._replicas.get(replica_id)) is not None:
-            self._retiring.freed(digest, await replica.drop(digest))
-
-    def _deleted(self, digest: AdapterDigest, task: "asyncio.Task[None]") -> None:
-        self._retiring.deletes(digest, -1)
-        self.end_retired()
+        self._drops.fail(failure)

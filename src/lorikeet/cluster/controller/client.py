@@ -38,99 +38,12 @@ from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, St
 from lorikeet.core.request import Request
 
 _RETRY_S = 1.0
-
-log = structlog.get_logger("lorikeet")
-
-
-class ReplicaJoiner:
-    """Adds replicas to the dispatcher once the adapters in their folders are known.
-
-    Args:
-        dispatcher: of the cluster.
-        files: adapter files of the cluster.
-        engine: settings of every replica.
-        apply: carries out the dispatcher's actions.
-    """
-
-    def __init__(
-        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, apply: Callable[[Actions], None]
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._files = files
-        self._engine = engine
-        self._apply = apply
-
-    async def keep(self, replica: LiveReplica) -> None:
-        """Send requests again to a replica that was about to be removed."""
-        replica.is_leaving = False
-        if replica.is_joined:
-            self._apply(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
-        else:
-            await self.join(replica)
-
-    async def join(self, replica: LiveReplica) -> None:
-        """Send a replica requests from now on. If its engine dies meanwhile, it joins when the engine is back."""
-        while not (replica.is_joined or replica.is_leaving):
-            try:
-                await self._try(replica)
-            except TransportError as error:
-                if not replica.supervisor.alive:
-                    return
-                log.warning(
-                    "cannot list the adapters of a replica; trying again",
-                    replica=replica.supervisor.replica,
-                    reason=str(error),
-                )
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return
-
-    async def _try(self, replica: LiveReplica) -> None:
-        supervisor, copier = replica.supervisor, self._files.copier
-        replica.epoch += 1
-        epoch = replica.epoch
-        held = await copier.scan(supervisor.replica)
-        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
-            return
-        supervisor.know(copier.placed_at(supervisor.replica))
-        replica.is_joined = True
-        self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
-
-
-def cluster_state(
-    replicas: Mapping[ReplicaId, LiveReplica],
-    dispatcher: Dispatcher,
-    copier: AdapterCopier,
-    table: RoutingTable,
-    moves: RequestMoves,
-    wanted: int | None,
-) -> ClusterState:
-    """Return a snapshot of the cluster: replicas, routing table, copies and moved requests."""
-
-    def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
-        held = copier.placed_at(replica_id)
-        return replica_state(
-            replica_id,
-            replica.supervisor,
-            is_open=replica_id in dispatcher.fleet.open_index,
-            held=len(held),
-            held_bytes=sum(ref.weight_bytes for ref in held),
-        )
-
-    return ClusterState(
-        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
-        unrouted=dispatcher.waiting,
-        epoch=table.epoch,
-        shares=table.shown,
-        copies=copier.counts,
-        moves=moves.count,
-        moves_with_kv=moves.with_kv,
-        wanted=wanted,
-    )
+_DRAIN_CHECK_S = 0.05
 
 
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_DRAIN_CHECK_S = 0.05
+
+log = structlog.get_logger("lorikeet")
 
 
 class ClusterClient:
@@ -489,3 +402,90 @@ class ClusterClient:
         self._files.fail(failure)
         for replica in self._replicas.values():
             replica.drops.fail(failure)
+
+
+class ReplicaJoiner:
+    """Adds replicas to the dispatcher once the adapters in their folders are known.
+
+    Args:
+        dispatcher: of the cluster.
+        files: adapter files of the cluster.
+        engine: settings of every replica.
+        apply: carries out the dispatcher's actions.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, apply: Callable[[Actions], None]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._files = files
+        self._engine = engine
+        self._apply = apply
+
+    async def keep(self, replica: LiveReplica) -> None:
+        """Send requests again to a replica that was about to be removed."""
+        replica.is_leaving = False
+        if replica.is_joined:
+            self._apply(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
+        else:
+            await self.join(replica)
+
+    async def join(self, replica: LiveReplica) -> None:
+        """Send a replica requests from now on. If its engine dies meanwhile, it joins when the engine is back."""
+        while not (replica.is_joined or replica.is_leaving):
+            try:
+                await self._try(replica)
+            except TransportError as error:
+                if not replica.supervisor.alive:
+                    return
+                log.warning(
+                    "cannot list the adapters of a replica; trying again",
+                    replica=replica.supervisor.replica,
+                    reason=str(error),
+                )
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
+
+    async def _try(self, replica: LiveReplica) -> None:
+        supervisor, copier = replica.supervisor, self._files.copier
+        replica.epoch += 1
+        epoch = replica.epoch
+        held = await copier.scan(supervisor.replica)
+        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
+            return
+        supervisor.know(copier.placed_at(supervisor.replica))
+        replica.is_joined = True
+        self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
+
+
+def cluster_state(
+    replicas: Mapping[ReplicaId, LiveReplica],
+    dispatcher: Dispatcher,
+    copier: AdapterCopier,
+    table: RoutingTable,
+    moves: RequestMoves,
+    wanted: int | None,
+) -> ClusterState:
+    """Return a snapshot of the cluster: replicas, routing table, copies and moved requests."""
+
+    def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
+        held = copier.placed_at(replica_id)
+        return replica_state(
+            replica_id,
+            replica.supervisor,
+            is_open=replica_id in dispatcher.fleet.open_index,
+            held=len(held),
+            held_bytes=sum(ref.weight_bytes for ref in held),
+        )
+
+    return ClusterState(
+        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
+        unrouted=dispatcher.waiting,
+        epoch=table.epoch,
+        shares=table.shown,
+        copies=copier.counts,
+        moves=moves.count,
+        moves_with_kv=moves.with_kv,
+        wanted=wanted,
+    )
