@@ -164,7 +164,7 @@ def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeyp
 
     monkeypatch.setattr("lorikeet.bench.load_run.summarise", summarised)
     runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(output_tokens=Range(2, 2)), Slo(tpot_s=60))
-    with pytest.raises(OptionError, match=r"at 160 requests/s the server answers 50, and the limits are met"):
+    with pytest.raises(OptionError, match=r"at 160 requests/s the server answers 50 and meets the SLO"):
         runner.find_peak(0.9, start=40.0, probe_s=0.5)
 
 
@@ -185,5 +185,5 @@ def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeSer
 
 
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
-    with pytest.raises(OptionError, match="no limits"):
+    with pytest.raises(OptionError, match="no SLO to meet"):
         LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

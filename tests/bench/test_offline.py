@@ -69,14 +69,16 @@ def test_without_a_peer_there_is_no_ratio(model_folder: Path) -> None:
     assert report["peers"] == {}
 
 
-@pytest.mark.parametrize(("peers", "said"), [(("tgi",), "'tgi' is not one of: peft, vllm"), (("peft",) * 2, "twice")])
+@pytest.mark.parametrize(
+    ("peers", "said"), [(("tgi",), "unknown peer 'tgi'; choose from peft, vllm"), (("peft",) * 2, "twice")]
+)
 def test_a_wrong_peer_is_refused_before_anything_loads(peers: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_offline(OfflineOptions(model="/no/such/folder", peers=peers))
 
 
 def test_on_a_gpu_vllm_is_refused_and_an_engine_beside_peft_leaves_it_memory(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build, and the device is 'cuda'"):
+    with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build and cannot run on device 'cuda'"):
         run_offline(OfflineOptions(model="/no/such/folder", peers=("vllm",), device="cuda"))
     config = read_model_config(model_folder)
     options = OfflineOptions(model=str(model_folder), adapters=0, peers=("peft",), device="cuda")

@@ -154,7 +154,7 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     monkeypatch.setattr("lorikeet.cli.profile.HOST_MEMORY_BYTES", 2**22)
     path = tmp_path / "mine.toml"
     arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
-    result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
+    result = runner.invoke(app, [*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"])
     assert result.exit_code == 0, result.output
     profile = read_profile(path)
     assert profile.name == "mine"

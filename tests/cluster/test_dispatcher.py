@@ -314,7 +314,7 @@ def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
     dispatcher.arrive(asked("r1", None), 0.0)
     with pytest.raises(ValueError, match="r1 is known already"):
         dispatcher.arrive(asked("r1", None), 0.0)
-    with pytest.raises(ValueError, match="S1 is there"):
+    with pytest.raises(ValueError, match="S1 has joined already"):
         dispatcher.join(ReplicaInfo(S1, epoch=1), 0.0)
 
 

@@ -148,7 +148,18 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
     monkeypatch.setattr(operating_points, "BRIEF", SMALL)
     file = tmp_path / "round.toml"
     write_profile(round_profile(), file)
-    what = ["--slo", "ttft=0.5", "--ranks", "1,2", "--prompt-tokens", "8", "--output-tokens", "4", "--max-running", "8"]
+    what = [
+        "--slo",
+        "ttft=0.5",
+        "--ranks",
+        "1,2",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "4",
+        "--max-num-seqs",
+        "8",
+    ]
     for preset in ("lorikeet:plain", "lorikeet:fair"):  # of one kernel form, so the later takes the place
         command = ["profile", "--operating-points", "--profile", str(file), "--quick", "--preset", preset]
         result = runner.invoke(app, [*command, *what])
@@ -166,7 +177,7 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--operating-points"], "under which SLO"),
         (["--profile", "a100-80-llama-2-7b"], "goes with --operating-points"),
         (["--operating-points", "--slo", "soon"], "no limit"),
-        (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "no rank"),
+        (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "is not a rank"),
         (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
         (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],

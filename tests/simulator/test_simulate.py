@@ -274,7 +274,7 @@ def test_adapters_are_assisted_if_they_change_what_host_workers_compute() -> Non
         "engine": {"host_memory_bytes": 40 * 2**30},
     }
     whole = run_scenario(make_scenario(None, given), quiet)
-    assert "adapters change o, too: requests wait for them and are not assisted" in whole.simulated.notes
+    assert "adapters also target o: requests wait for their adapter and are not assisted" in whole.simulated.notes
     part = run_scenario(make_scenario(None, {**given, "modules": "q,k,v"}), quiet)
     assert not any("not assisted" in note for note in part.simulated.notes)
     assert part.figures.ttft_s is not None
@@ -305,7 +305,7 @@ def test_turns_that_waited_for_an_answer_are_told_of_as_such(profile: str, tmp_p
     trace = tmp_path / "trace.jsonl"
     talk = [WorkloadRequest(0.0, None, 64, 40, (1, 2), "talk"), WorkloadRequest(0.01, None, 160, 4, (1, 2, 3), "talk")]
     write_workload(trace, talk)
-    flags = ["simulate", "--profile", profile, "--trace", str(trace), "--block-tokens", "32"]
+    flags = ["simulate", "--profile", profile, "--trace", str(trace), "--block-size", "32"]
     result = CliRunner(env={"COLUMNS": "120"}).invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "held for the answer before" in result.output
