@@ -81,7 +81,7 @@ def test_a_day_of_the_public_trace_is_read(tmp_path: Path) -> None:
         (HEADER + "o,a,f,http,1,0\n", "line 2: expected 3 counts"),
         (HEADER + "o,a,f,http,1,0,x\n", "line 2"),
         (HEADER + "o,a,f,http,1,0,-2\n", "line 2: expected 3 counts"),
-        (HEADER, "holds no calls"),
+        (HEADER, "has no calls"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -95,7 +95,7 @@ def test_too_few_adapters_are_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="names 2 adapters"):
         make_work(options(source=str(file), adapters=1))
     file.write_text("")
-    with pytest.raises(OptionError, match="holds no request"):
+    with pytest.raises(OptionError, match="has no requests"):
         make_work(options(source=str(file)))
 
 
@@ -214,11 +214,11 @@ def test_the_command_prints_tables(profile: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nowhere"], "there is no file 'nowhere'"),
+        (["nowhere"], "'nowhere' is neither a file nor a shape"),
         (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
         (["agent", "--presets", ""], "name rows"),
         (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
-        (["agent", "--ranks", "big"], "'big' is no rank"),
+        (["agent", "--ranks", "big"], "'big' is not a rank"),
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
         (["agent", "--memory", "lots"], "'lots' is not a size"),
@@ -228,7 +228,7 @@ def test_the_command_prints_tables(profile: str) -> None:
         (["agent", "--executor", "paced"], "neither torch nor modelled"),
         (["agent", "--executor", "modelled"], "go together"),
         (["agent", "--profile", "x"], "go together"),
-        (["agent", "--executor", "modelled", "--profile", "nowhere"], "no profile is called 'nowhere'"),
+        (["agent", "--executor", "modelled", "--profile", "nowhere"], "unknown profile 'nowhere'"),
         (["agent", "--plot", "/nowhere/x.svg"], "there is no folder"),
         (["agent", "--model", "/nowhere"], "no such folder"),
     ],

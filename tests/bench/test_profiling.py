@@ -154,7 +154,7 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     monkeypatch.setattr("lorikeet.cli.profile.HOST_MEMORY_BYTES", 2**22)
     path = tmp_path / "mine.toml"
     arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
-    result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
+    result = runner.invoke(app, [*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"])
     assert result.exit_code == 0, result.output
     profile = read_profile(path)
     assert profile.name == "mine"
@@ -197,7 +197,7 @@ def test_blocks_go_to_the_host_and_back_and_adapters_there(rig: ExecutorDriver) 
 
 
 def test_too_few_blocks_for_a_copy_are_named(rig: ExecutorDriver) -> None:
-    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 that a copy can have here"):
+    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 of the largest copy"):
         rig.copy(Tier.HOST, 17)
 
 

@@ -49,10 +49,10 @@ class Service(LocalPlacementService):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
+    async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         await self._note("know", {each.adapter for each in new})
-        return await super().know(new)
+        return await super().register(new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
         await self._note("drop", adapter)
@@ -174,7 +174,7 @@ async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_ye
     tmp_path: Path, adapter: AdapterRef
 ) -> None:
     cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
-    await cluster.service.know([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
+    await cluster.service.register([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
     await cluster.client.start(lambda progress: None)
     cluster.client.register_adapters([adapter])
     await until(lambda: cluster.client.copies() == {(adapter.digest, R0)}, "the client knows of the copy at R0 alone")
@@ -275,7 +275,7 @@ async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
         leaving = asyncio.create_task(cluster.client.remove_replica(R0, drain_s=3600.0))
         await until(lambda: cluster.client.size == 1, "the client has one replica")
         await give_up(cluster, R1, monkeypatch)
-        with pytest.raises(EngineError, match="replica-0 stays"):
+        with pytest.raises(EngineError, match="replica-0 is kept"):
             await leaving
         later = cluster.client.submit(greedy("later", prompt(8), 5))
         await until(lambda: len(engine.heard_of(Submit)) == 2, "the engine has got two requests")
@@ -320,10 +320,10 @@ async def test_requests_fail_when_the_last_replica_is_lost_and_none_can_start(
         cluster.hosts[R1].may_start.set()
         with pytest.raises(EngineError, match="no room"):
             await starting
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             async for _ in handle:
                 pass
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             cluster.client.submit(greedy("y", prompt(8), 5))
 
 

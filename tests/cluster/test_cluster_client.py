@@ -274,7 +274,7 @@ async def test_adapter_with_missing_files_fails_only_its_own_requests(
     handle, other = client.submit(greedy("e", prompt(8), 5, ref)), client.submit(greedy("base", prompt(8), 5))
     finished, _ = await finish(handle)
     assert finished.reason is FinishReason.ERROR
-    assert "cannot be had" in (finished.error or "")
+    assert "could not be loaded" in (finished.error or "")
     assert (await finish(other))[0].reason is FinishReason.LENGTH
     await client.drop_adapter(ref.digest)
 
@@ -286,7 +286,7 @@ async def test_without_the_orchestrator_requests_go_on_by_the_last_placement(
         client.register_adapters(adapters.values())
         await until(lambda: len(client.describe().shares) == 3, "three adapters have homes")
         homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
-        gone = client._placer._service  # no other way to take it from a running head
+        gone = client._placement._service  # no other way to take it from a running head
         assert isinstance(gone, Gone)
         gone.is_gone = True
         handles = [client.submit(request) for request in mixed(adapters)]

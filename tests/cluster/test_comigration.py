@@ -18,7 +18,7 @@ from lorikeet.cluster.migration.problem import (
     MovableRequest,
     ReplicaLoad,
     ReviewOutcome,
-    rebuild_s,
+    recompute_s,
 )
 from lorikeet.cluster.migration.review import CoMigration, selected
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
@@ -130,7 +130,7 @@ def test_a_move_holds_up_all_that_run_at_the_target() -> None:
     assert problem_of(requests("AAA"), running=5).cost_s.tolist() == [[10.0, 15.0]] * 3
     assert len(reviewed(requests("AAA"), running=5).moves) == 1
     assert reviewed(requests("AAA"), running=20).outcome is ReviewOutcome.NO_BETTER
-    assert len(reviewed(requests("AAA", carries_kv=True), running=20).moves) == 1, "KV is copied while they go on"
+    assert len(reviewed(requests("AAA", transfers_kv=True), running=20).moves) == 1, "KV is copied while they go on"
 
 
 def test_ex_8e_moved_request_prefills_its_tokens_and_resumes_at_token_31() -> None:
@@ -142,7 +142,7 @@ def test_ex_8e_moved_request_prefills_its_tokens_and_resumes_at_token_31() -> No
     (first, *_) = [step for plan in target.plans for step in plan.sequences]
     assert (first.start, first.tokens) == (0, 130)
     assert len(target.tokens[moved.request_id]) == 32
-    assert rebuild_s(130, lambda tokens: tokens * 1e-3, link_bytes_per_s=520e6) == pytest.approx(0.13 + 1e-6)
+    assert recompute_s(130, lambda tokens: tokens * 1e-3, link_bytes_per_s=520e6) == pytest.approx(0.13 + 1e-6)
 
 
 # --- When, and who -----------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_kv_is_taken_along_where_that_is_sooner() -> None:
     run(fleet, "a", ask("long", known_tokens=100), ask("short", known_tokens=10))
     times = MoveTimes(lambda tokens: max(1.0, tokens / 10), math.inf, 2.0, lambda: 100.0)
     observed = observe(fleet, sent(long=0.0, short=0.0), {}, times, now=1.0)
-    found = {each.request_id: (each.carries_kv, each.move_s) for each in observed.requests}
+    found = {each.request_id: (each.transfers_kv, each.move_s) for each in observed.requests}
     assert found == {"long": (True, 3.0), "short": (False, 1.0)}
 
 

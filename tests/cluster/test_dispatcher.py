@@ -272,7 +272,7 @@ def test_a_retired_adapter_goes_though_a_replica_comes_back_with_a_copy() -> Non
 
 
 def test_so_many_retired_adapters_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.cluster.controller.dispatcher.RETIRED_KNOWN", 2)
+    monkeypatch.setattr("lorikeet.cluster.controller.dispatcher.MAX_RETIRED", 2)
     dispatcher = dispatcher_of(S1)
     for name in ("A", "B", "C"):
         dispatcher.retire(digest(name))
@@ -283,7 +283,7 @@ def test_an_adapter_that_is_known_again_stays() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.retire(A)
-    dispatcher.know(A)
+    dispatcher.register(A)
     assert dispatcher.apply_outputs(S1, finished("r1"), 1.0) == Actions()
     assert dispatcher.pool.table.holders(A) == {S1}
 
@@ -312,9 +312,9 @@ def test_with_prefetch_nothing_is_fetched_to_a_replica_that_is_not_there() -> No
 def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
     dispatcher = dispatcher_of(S1)
     dispatcher.arrive(asked("r1", None), 0.0)
-    with pytest.raises(ValueError, match="r1 is here"):
+    with pytest.raises(ValueError, match="r1 is known already"):
         dispatcher.arrive(asked("r1", None), 0.0)
-    with pytest.raises(ValueError, match="S1 is there"):
+    with pytest.raises(ValueError, match="S1 has joined already"):
         dispatcher.join(ReplicaInfo(S1, epoch=1), 0.0)
 
 
@@ -430,7 +430,7 @@ class Cluster(RuleBasedStateMachine):
         if self.holds and not self.copies:
             assert pending == 0, "nobody waits for nothing"
         assert self.dispatcher.fleet.loads.requests.sum() + self.dispatcher.waiting == len(self.open)
-        assert self.dispatcher._asking == Counter(self.open.values())
+        assert self.dispatcher._requests_by_adapter == Counter(self.open.values())
 
 
 TestCluster = Cluster.TestCase

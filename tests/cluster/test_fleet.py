@@ -88,7 +88,7 @@ def test_leaving_replica_returns_its_requests_in_order() -> None:
 def test_a_replica_that_was_started_again_leaves_before_it_joins() -> None:
     fleet = fleet_of("a", "b")
     send(fleet, "a", ask("x"))
-    with pytest.raises(ValueError, match="has not left"):
+    with pytest.raises(ValueError, match="has joined already"):
         fleet.join(ReplicaInfo(A, epoch=1))
     assert fleet.leave(A) == ["x"]
     fleet.join(ReplicaInfo(A, epoch=1))

@@ -217,7 +217,7 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
             stack.push_async_callback(client.close)
             # Whether a review moves anything is up to the time that the solver gets, so only this shows for sure.
             watched.append(
-                [work.__self__ for work in client._beside if isinstance(work.__self__, CoMigrationController)]
+                [work.__self__ for work in client._background if isinstance(work.__self__, CoMigrationController)]
             )
     assert [len(each) for each in watched] == [0, 1]
 
@@ -241,7 +241,7 @@ async def test_move_costs_come_from_the_profile_which_comigration_needs() -> Non
     hosted, ranks = (costs("dlora", host_memory_bytes=2**30, tensor_parallel=ranks) for ranks in (1, 2))
     assert hosted is not None
     assert ranks is not None
-    assert not dlora.times.carries(1000)
-    assert not ranks.times.carries(1000)
-    assert hosted.times.carries(1000)
+    assert not dlora.times.transfers_kv(1000)
+    assert not ranks.times.transfers_kv(1000)
+    assert hosted.times.transfers_kv(1000)
     assert hosted.times.move_s(1000) == pytest.approx(1000 * 2**19 / 20e9 + hosted.times.prefill_s(1))

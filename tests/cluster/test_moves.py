@@ -157,6 +157,6 @@ async def test_speed_begins_as_a_guess_and_is_learned() -> None:
     speed = KvBandwidth()
     assert speed.bytes_per_s == pytest.approx(1e9)
     for _ in range(100):
-        speed.note(2**30, half_s=1.0)
+        speed.add(2**30, half_s=1.0)
     assert speed.bytes_per_s == pytest.approx(2**30 / 2, rel=0.01)
-    assert speed.travelled_bytes == 100 * 2**30
+    assert speed.transferred_bytes == 100 * 2**30

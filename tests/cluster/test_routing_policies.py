@@ -97,7 +97,7 @@ def test_round_robin_by_a_table_goes_round_the_replicas_of_each_adapter() -> Non
 
 
 def test_round_robin_remembers_the_turns_of_so_many_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_MOST_ADAPTERS", 2)
+    monkeypatch.setattr(plain, "_MAX_ADAPTERS", 2)
     router, fleet = RoundRobin(), fleet_of("a", "b")
     router.table = table(**{name: {"a": 0.5, "b": 0.5} for name in "xyz"})
     assert [routed(router, fleet, 1, name)[0] for name in "xyxzxy"] == ["a", "a", "b", "a", "a", "a"]
@@ -247,7 +247,7 @@ def test_kv_affinity_leaves_an_overloaded_replica() -> None:
 
 def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> None:
     draws = random.Random(1)
-    prefixes, sent = SentPrefixes(most_keys=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
+    prefixes, sent = SentPrefixes(max_prefixes=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
     for _ in range(300):
         prompt = keys(*(draws.randrange(2) for _ in range(draws.randrange(1, 12))))
         plain = Counter[tuple[ReplicaId, int]]()
@@ -261,7 +261,7 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
         home = ReplicaId(str(draws.randrange(5))), 0
         prefixes.add(prompt, home)
         sent.append((prompt, home))
-    bounded = SentPrefixes(most_keys=50)
+    bounded = SentPrefixes(max_prefixes=50)
     for known, home in sent:
         bounded.add(known, home)
         assert len(bounded) <= 50
@@ -269,7 +269,7 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
 
 
 def test_of_a_long_prompt_the_longest_prefixes_are_forgotten_first() -> None:
-    prefixes, prompt, home = SentPrefixes(most_keys=10), keys(*range(30)), (ReplicaId("a"), 0)
+    prefixes, prompt, home = SentPrefixes(max_prefixes=10), keys(*range(30)), (ReplicaId("a"), 0)
     prefixes.add(prompt, home)
     assert prefixes.match(prompt) == {home: 10}
 

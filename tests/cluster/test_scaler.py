@@ -70,10 +70,10 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
     client = local_client(
         settings, tmp_path / "pool", service, FirstFit(), lambda replica: hosts.get(replica) or LocalHost()
     )
-    client.beside(Autoscaler(client, service, ScalingPolicy(1, 3), drain_s=60.0).run)
+    client.add_background_task(Autoscaler(client, service, ScalingPolicy(1, 3), drain_s=60.0).run)
     url = sqlite_url(tmp_path / "later" / "registry.sqlite3")
     written, registry = ClusterRegistry(url, "head"), ClusterRegistry(url, "head")
-    client.beside(RegistryWriter(client, written, pause_s=0.01).run)
+    client.add_background_task(RegistryWriter(client, written, pause_s=0.01).run)
     async with started(client):
         await client.period()
         assert client.wanted is None, "nobody knows the load"

@@ -25,5 +25,5 @@ def test_it_keeps_within_its_limits() -> None:
     scaling = ScalingPolicy(2, 3)
     assert scaling.wanted(100.0, 2) == 3
     assert [scaling.wanted(0.0, 3) for _ in range(3)] == [3, 3, 2]
-    with pytest.raises(ValueError, match="From 3 to 2"):
+    with pytest.raises(ValueError, match="from 3 to 2"):
         ScalingPolicy(3, 2)

@@ -159,7 +159,7 @@ def test_tokens_are_a_function_of_seed_and_position() -> None:
 
 def test_a_profile_without_loads_is_named_when_one_is_needed() -> None:
     profile = round_profile(transfers=type(round_profile().transfers)())
-    with pytest.raises(ProfileError, match=r"profile round knows no transfers\.source_to_device"):
+    with pytest.raises(ProfileError, match=r"profile round has no transfers\.source_to_device"):
         run([request("a", 1, 1, adapter=adapter("x", 1))], profile)
 
 

@@ -133,7 +133,7 @@ def test_whole_models_are_switched_over_the_link() -> None:
 
 
 def test_a_profile_that_knows_no_switch_is_named() -> None:
-    with pytest.raises(ProfileError, match="profile round knows no switching"):
+    with pytest.raises(ProfileError, match="profile round has no switching"):
         merging(switching=None).decode(X)
 
 
@@ -243,5 +243,5 @@ def test_the_planner_knows_the_same_figures() -> None:
 
 def test_an_assisted_plan_needs_host_cores() -> None:
     hand = Hand(round_profile())
-    with pytest.raises(ProfileError, match="profile round knows no host_lora"):
+    with pytest.raises(ProfileError, match="profile round has no host_lora"):
         hand.prefill(X, 5, hand.fetch(1, X, 1, ((0, 1),)))

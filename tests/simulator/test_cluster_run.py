@@ -98,7 +98,7 @@ class Told(RunObserver):
     def __init__(self) -> None:
         self.answers: dict[RequestId, list[int]] = {}
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
         self.answers[request.request_id] = list(token_ids)
 
 
@@ -385,7 +385,7 @@ def test_a_run_that_cannot_go_on_is_an_error() -> None:
         def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
             return None
 
-    with pytest.raises(ExecutorError, match="nothing is under way"):
+    with pytest.raises(ExecutorError, match="nothing is in flight"):
         simulated([asks(0.0)], 2, router=Nowhere())
 
 

@@ -1,4 +1,4 @@
-"""Lorikeet's engine as one side of a comparison."""
+"""Lorikeet's engine as a backend of the offline benchmark."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lorikeet.engine.driver import rest
 
 
 class LorikeetBackend:
-    """The engine in this process, as the server runs it."""
+    """The engine in this process, built as for the server."""
 
     name = "lorikeet"
 
@@ -28,7 +28,7 @@ class LorikeetBackend:
         self.versions = {name: version(name) for name in ("lorikeet", "torch")}
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily."""
+        """Run one batch with greedy sampling."""
         start_s = self._clock.now()
         tokens: dict[RequestId, list[int]] = {}
         sampling = SamplingParams(max_tokens=work.output_tokens, temperature=0.0)
@@ -55,5 +55,5 @@ class LorikeetBackend:
         return OfflineResult(end_s - start_s, list(tokens.values()), decode_tok_s)
 
     def close(self) -> None:
-        """Release the engine."""
+        """Close the engine."""
         self._engine.close()

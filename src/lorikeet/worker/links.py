@@ -196,7 +196,7 @@ class _Lanes:
 
     def begin(self, transfer: Transfer, course: TransferPath, now: float) -> None:
         """Let the parts of a transfer go their first leg."""
-        way, number = course.legs[0].way, transfer.transfer_id
+        way, number = course.legs[0].direction, transfer.transfer_id
         parts: list[tuple[TransferLeg, ...]] = [(TransferLeg(way, seconds),) for seconds in course.groups_s]
         parts = parts or [course.legs] * course.parts
         self._parts[number] = len(parts)
@@ -221,7 +221,7 @@ class _Lanes:
         assert lane is not None
         end_s, job = lane.end_s, lane.end()
         if len(job.legs) > 1:
-            self._lanes[job.legs[1].way].add(job._replace(legs=job.legs[1:]), end_s)
+            self._lanes[job.legs[1].direction].add(job._replace(legs=job.legs[1:]), end_s)
             return None
         if job.transfer_id in self._group_ends_s:
             self._group_ends_s[job.transfer_id] += (end_s,)

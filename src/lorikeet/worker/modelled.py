@@ -325,7 +325,7 @@ def build_modelled_executor(
     """
     transfers = transfer_model(settings.engine, profile)
     times = ModelledTimes(transfers, preset, loop_each_step=coalesced)
-    link = ModelledTransferLink(transfers.course)
+    link = ModelledTransferLink(transfers.path)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
     return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, preset))
 
@@ -360,7 +360,7 @@ def build_paced_executor(
         )
     transfers = transfer_model(settings.engine, profile)
     times = ModelledTimes(transfers, preset, loop_each_step=False)
-    link = ModelledTransferLink(transfers.course, on_transfer_done)
+    link = ModelledTransferLink(transfers.path, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
     return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, preset))
 
