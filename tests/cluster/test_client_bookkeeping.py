@@ -191,7 +191,7 @@ async def test_an_answer_that_a_stop_string_ends_counts_and_one_that_nobody_want
 
 async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a replica's engine where none can be started again."""
-    monkeypatch.setattr("lorikeet.client.supervisor.FAILED_STARTS", 1)
+    monkeypatch.setattr("lorikeet.client.supervisor.MAX_FAILED_STARTS", 1)
     host = cluster.hosts[replica]
     host.error = OSError("no room")
     host.engines[-1].kill()

@@ -53,7 +53,7 @@ class RetiringAdapters:
 
     def cancel(self, digest: AdapterDigest) -> None:
         """A version is wanted again: whoever waits for its end hears of what has been freed so far."""
-        self._drops.ended(digest, self._freed_bytes.pop(digest, 0))
+        self._drops.end(digest, self._freed_bytes.pop(digest, 0))
 
     def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
         """Tell those who wait for versions that are gone by now; return these versions."""
@@ -345,7 +345,7 @@ class AdapterFiles:
             for replica_id in holders:
                 placed[replica_id].append(self.carrier.placed(ref.digest, replica_id))
         for replica_id, at_one in placed.items():
-            self._replicas[replica_id].supervisor.know(at_one)
+            self._replicas[replica_id].supervisor.register_adapters(at_one)
 
     def accept(self, ref: AdapterRef) -> None:
         """A request is there for an adapter, perhaps before anybody has made it known, and after its drop has begun."""
@@ -415,7 +415,7 @@ class AdapterFiles:
         done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
         replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
         if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
-            replica.supervisor.know([self.carrier.placed(copy.adapter, replica_id)])
+            replica.supervisor.register_adapters([self.carrier.placed(copy.adapter, replica_id)])
         self._do(done, "")
 
     def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:

@@ -89,7 +89,7 @@ class ReplicaJoiner:
         held = await carrier.find(supervisor.replica)
         if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
             return
-        supervisor.know(carrier.placed_at(supervisor.replica))
+        supervisor.register_adapters(carrier.placed_at(supervisor.replica))
         replica.is_joined = True
         self._do(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
 
@@ -352,7 +352,7 @@ class ClusterClient:
     def _leave(self, replica: LiveReplica, *, died: bool = False, code: int | None = None) -> None:
         """Let a replica's requests go on elsewhere; in its death they had a part, perhaps."""
         for digest in replica.drops:
-            replica.drops.ended(digest, 0)
+            replica.drops.end(digest, 0)
         if not replica.is_joined:
             return
         replica.is_joined = False
@@ -361,7 +361,7 @@ class ClusterClient:
         for handle in [self._streams[request_id] for request_id in homeless if request_id in self._streams]:
             was_there, handle.replica = handle.replica is not None, None
             self._moves.forget(handle.request.request_id)
-            if not (died and was_there) or self._streams.died(handle, code):
+            if not (died and was_there) or self._streams.count_death(handle, code):
                 todo.append(self._arrive(handle))
         for actions in todo:  # not before: an adapter that is being dropped seems unused while its requests are nowhere
             self._do(actions)
@@ -374,8 +374,8 @@ class ClusterClient:
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
             return  # it was removed, or all are, and says its last words
-        outputs = self._streams.current(replica_id, outputs)
-        for handle, finished in self._streams.take(outputs):
+        outputs = self._streams.without_stale(replica_id, outputs)
+        for handle, finished in self._streams.apply(outputs):
             self._moves.forget(handle.request.request_id)
             if finished.reason in _COMPLETE:
                 self._placer.answered(handle.request.digest, len(handle.token_ids))
@@ -397,20 +397,19 @@ class ClusterClient:
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Let its requests go on elsewhere, or wait if there is nowhere."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
-            log.warning("a replica died", replica=supervisor.replica, code=code)
             self._leave(replica, died=True, code=code)
 
-    def on_restart(self, supervisor: EngineSupervisor) -> None:
-        """Send it requests again."""
+    def on_restart(self, supervisor: EngineSupervisor) -> int:
+        """Route requests to the replica again; its former requests have gone on at other replicas or wait for one."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
+        return 0
 
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """Go on without it; if it was the last, nobody will answer any more."""
         replica = self._replicas.pop(supervisor.replica, None)
         if replica is None:
             return
-        log.error("a replica is given up", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
         self._files.lost(supervisor.replica)
         self._tasks.run(supervisor.close())  # from a task of its own: the supervisor waits for whoever tells this

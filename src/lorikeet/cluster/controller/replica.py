@@ -40,12 +40,12 @@ class LiveReplica:
     def on_adapter_event(self, event: AdapterEvent) -> None:
         """Note the end of a drop."""
         if isinstance(event, AdapterEvicted) and event.dropped:
-            self.drops.ended(event.digest, event.freed_bytes)
+            self.drops.end(event.digest, event.freed_bytes)
 
     async def drop(self, adapter: AdapterDigest) -> int:
         """Have its engine forget an adapter that no request uses there; return the bytes freed."""
         if not self.supervisor.alive:
             return 0
         freed = self.drops.begin(adapter)
-        self.supervisor.drop(adapter)
+        self.supervisor.drop_adapter(adapter)
         return await freed
