@@ -125,7 +125,7 @@ def test_a_damaged_record_is_named_by_its_place(tmp_path: Path) -> None:
     content = (tmp_path / "run").read_bytes()
     at = content.index(b"Planned")
     (tmp_path / "run").write_bytes(content[:at] + b"Plunned" + content[at + 7 :])
-    with pytest.raises(RecordingError, match="no record at byte"):
+    with pytest.raises(RecordingError, match="invalid record at byte"):
         records(tmp_path / "run")
 
 

@@ -10,7 +10,7 @@ from lorikeet.core.events import Finished
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 from tests.support.profiles import GEOMETRY
 from tests.support.scripted_executor import ScriptedExecutor
 
@@ -81,7 +81,7 @@ class RecordedEngine:
         outputs = self.engine.step()
         self.finished |= {event.request_id: event for event in outputs.events if isinstance(event, Finished)}
         if not self.engine.is_busy and self.engine.has_transfers:
-            rest(self.engine, self.clock, math.inf)
+            wait_for_work(self.engine, self.clock, math.inf)
 
     def run(self) -> None:
         """Step until all has ended, and close the recording."""

@@ -141,7 +141,7 @@ class EngineSupervisor:
         return self.host.address
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine. Without a running engine it is dropped; ``on_restart`` sends what is needed."""
+        """Queue a message to the engine. Without a running engine it is dropped, and ``on_restart`` resends state."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -196,9 +196,8 @@ class EngineSupervisor:
             if self._closing:
                 return
             died_s, code = time.monotonic(), connection.process.returncode
-            _log.warning(
-                "engine died", replica=self.replica, exit=describe_exit(code), uptime_s=round(died_s - self._started_s, 1)
-            )
+            uptime_s = round(died_s - self._started_s, 1)
+            _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
             self._listener.on_exit(self, code)
             restarted = await self._restart()
             if restarted is None:

@@ -305,7 +305,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     assist: AssistCounters | None = None
 
 
-class Exported(msgspec.Struct, frozen=True):
+class ExportedKv(msgspec.Struct, frozen=True):
     """A request that was let go is gone, and this is the KV of its first blocks, as far as it could be had.
 
     Attributes:
@@ -328,7 +328,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     events: tuple[RequestEvent, ...]
     adapter_events: tuple[AdapterEvent, ...]
     stats: EngineStats | None = None
-    exported_kv: tuple[Exported, ...] = ()
+    exported_kv: tuple[ExportedKv, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

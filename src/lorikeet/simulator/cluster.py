@@ -45,7 +45,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import DropAdapter, Exported, ImportKv, RegisterAdapters, StepOutputs, Submit
+from lorikeet.core.messages import DropAdapter, ExportedKv, ImportKv, RegisterAdapters, StepOutputs, Submit
 from lorikeet.core.process_tuning import rare_gc
 from lorikeet.core.request import Request, Slo
 from lorikeet.costs.profile import Constant, CostProfile, Link
@@ -192,7 +192,7 @@ class ClusterRun:
         self._sent_s: dict[RequestId, float] = {}
         self._moved_s: dict[RequestId, float] = {}
         self._targets: dict[RequestId, ReplicaId] = {}
-        self._brought: dict[RequestId, Exported] = {}
+        self._brought: dict[RequestId, ExportedKv] = {}
         self._seen_arrivals: list[tuple[AdapterDigest, int]] = []
         self._seen_answers: list[tuple[AdapterDigest, int]] = []
         self._tally = ClusterTally(list(self._replicas), {ref.digest: ref.weight_bytes for ref in adapters}, now)
@@ -392,14 +392,14 @@ class ClusterRun:
         else:
             self._targets[request_id] = target
 
-    def _departed(self, replica: SimulatedReplica, exported_kv: Exported, now: float) -> None:
+    def _departed(self, replica: SimulatedReplica, exported_kv: ExportedKv, now: float) -> None:
         """The KV of a request that was let go is in its host's memory, and goes on to another's."""
         size_bytes = len(exported_kv.keys) * replica.sizes.block_bytes
         self._copies += 1
         end_s = self._copy_times.carried_s(replica.id, size_bytes, now)
         self._agenda.add(end_s, EventKind.COPIED, partial(self._carried, exported_kv))
 
-    def _carried(self, exported_kv: Exported, now: float) -> None:
+    def _carried(self, exported_kv: ExportedKv, now: float) -> None:
         self._copies -= 1
         self._brought[exported_kv.request_id] = exported_kv
         self._go_on(exported_kv.request_id, self._targets.pop(exported_kv.request_id), now)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.core.ids import ReplicaId, RequestId
-from lorikeet.core.messages import Abort, Exported, ExportRequest, ImportKv, Submit
+from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv, Submit
 from lorikeet.core.request import Request
 
 _GUESS_BYTES, _GUESS_BYTES_PER_S = 64 * 2**20, 1e9
@@ -72,7 +72,7 @@ class RequestMoves:
         self._hand_on = hand_on
         self._speed = speed
         self._under_way: dict[RequestId, _UnderWay] = {}
-        self._parcels: dict[RequestId, Exported] = {}
+        self._parcels: dict[RequestId, ExportedKv] = {}
 
     @property
     def under_way(self) -> Set[RequestId]:
@@ -96,7 +96,7 @@ class RequestMoves:
             self._go_on(handle, target)
         return True
 
-    def exported_kv(self, exported_kv: Exported) -> None:
+    def exported_kv(self, exported_kv: ExportedKv) -> None:
         """A replica has let a request go."""
         under_way = self._under_way.pop(exported_kv.request_id, None)
         if under_way is None:
