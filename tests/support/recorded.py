@@ -68,7 +68,7 @@ class RecordedEngine:
             sick=sick,
         )
         sizes = EngineSizes(
-            GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none", overlaps=overlaps
+            GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none", async_scheduling=overlaps
         )
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
         self.engine, _, self.notes = assemble(settings, executor, sizes, self.clock)

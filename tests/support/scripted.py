@@ -10,7 +10,7 @@ from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import ExportedKv
-from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, Transfer
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import wait_for_work
@@ -97,9 +97,9 @@ class Bench:
         self.adapter_events: list[AdapterEvent] = []
         self.exported_kv: dict[RequestId, ExportedKv] = {}
 
-    def order(self, ref: AdapterRef, tokens: int) -> Order:
+    def order(self, ref: AdapterRef, tokens: int) -> LoadOrder:
         """In which order an adapter arrives whose prefill is assisted: its first block last."""
-        return Order(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else AS_THEY_LIE
+        return LoadOrder(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else PACKING_ORDER
 
     def step(self) -> None:
         """One turn, with the accounts checked after it."""

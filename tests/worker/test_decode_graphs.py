@@ -252,11 +252,11 @@ def test_an_overlapped_plan_returns_after_each_step_while_the_next_runs(models: 
             driver.add(name, random_tokens(3 + i % 2, seed=i % 2), temperature=1.0, seed=5)
         driver.step({"a": 3, "b": 4, "unhurried a": 3, "unhurried b": 4})
         both = {"a": 1, "b": 1}
-        for goes_on, repeat in ((False, 4), (True, 3), (True, 2)):
-            result = driver.step(both, repeat, overlapped=True, goes_on=goes_on)
+        for continues, repeat in ((False, 4), (True, 3), (True, 2)):
+            result = driver.step(both, repeat, overlapped=True, continues=continues)
             assert (result.steps_run, result.next_runs) == (1, True)
             assert device.replays == device.replayed + 1
-        result = driver.step({"b": 1}, overlapped=True, goes_on=True)
+        result = driver.step({"b": 1}, overlapped=True, continues=True)
         assert (result.steps_run, result.next_runs) == (1, False)
         assert device.replays == device.replayed == 4
         driver.decode(["unhurried a", "unhurried b"], 4)
@@ -273,7 +273,7 @@ def test_a_step_that_ran_already_counts_from_the_end_of_the_last(
         driver.add("a", random_tokens(3, seed=1))
         driver.step({"a": 3})
         monkeypatch.setattr(torch_executor, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-        took_s = [driver.step({"a": 1}, 3 - i, overlapped=True, goes_on=i > 0).duration_s for i in range(3)]
+        took_s = [driver.step({"a": 1}, 3 - i, overlapped=True, continues=i > 0).duration_s for i in range(3)]
         assert sum(took_s) == next(ticks) - 1
 
 

@@ -118,7 +118,7 @@ def test_a_device_that_overlaps_has_time_for_the_loop_between_plans_and_takes_in
         requests = [request("a", 1, 14), request("b", 1, 1, arrival_s=0.030)]
         said = run(requests, given, coalesced=False, num_scheduler_steps=6, multi_step_limit_s=1.0)
         first_s[overlapped] = said.at(FirstToken, "b")
-        steps[overlapped] = [(plan.repeat, plan.goes_on) for plan in said.plans if plan.sequences]
+        steps[overlapped] = [(plan.repeat, plan.continues) for plan in said.plans if plan.sequences]
     assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
     alone, with_b = [(1, False), (13, False), (12, True), (1, True)], [(1, False)]
     after = [(9, False), *((left, True) for left in range(8, 0, -1))]

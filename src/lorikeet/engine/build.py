@@ -13,7 +13,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, StepResult
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
 from lorikeet.memory.known_adapters import AdapterSize
@@ -102,22 +102,22 @@ def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> 
     """
     costs = sizes.assist
     if costs is None or preset.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
-        return lambda ref, tokens: AS_THEY_LIE
+        return lambda ref, tokens: PACKING_ORDER
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_size)
     is_wanted = costs.pays if preset.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
 
     @lru_cache(_CACHE_SIZE)
-    def planned(ranks: _Ranks, tokens: int) -> Order:
+    def planned(ranks: _Ranks, tokens: int) -> LoadOrder:
         ref = AdapterRef(AdapterName(""), AdapterDigest(""), "", dict(ranks), 0)
         groups = costs.layer_groups(ref, tokens)
         runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
-        return Order(runs, groups[-1] if costs.is_static else (0, 0))
+        return LoadOrder(runs, groups[-1] if costs.is_static else (0, 0))
 
-    def order(ref: AdapterRef, tokens: int) -> Order:
+    def order(ref: AdapterRef, tokens: int) -> LoadOrder:
         tokens = min(tokens, max_num_batched_tokens)
         if not is_wanted(ref, tokens):
-            return AS_THEY_LIE
+            return PACKING_ORDER
         return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
 
     return order

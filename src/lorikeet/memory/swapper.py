@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from itertools import islice
 
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy, is_prefetchable
 from lorikeet.memory.rules import MemoryRules
@@ -117,7 +117,7 @@ class Swapper:
             self._fill(0, now)
             self._expected_s = min(self._expected_s, self._prefetch.due_s(now))
 
-    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> InflightTransfer:
+    def load(self, node: int, now: float, *, demand: bool, order: LoadOrder = PACKING_ORDER) -> InflightTransfer:
         """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made.
 
         It is read through the host tier, and stays there, too, as far as there is room: on ``demand`` that is made.

@@ -237,9 +237,9 @@ class ModelledTimes:
         work = step_work(self._work(plan), plan.kernel_form)
         step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
         if plan.overlapped:
-            goes_on = plan.repeat > 1
-            step_s = max(step_s, loop_s) if plan.goes_on else step_s
-            return Times(1, switch_s + step_s, 0.0 if goes_on else loop_s, switch_s, goes_on)
+            next_runs = plan.repeat > 1
+            step_s = max(step_s, loop_s) if plan.continues else step_s
+            return Times(1, switch_s + step_s, 0.0 if next_runs else loop_s, switch_s, next_runs)
         between_s = loop_s if self._loop_each_step else 0.0
         ran, seconds = 1, switch_s + step_s
         while ran < plan.repeat and seconds + ran * between_s < limit_s:

@@ -229,7 +229,7 @@ class TorchExecutor:
         Raises:
             ExecutorError: the plan cannot be run, or a rank has died.
         """
-        started_s = self._returned_s if plan.goes_on else time.monotonic()
+        started_s = self._returned_s if plan.continues else time.monotonic()
         self._peers.check()
         try:
             self._peers.send(plan)
@@ -331,7 +331,7 @@ class TorchExecutor:
 
     def _take_up(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
         """Return the steps of a plan, and how many of them have been launched."""
-        if plan.goes_on:
+        if plan.continues:
             assert self._under_way is not None, "no step is under way"
             self._under_way.keep(sequences)
             return self._under_way, 1
