@@ -40,7 +40,7 @@ class Rig:
         """Run a plan that takes a second, so long after the last."""
         self.now_s += after_s
         self.team.resize()
-        with self.team.at_work(plan):
+        with self.team.pinned(plan):
             kept = self.kernels.are_kept
             self.now_s += 1.0
         assert not self.kernels.are_kept

@@ -138,7 +138,7 @@ class Bench:
     def copied(self, transfer_id: int) -> int:
         """How many blocks of a transfer under way are where they should be."""
         with self.transfers._lock:
-            return self.transfers._underway[transfer_id].copied
+            return self.transfers._inflight[transfer_id].copied
 
     def wait(self, transfer_id: int) -> TransferDone:
         with self._changed:
@@ -267,7 +267,7 @@ def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapt
         assert bench.wait(bench.start_load(adapters["large"])).error is None
         assert_holds(bench, adapters["large"])
         done = bench.wait(bench.start(Tier.DEVICE, Tier.HOST, (BlockId(0),), bench.device_blocks(1)))
-        assert done.error == "there is no host block 0, only 0 blocks"
+        assert done.error == "there is no host block 0: the arena has 0 blocks"
 
 
 @pytest.mark.parametrize("through_host", [False, True])
@@ -368,7 +368,7 @@ def test_whoever_starts_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.Mo
             return super().values()
 
     with moving() as bench:
-        bench.transfers._underway = Watched()
+        bench.transfers._inflight = Watched()
         for transfer_id in [bench.start_copy(target, 2) for target in (Tier.DEVICE, Tier.HOST) for _ in range(5)]:
             bench.wait(transfer_id)
     assert asked
