@@ -366,9 +366,9 @@ def test_tokens_that_are_read_too_early_would_be_seen(models: Models, monkeypatc
 
     def take(self: DecodeGraphs) -> list[int]:
         """Return what is there by now."""
-        at = (self._launched - len(self._begun)) % len(self._told)
-        self._begun.popleft()
-        found: list[int] = self._told[at, : self._rows].tolist()
+        at = (self._launched - len(self._inflight)) % len(self._received)
+        self._inflight.popleft()
+        found: list[int] = self._received[at, : self._rows].tolist()
         return found
 
     monkeypatch.setattr(DecodeGraphs, "take", take)

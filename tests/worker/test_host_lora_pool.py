@@ -345,7 +345,7 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
     pool, exchange = behind
     pool.begin(list(store.adapters.values()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "mark", FailedMark)
+        patch.setattr(exchange, "record_event", FailedMark)
         pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
     with pytest.raises(RuntimeError, match="the device has failed"):
         pool.end()
@@ -359,7 +359,7 @@ def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
         patch.setattr(device, "register", refuse)
         with pytest.raises(ExecutorError, match="the memory of host workers: no"):
             make(sizes_for(store))
-    assert processes[0].is_gone.wait(60.0)
+    assert processes[0].has_ended.wait(60.0)
     exchange.end()
 
 

@@ -456,7 +456,7 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     before = bench.transfers.loader.process_id
     bench.signal_loader(signal.SIGKILL)
     for transfer_id in read:
-        assert bench.wait(transfer_id).error == "the loader process was ended by SIGKILL"
+        assert bench.wait(transfer_id).error == "the loader process was killed by SIGKILL"
     assert bench.wait(waiting).error is None
     assert bench.wait(bench.start_load(adapters["large"])).error is None
     assert_holds(bench, adapters["large"])
@@ -473,13 +473,13 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
 ) -> None:
     """As one that reads from a file system that is gone."""
     with monkeypatch.context() as impatient:
-        impatient.setattr(helper_process, "SILENCE_S", 2.0)
+        impatient.setattr(helper_process, "REPLY_TIMEOUT_S", 2.0)
         # Its listener waits by the old patience until it hears something.
         assert bench.wait(bench.start_read(adapters["small"])).error is None
         bench.signal_loader(signal.SIGSTOP)
         stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
-        assert bench.wait(stuck).error == "the loader process was ended by SIGKILL"
-    assert "the loader process has said nothing that it owes for 2 s" in caplog.text
+        assert bench.wait(stuck).error == "the loader process was killed by SIGKILL"
+    assert "the loader process has not replied for 2 s" in caplog.text
     assert bench.wait(waiting).error is None
     assert_holds(bench, adapters["large"])
 
@@ -493,7 +493,7 @@ def test_who_has_no_room_or_has_just_spoken_owes_nothing(bench: Bench, filled: i
     process = loader._running
     assert process is not None
     loader._reading[7] = _Reading(process, 0, 4, filled, since_s)
-    assert loader._owes(process, 2.0) is owes
+    assert loader._is_reply_overdue(process, 2.0) is owes
     del loader._reading[7]
 
 
@@ -501,8 +501,8 @@ def test_who_has_no_room_or_has_just_spoken_owes_nothing(bench: Bench, filled: i
 def test_loaders_that_end_again_and_again_are_given_a_rest(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, rest_s: float
 ) -> None:
-    monkeypatch.setattr(helper_process, "STARTS_IN_A_ROW", 2)
-    monkeypatch.setattr(helper_process, "REST_S", rest_s)
+    monkeypatch.setattr(helper_process, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(helper_process, "RESTART_DELAY_S", rest_s)
     with moving() as bench:
         for _ in range(2):
             bench.transfers.loader.wait_until_ready()
@@ -512,7 +512,7 @@ def test_loaders_that_end_again_and_again_are_given_a_rest(
             assert "SIGKILL" in (bench.wait(failing).error or "")
         next_one = bench.wait(bench.start_load(adapters["small"]))
         if rest_s:
-            assert next_one.error == "the loader process was ended by SIGKILL, 2 times in a row"
+            assert next_one.error == "the loader process was killed by SIGKILL, 2 times in a row"
             with pytest.raises(ExecutorError, match="2 times in a row"):
                 bench.transfers.loader.wait_until_ready()
         else:

@@ -21,7 +21,7 @@ from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Planned, PlanRan, Received, Record, Recording, RequestExported, Transferred
 from lorikeet.memory.blocks import BlockError
 from lorikeet.presets import Preset
-from lorikeet.worker.modelled import GroupEnds, ModelledExecutor, ModelledTimes, Times
+from lorikeet.worker.modelled import GroupEnds, ModelledExecutor, ModelledTimes, PlanDuration
 
 
 class Difference(NamedTuple):
@@ -188,7 +188,7 @@ class RecordedTimes:
 
     # --- PlanTimes -----------------------------------------------------------------------------------
 
-    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
         """Return the recorded steps and seconds; the plan must be the recorded one."""
         self._plan = plan
         if plan != self._turn.planned.plan:
@@ -202,7 +202,7 @@ class RecordedTimes:
         }
         # Added in this order, the times bring the clock to exactly the recorded time.
         after_s = self._turn.ran.at_s - (self._turn.planned.at_s + result.duration_s)
-        return Times(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
+        return PlanDuration(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
 
     # --- TransferLink --------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ def compare_times(
     return pairs
 
 
-def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> Times:
+def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> PlanDuration:
     """Return the modelled times of a plan for as many steps as ran; zero steps if it had assisted prefills.
 
     Raises:
@@ -294,7 +294,7 @@ def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) ->
     """
     if plan.assisted:
         times.note(plan)
-        return Times(0, 0.0, 0.0)
+        return PlanDuration(0, 0.0, 0.0)
     return times.steps_s(msgspec.structs.replace(plan, repeat=result.steps_run), math.inf, lambda _: ())
 
 

@@ -117,7 +117,7 @@ class Rank:
         Raises:
             RuntimeError: the device has failed.
         """
-        self._transfers.device.steps.mark().wait()
+        self._transfers.device.steps.record_event().wait()
 
     def decode_rows(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
         """Return the sequences of a step in which all decode, and their adapters, which must all be loaded.

@@ -112,7 +112,7 @@ class GraphRunner:
         self._plan = plan
         self._sequences = sequences
         self._kept_rows: Sequence[int] = range(len(sequences))
-        self._runs_ahead = sampler.needs_nothing_more(sequences)
+        self._runs_ahead = sampler.needs_only_choose(sequences)
         self._ran = 0
         self.lead = 1 if self._runs_ahead else 0
 

@@ -213,7 +213,7 @@ def measure_device(
         for layers in list(decoders) * _DEVICE_REPEATS:
             start_s = time.monotonic()
             decoders[layers].forward(batch, kv[:layers], logits=False)
-            steps.mark().wait()
+            steps.record_event().wait()
             best_s[layers] = min(best_s[layers], time.monotonic() - start_s)
         layer_s = best_s[1]
         if most_layers > 1:

@@ -236,7 +236,7 @@ class HostPool:
         self._collect_all()
         self.ring.ended = self._steps
         for number in self._at_work:
-            self._helpers[number].worked()
+            self._helpers[number].note_success()
 
     def deal(self, parts: Sequence[HostRows]) -> RowAssignment:
         """Deal rows out to the workers that are at work; it holds for the step."""
@@ -336,8 +336,10 @@ class HostPool:
             for _ in range(LOOKS):
                 if self.ring.has_y(ticket, number):
                     return True
-            is_gone = worker.is_gone.is_set() and not self.ring.has_y(ticket, number)  # its last act may have been y
-            if is_gone or time.monotonic() >= gives_up_at_s or self.ring.has_error(ticket, number):
+            has_ended = worker.has_ended.is_set() and not self.ring.has_y(
+                ticket, number
+            )  # its last act may have been y
+            if has_ended or time.monotonic() >= gives_up_at_s or self.ring.has_error(ticket, number):
                 worker.end()
                 del self._at_work[number]
                 return False
@@ -415,7 +417,7 @@ class DevicePool(HostPool):
             self._stream.copy(x[part.start : part.stop], slot[row : row + rows])
             row += rows
         self._exchange.signal(torch.from_numpy(self.ring.x_word(ticket)), ticket)
-        self._open.append(_Given(ticket, layer, deal, self._stream.mark(), at_ns))
+        self._open.append(_Given(ticket, layer, deal, self._stream.record_event(), at_ns))
 
     def add_to(self, qkv: Tensor) -> None:
         """Let the stream wait for what was submitted, and add it to its rows of ``qkv [T, out]``."""
@@ -432,7 +434,7 @@ class DevicePool(HostPool):
             RuntimeError: the device has failed.
         """
         self._collect_all()
-        self._stream.mark().wait()
+        self._stream.record_event().wait()
         if self._last is not None:
             self._note_times(self._last.ticket, self._last.deal, self._last.at_ns, 0, time.monotonic_ns())
             self._last = None

@@ -85,7 +85,7 @@ def open_pool(
     Raises:
         ExecutorError: a worker did not start.
     """
-    exchange = transfers.device.exchange()
+    exchange = transfers.device.signals()
     # The base model takes its threads' cores; on a device it takes that of the thread which launches it.
     threads = requested_threads(settings.threads) * settings.tensor_parallel if exchange is None else 1
     own = worker_cores(len(processes), threads, cores)

@@ -39,7 +39,7 @@ class _Begun(NamedTuple, Generic[Job]):
     group: CopyGroup[Job]
     due_s: float
     """When the declared link is done with it; 0 without a declared link."""
-    mark: StreamEvent | None
+    event: StreamEvent | None
     """The event after its copies; None if the device has failed."""
     error: str | None
 
@@ -140,24 +140,24 @@ class Copier(Generic[Job]):
     def _begin(self, group: CopyGroup[Job], link_free_s: float) -> _Begun[Job]:
         self._counts.note(TransferWork.COPY, group.copy.blocks)
         due_s = link_free_s + group.copy.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
-        mark, error = None, None
+        event, error = None, None
         try:
-            self._stream.follow(group.after)
+            self._stream.wait_event(group.after)
             self._stream.copy_blocks(group.copy, due_s)
         except RuntimeError as failure:  # fails this transfer only
             error = str(failure)
         try:
-            mark = self._stream.mark()  # after an error too: some copies may have begun
+            event = self._stream.record_event()  # after an error too: some copies may have begun
         except RuntimeError as failure:
             error = error or str(failure)
-        return _Begun(group, due_s, mark, error)
+        return _Begun(group, due_s, event, error)
 
     def _end(self, begun: _Begun[Job]) -> None:
         """Wait for a group and report it."""
-        group, due_s, mark, error = begun
+        group, due_s, event, error = begun
         try:
-            if mark is not None:
-                mark.wait()
+            if event is not None:
+                event.wait()
         except RuntimeError as failure:
             error = str(failure)
         if due_s:

@@ -92,7 +92,7 @@ class Loader(Helper):
             LoaderError: there is no process, and it is too early to start another.
         """
         with self._changed:
-            running = self._wake()
+            running = self._ensure_started()
             if running is None:
                 raise LoaderError(self._reason)
             self._reading[read.transfer_id] = _Reading(running, read.reader, read.free_blocks, 0, time.monotonic())
@@ -107,7 +107,7 @@ class Loader(Helper):
             if self._running is not None:
                 self._running.send(BlocksFreed(reader, blocks))
 
-    def _heard(self, content: bytes) -> None:
+    def _on_message(self, content: bytes) -> None:
         match FROM_LOADER.decode(content):
             case BlocksFilled() as filled:
                 with self._changed:
@@ -117,17 +117,17 @@ class Loader(Helper):
             case ReadEnded() as ended:
                 with self._changed:
                     del self._reading[ended.transfer_id]
-                self.worked()
+                self.note_success()
                 self._on_ended(ended)
 
-    def _owes(self, process: HelperProcess, since_s: float) -> bool:
+    def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
         with self._changed:
             return any(
                 reading.process is process and reading.since_s <= since_s and reading.filled < reading.allowed
                 for reading in self._reading.values()
             )
 
-    def _gone(self, process: HelperProcess, reason: str) -> None:
+    def _on_death(self, process: HelperProcess, reason: str) -> None:
         with self._changed:
             lost = sorted(number for number, reading in self._reading.items() if reading.process is process)
             for transfer_id in lost:

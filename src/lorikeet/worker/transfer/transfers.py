@@ -135,7 +135,7 @@ class TransferManager:
             transfer.host_blocks,
             reading=transfer.source is Tier.SOURCE and error is None,
             filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
-            after=self.device.steps.mark(),
+            after=self.device.steps.record_event(),
             error=error,
             partial=partial_adapter,
         )
