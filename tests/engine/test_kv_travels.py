@@ -106,7 +106,7 @@ def test_what_could_not_be_copied_ends_what_travels(
     monkeypatch: pytest.MonkeyPatch, together: int, failing: int, travels: int
 ) -> None:
     """Of five blocks, the later ones first, the second transfer fails, or the only one."""
-    monkeypatch.setattr(tiers, "KV_A_FLIGHT", together)
+    monkeypatch.setattr(tiers, "KV_BLOCKS_PER_TRANSFER", together)
     outs: list[Transfer] = []
 
     def one_fails(transfer: Transfer) -> bool:

@@ -33,7 +33,7 @@ class RecordedEngine:
         failing: versions that cannot be read.
         broken_transfers: ids of transfers that fail for another reason.
         sick: requests whose output is not finite.
-        overlaps: whether it returns after each step of a plan, while the next one runs.
+        async_scheduling: whether it returns after each step of a plan, while the next one runs.
         engine: settings.
     """
 
@@ -45,7 +45,7 @@ class RecordedEngine:
         failing: frozenset[AdapterDigest] = frozenset(),
         broken_transfers: frozenset[int] = frozenset(),
         sick: frozenset[RequestId] = frozenset(),
-        overlaps: bool = False,
+        async_scheduling: bool = False,
         **engine: object,
     ) -> None:
         given = {
@@ -68,7 +68,15 @@ class RecordedEngine:
             sick=sick,
         )
         sizes = EngineSizes(
-            GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none", async_scheduling=overlaps
+            GEOMETRY,
+            GEOMETRY,
+            blocks,
+            host_blocks,
+            BLOCK_TOKENS,
+            48,
+            blocks - 12,
+            "none",
+            async_scheduling=async_scheduling,
         )
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
         self.engine, _, self.notes = assemble(settings, executor, sizes, self.clock)

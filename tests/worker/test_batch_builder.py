@@ -116,7 +116,7 @@ def test_a_batch_without_adapters_has_no_segments() -> None:
 
 def test_tokens_or_blocks_that_are_not_there_are_named() -> None:
     short = sequence(1, 5)
-    with pytest.raises(ValueError, match="request r1: tokens 4 to 6 were asked for, it has 5"):
+    with pytest.raises(ValueError, match="request r1: tokens 4 to 6 are to be computed, it has 5"):
         build_batch([BatchRow(short, 4, 2, samples=True)], {}, BLOCK_TOKENS, CPU)
     short.token_ids.extend([1] * 5)
     with pytest.raises(ValueError, match="request r1: 9 tokens do not fit its 2 blocks of 4"):

@@ -131,7 +131,7 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
     expected = qkv.double()
     for (_, start, stop), name in zip(parts, work, strict=True):
         expected[start:stop] += store.expected(name, layer, x[start:stop])
-    pool.submit(layer, x, pool.deal(parts))
+    pool.submit(layer, x, pool.assign(parts))
     pool.add_to(qkv)
     pool.settle()
     assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
@@ -279,7 +279,7 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
 def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
     os.kill(pool.process_ids[0], signal.SIGSTOP)
     pool.ring.signal_error(pool.ticket + 1, 0)
-    with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
+    with pytest.raises(ExecutorError, match="a host worker was lost during its measurement"):
         measure_host(pool, store.geometry, store.host, torch.device("cpu"))
     pool.end()
 
@@ -297,7 +297,7 @@ def test_without_any_worker_the_rank_computes(pool: HostPool, store: Store) -> N
 
 def test_a_step_that_fails_between_two_layers_leaves_nothing_behind(pool: HostPool, store: Store) -> None:
     pool.begin(list(store.adapters.values()))
-    pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+    pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     pool.end()
     pool.begin(list(store.adapters.values()))
     check(pool, store, 0, {"small": 3})
@@ -326,7 +326,7 @@ def test_the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched(
     first, second = (torch.zeros(9, HIDDEN + 16) for _ in range(2))
     exchange.goes_on.clear()
     for layer, qkv in enumerate((first, second)):
-        pool.submit(layer, rows(9, seed=layer), pool.deal([HostRows(1, 2, 7)]))
+        pool.submit(layer, rows(9, seed=layer), pool.assign([HostRows(1, 2, 7)]))
         pool.add_to(qkv)
     assert not pool.ring.has_x(1)
     os.kill(pool.process_ids[0], signal.SIGKILL)
@@ -346,7 +346,7 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
     pool.begin(list(store.adapters.values()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "record_event", FailedMark)
-        pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+        pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     with pytest.raises(RuntimeError, match="the device has failed"):
         pool.end()
 
