@@ -13,7 +13,7 @@ import torch
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
-from lorikeet.kernels.base import LoraBatch, cut_segments
+from lorikeet.kernels.base import LoraBatch, split_segments
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
@@ -141,7 +141,7 @@ def test_what_a_step_under_way_reads_is_kept_until_it_is_done(models: Models) ->
 
 
 def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
-    assert cut_segments([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
+    assert split_segments([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
         (0, 16, 7, 8),
         (20, 36, 9, 10),
         (36, 52, 9, 10),

@@ -23,7 +23,7 @@ class Threads(ReferenceKernels):
         self.are_kept = False
 
     @contextmanager
-    def apart(self, cores: Sequence[int]) -> Iterator[None]:
+    def pin_threads(self, cores: Sequence[int]) -> Iterator[None]:
         self.kept.append(cores)
         self.are_kept = True
         yield

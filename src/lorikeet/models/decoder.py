@@ -191,5 +191,5 @@ class Decoder:
         targets: LoraTargets,
     ) -> Tensor:
         """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
-        delta = LoraDelta(lora, index, targets) if lora is not None and lora.touches(targets) else None
+        delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
         return self._kernels.linear(x, weight, bias, delta)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import Batch, HostFacts, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.tensors import to_device
 
 Ints = npt.NDArray[np.int64]
@@ -161,7 +161,7 @@ def build_batch(
     def tensor(array: Ints) -> Tensor:
         return to_device(_tensor(array), device)
 
-    host = HostFacts(
+    host = HostMetadata(
         row_starts=_tensor(np.concatenate(([0], stops))),
         contexts=_tensor(starts + counts),
         block_tables=_tensor(_padded(tables)),

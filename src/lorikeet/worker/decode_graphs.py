@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, Segment, cut_segments, kv_view
+from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, Segment, kv_view, split_segments
 from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.rank_setup import RankModel
@@ -164,7 +164,7 @@ class DecodeGraphs:
         self._rows = len(rows)
         self._lora = lora  # keeps its weights alive: the device reads them through the table
         most = 0 if lora is None else _segment_rows(lora.segment_rows)
-        segments = [] if lora is None else cut_segments(lora.rows_on(self._model.device), most)
+        segments = [] if lora is None else split_segments(lora.rows_on(self._model.device), most)
         is_long = max(len(row.sequence.blocks) for row in rows) > self._short_blocks
         variant = _Variant.of(len(rows), lora, len(segments))._replace(is_long=is_long)
         if variant not in self._graphs:

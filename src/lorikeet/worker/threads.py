@@ -166,7 +166,7 @@ class ThreadPinning:
     def pinned(self, plan: StepPlan) -> Iterator[None]:
         """Pin the threads, if that is worth it, while the steps of a plan run."""
         paused = self._clock() - self._computed_s > PAUSE_S
-        with self._kernels.apart(self._cores.all) if paused and self._has_all_for(plan) else nullcontext():
+        with self._kernels.pin_threads(self._cores.all) if paused and self._has_all_for(plan) else nullcontext():
             yield
         if plan.sequences:
             self._computed_s = self._clock()
