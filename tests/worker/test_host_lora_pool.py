@@ -357,7 +357,7 @@ def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
     make = partial(DevicePool, device, exchange, processes, [None], [store.arena])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "register", refuse)
-        with pytest.raises(ExecutorError, match="the memory of host workers: no"):
+        with pytest.raises(ExecutorError, match="the shared memory of host workers: no"):
             make(sizes_for(store))
     assert processes[0].has_ended.wait(60.0)
     exchange.end()

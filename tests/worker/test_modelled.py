@@ -290,5 +290,5 @@ def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
 
 
 def test_waiting_for_what_never_comes_is_an_error() -> None:
-    with pytest.raises(ExecutorError, match="a transfer is awaited, and none is under way"):
+    with pytest.raises(ExecutorError, match="no transfer is in flight"):
         Hand().executor.wait_for_transfer(None)

@@ -176,7 +176,7 @@ class ModelledExecutor:
         if timeout_s is not None:
             due.append(self._clock.now() + timeout_s)
         if not due:
-            raise ExecutorError("wait_for_transfer was called, but no transfer is in flight")
+            raise ExecutorError("cannot wait for a transfer: no transfer is in flight")
         self._clock.wait_until(min(due))
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:

@@ -2,8 +2,8 @@
 
 There are four launches: the largest logit, the filters, the draw, and the join. In the first and third the vocabulary
 is divided into parts with their own programs, since one program per row would leave most of the device idle. The
-results of a part are in ``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: the largest logit, NaN if any is, and
-the drawn token. The row's largest logit is the maximum over its parts.
+results of a part are in ``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: the largest logit, NaN if any
+is, and the drawn token. The row's largest logit is the maximum over its parts.
 
 The noise is that of ``kernels.sampling``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token alone.
