@@ -113,8 +113,8 @@ LORIKEET_EXPORT void lorikeet_pack(
 }
 
 // out[rows, outputs] = x @ weightᵀ + bias and, for every segment, an adapter's rows [start, stop), and every target:
-// out[start : stop, column : column + outputs] += x[start : stop] @ Aᵀ @ Bᵀ. Constants are in records that are passed by
-// address, since every argument costs Python a tenth of a microsecond.
+// out[start : stop, column : column + outputs] += x[start : stop] @ Aᵀ @ Bᵀ. Constants are in records that are
+// passed by address, since every argument costs Python a tenth of a microsecond.
 //
 // x_stride: in elements; rows of `out` lie side by side.
 // weight: address of the packed elements, inputs, outputs, bytes of an element: 2 for bfloat16, 4 for float.

@@ -24,8 +24,8 @@ constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
 
-// What a padded adapter reads for its missing ranks: zeros from a ring larger than any cache. A padding kernel would read
-// them from padded adapter slots, which would not be in the cache either.
+// What a padded adapter reads for its missing ranks: zeros from a ring larger than any cache. A padding kernel would
+// read them from padded adapter slots, which would not be in the cache either.
 class ZeroRing {
  public:
   // Place of the next `bytes` bytes.

@@ -5,7 +5,8 @@
 
 #include "parallel.h"
 
-// Pins thread i of the team to cores[i], or lets each thread run on any of them. Cores that are not allowed are ignored.
+// Pins thread i of the team to cores[i], or lets each thread run on any of them. Cores that are not allowed are
+// ignored.
 LORIKEET_EXPORT void lorikeet_place(const int64_t* cores, int64_t threads, int64_t apart) {
   lorikeet::parallel(threads, [=](int64_t thread, int64_t) {
     cpu_set_t mask;

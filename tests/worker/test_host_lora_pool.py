@@ -28,7 +28,7 @@ from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
 from tests.adapters.builders import HIDDEN, geometry
 from tests.support.exchanges import Exchanging, ThreadExchange
 
-ELEMENTS, BLOCKS, PRESETS, PARTS = 256, 80, 48, 6
+ELEMENTS, BLOCKS, ROWS, PARTS = 256, 80, 48, 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
     "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
     "large": dict.fromkeys(("q", "k", "v"), (16, 16, 16)),
@@ -74,7 +74,7 @@ def make_store(dtype: torch.dtype) -> Store:
 
 
 def sizes_for(store: Store) -> PoolSizes:
-    return PoolSizes(store.host.dtype, store.geometry, PRESETS, PARTS)
+    return PoolSizes(store.host.dtype, store.geometry, ROWS, PARTS)
 
 
 def make_pool(store: Store, exchange: ThreadExchange | None) -> HostPool:
@@ -145,7 +145,7 @@ def test_what_is_computed_for_one_rank_is_computed_for_all_with_their_own_column
     for pieces in layout.weights(large.blocks, other).pieces.values():
         for _, bt in pieces:
             bt.mul_(2.0)
-    ring = Ring.create(RingShape(2, 4, PRESETS, HIDDEN, HIDDEN + 16, 2, 1, 2, 4, "float32"))
+    ring = Ring.create(RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 2, 1, 2, 4, "float32"))
     worker = SliceWorker(ring, 0, [store.host, other], store.geometry)
     worker.begin(list(store.adapters.values()))
     x = rows(5, seed=1)
@@ -165,7 +165,7 @@ def test_several_workers_compute_what_the_weights_say(pool: HostPool, store: Sto
         for layer in range(store.geometry.layers):
             check(pool, store, layer, {"small": 5, "large": 11 + turn})
             check(pool, store, layer, {"large": 1})
-            check(pool, store, layer, {"large": 30, "small": PRESETS - 30})
+            check(pool, store, layer, {"large": 30, "small": ROWS - 30})
         pool.end()
     assert pool.rescued_slices == before
     assert len(pool.handovers_s) > 0
@@ -178,7 +178,7 @@ def test_a_worker_that_has_nothing_to_do_for_long_is_there_when_it_has(pool: Hos
     pool.begin(list(store.adapters.values()))
     os.kill(idle, signal.SIGSTOP)
     for _ in range(3 * pool.ring.shape.descriptors):
-        check(pool, store, 0, {"small": 1})  # one preset, for the first worker
+        check(pool, store, 0, {"small": 1})  # one row, for the first worker
     os.kill(idle, signal.SIGCONT)
     check(pool, store, 1, {"large": 20})
     pool.end()
@@ -213,7 +213,7 @@ def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     store = make_store(dtype)
-    shape = RingShape(2, 4, PRESETS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
+    shape = RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
     ring = Ring.create(shape)
     worker = SliceWorker(ring, 0, [store.host], store.geometry)
     worker.begin(list(store.adapters.values()))

@@ -113,7 +113,7 @@ class NoRecorder:
         """Do nothing."""
 
 
-FORMAT = b"lorikeet recording 3\n"
+FORMAT = b"lorikeet recording 4\n"
 """First line of a file. The number rises with every change to the records that older readers would misread."""
 
 _LENGTH_BYTES = 4
