@@ -196,7 +196,7 @@ async def test_answer_ended_by_a_stop_string_counts_and_an_aborted_one_does_not(
 
 async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a replica's engine where none can be started again."""
-    monkeypatch.setattr("lorikeet.client.supervisor.FAILED_STARTS", 1)
+    monkeypatch.setattr("lorikeet.client.supervisor.MAX_FAILED_STARTS", 1)
     host = cluster.hosts[replica]
     host.error = OSError("no room")
     host.engines[-1].kill()

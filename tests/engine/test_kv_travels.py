@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import Abort, Exported, ExportRequest, ImportKv
+from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.recording import Received, Record
@@ -29,7 +29,7 @@ def begun(source: Bench, ref: object = None, tokens: int = 3, **sampling: object
         source.step()
 
 
-def export_with_kv(source: Bench) -> tuple[Request, Exported]:
+def export_with_kv(source: Bench) -> tuple[Request, ExportedKv]:
     """Let the request go, and wait until its KV has been gathered."""
     exported = source.engine.export_with_kv(R)
     assert exported is not None
@@ -38,7 +38,7 @@ def export_with_kv(source: Bench) -> tuple[Request, Exported]:
     return exported, source.exported_kv[R]
 
 
-def taken_up(source: Bench, exported: Request, exported_kv: Exported, **options: object) -> Bench:
+def taken_up(source: Bench, exported: Request, exported_kv: ExportedKv, **options: object) -> Bench:
     """Return the engine that the request has ended at, with its KV."""
     target = bench(**options)
     target.tokens[R] = list(source.tokens[R])

@@ -82,7 +82,7 @@ def test_the_adapters_of_some_rows_are_those_that_the_rows_had(batch, random) ->
     segments = [LoraSegment(start, stop, LoraWeights({}, layers=1)) for start, stop, _ in plan]
     chosen = random.sample(range(rows), random.randint(1, rows))
     found: list[LoraWeights | None] = [None] * len(chosen)
-    lora = LoraBatch(segments).of_rows(chosen)
+    lora = LoraBatch(segments).select_rows(chosen)
     for segment in lora.segments if lora else ():
         found[segment.start : segment.stop] = [segment.weights] * (segment.stop - segment.start)
     assert found == [next((s.weights for s in segments if s.start <= row < s.stop), None) for row in chosen]

@@ -17,7 +17,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import (
     Batch,
-    HostFacts,
+    HostMetadata,
     LoraBatch,
     LoraDelta,
     LoraSegment,
@@ -105,7 +105,7 @@ class Paged(attention.Case):
     def batch(self, *, of_a_graph: bool) -> Batch:
         none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
-        host = None if of_a_graph else HostFacts(self.row_starts, self.contexts, tables, none)
+        host = None if of_a_graph else HostMetadata(self.row_starts, self.contexts, tables, none)
         return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
 
     def by_triton(self, *, of_a_graph: bool = False) -> Tensor:
@@ -611,7 +611,7 @@ def test_without_pythons_headers_a_gpu_gets_the_reference_and_is_told_why(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     gpu = torch.device("cuda")
-    with pytest.raises(ValueError, match=rf"no {tmp_path}/Python\.h .*python3-dev"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/Python\.h is missing .*python3-dev"):
         choose_kernels("triton", torch.bfloat16, gpu)
     monkeypatch.setenv("CPATH", "/elsewhere")
     assert choose_kernels("triton", torch.bfloat16, gpu).name == "triton"

@@ -77,7 +77,7 @@ what an H100 took for them.
 """
 
 META = torch.device("meta")
-BLOCK_TOKENS, MOST_ROWS = 16, 64
+BLOCK_TOKENS, MAX_SEGMENT_ROWS = 16, 64
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -277,7 +277,7 @@ class Launches:
 
 
 def _tile(function: Any, constants: dict[str, object], signature: dict[str, str]) -> str:
-    rows = f" of {constants['PRESETS']} rows" if "PRESETS" in constants else ""
+    rows = f" of {constants['ROWS']} rows" if "ROWS" in constants else ""
     pointers = {name: kind.lstrip("*") for name, kind in signature.items() if kind.startswith("*")}
     reads = pointers["out"] if function.__name__.startswith("expand") else next(iter(pointers.values()))
     return f"{function.__name__}{rows}, {reads}"
@@ -354,7 +354,7 @@ class _Model:
     def start(self) -> None:
         """The steps before there are requests."""
         self._launches.step = f"{self._name} start"
-        compile_kernels(self._model, EngineSettings(max_num_seqs=MOST_ROWS), 128, self._longest)
+        compile_kernels(self._model, EngineSettings(max_num_seqs=MAX_SEGMENT_ROWS), 128, self._longest)
 
     def decode(self, count: int, *adapters: str, context: int = 500, form: KernelForm = KernelForm.UNPADDED) -> None:
         """A step of a graph: so many sequences, with the adapters one after another; ``*`` is one for each."""
@@ -363,7 +363,7 @@ class _Model:
         rows = self._rows([(1, context, name) for name in sorted(names)])
         device: Any = EagerDevice()
         blocks = self._model.config.context_tokens // BLOCK_TOKENS
-        graphs = DecodeGraphs(device, self._model, self._kv, MOST_ROWS, blocks)
+        graphs = DecodeGraphs(device, self._model, self._kv, MAX_SEGMENT_ROWS, blocks)
         graphs.start(rows, lora_batch(rows, self._adapters, form), _choices(count))
         graphs.close()
 

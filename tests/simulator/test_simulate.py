@@ -181,7 +181,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"fetch": "by post"}, "$.fetch"),
         ({"ranks": "8;16"}, "8;16"),
         ({"rate": "fast"}, "fast"),
-        ({"slo": "ttft"}, "'ttft' is no limit"),
+        ({"slo": "ttft"}, "'ttft' is not a limit"),
         ({"trace": "/nowhere.jsonl", **MADE}, "nowhere.jsonl"),
         ({"trace": "/nowhere.jsonl"}, "prompt_tokens: has no effect on a trace"),
         ({"trace": "/nowhere.jsonl", **MADE, "arrivals": "uniform"}, "arrivals: has no effect on a trace"),

@@ -104,12 +104,12 @@ class LateStream:
         if missing is not None:
             raise RuntimeError(f"there is no block {target_blocks[missing]}")
 
-    def follow(self, mark: StreamEvent) -> None:
-        assert isinstance(mark, LateMark)
-        if mark.work is not None:
-            self.followed.append(mark.work)
+    def wait_event(self, event: StreamEvent) -> None:
+        assert isinstance(event, LateMark)
+        if event.work is not None:
+            self.followed.append(event.work)
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         if self.last is not None and self.last.has_no_mark:
             raise RuntimeError("the device has failed")
         return LateMark(self.device, self.last)
@@ -168,7 +168,7 @@ class LateDevice:
     def stream(self) -> Stream:
         return LateStream(self, "copies")
 
-    def exchange(self) -> None:
+    def signals(self) -> None:
         """Hands nothing over to other processes."""
 
     def register(self, memory: Tensor) -> Callable[[], None]:

@@ -32,9 +32,9 @@ class RecordingKernels:
     def threads(self, threads: int) -> None:
         self._inner.threads = threads
 
-    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
         """Not recorded: what is computed is the same anywhere."""
-        return self._inner.apart(cores)
+        return self._inner.pin_threads(cores)
 
     def pack(self, weight: Tensor) -> Weight:
         """Not recorded: weights are packed once, before any batch."""

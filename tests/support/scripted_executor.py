@@ -328,7 +328,7 @@ class ScriptedExecutor:
             sequence = self._sequences[request_id]
             if position < len(sequence.token_ids):
                 self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
-        if plan.goes_on:
+        if plan.continues:
             steps = {step.request_id: step.start for step in plan.sequences if step.tokens == 1 and not step.new_blocks}
             is_that = len(steps) == len(plan.sequences) > 0 and steps.items() <= self._under_way.items()
             require(is_that, f"step {plan.step} goes on with {steps}, but {self._under_way} is under way")

@@ -12,7 +12,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 
 
 class LorikeetBackend:
@@ -49,7 +49,7 @@ class LorikeetBackend:
                 waiting.difference_update(output.request_id for output in outputs)
                 decode_start_s, decoded = self._clock.now(), 0
             if not self._engine.is_busy:
-                rest(self._engine, self._clock, math.inf)
+                wait_for_work(self._engine, self._clock, math.inf)
         end_s = self._clock.now()
         decode_tok_s = decoded / (end_s - decode_start_s) if decoded else None
         return OfflineResult(end_s - start_s, list(tokens.values()), decode_tok_s)

@@ -1,8 +1,8 @@
-"""From logits to token ids, in plain torch.
+"""Samples token ids from logits, in plain torch.
 
 A token is ``argmax(logits / temperature + noise)`` over the tokens that min-p, top-k and top-p leave (the Gumbel-max
 trick, https://arxiv.org/abs/1411.0030). The noise is a function of (seed, position) alone, from the counter-based
-generator Philox (Salmon et al., SC 2011), so whoever computes a token, and in whatever company, draws the same one.
+generator Philox (Salmon et al., SC 2011). So the same token is drawn on any engine and in any batch.
 """
 
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 from lorikeet.kernels.tensors import to_device
 
 CANDIDATES = (128, 2048)
-"""Top-p looks at so many of the most likely tokens first; sorting a whole vocabulary is slow and rarely needed."""
+"""Top-p sorts only so many of the most likely tokens first; sorting the whole vocabulary is slow and rarely needed."""
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures choose the most likely token: in fp32 nothing would be left of the others."""
+"""Lower temperatures choose the most likely token; in fp32 the probabilities of others would be 0 anyway."""
 
 
 class SamplingTensors(NamedTuple):
-    """How the token of each row is chosen: contiguous tensors ``[S]`` where the logits are.
+    """Sampling parameters of each row: contiguous tensors ``[S]`` on the device of the logits.
 
     Attributes:
         temperature: fp32; below ``GREEDY_BELOW`` the most likely token is chosen.
         top_k: int64; 0 for all.
         top_p: fp32, at most 1; 1 for all.
         min_p: fp32, at most 1; 0 for all.
-        seed: int64, the 64 bits of an unsigned number.
+        seed: int64, the bits of an unsigned 64-bit seed.
         position: int64, of the new token.
     """
 
@@ -42,17 +42,17 @@ class SamplingTensors(NamedTuple):
     position: Tensor
 
     def on(self, device: torch.device) -> "SamplingTensors":
-        """Return them on a device, as they are now: they may change on the host as soon as this returns."""
+        """Return copies on a device. The host tensors may be changed as soon as this returns."""
         if self.seed.device == device:
             return self
         return SamplingTensors(*(to_device(values, device) for values in self))
 
 
 def choose(logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Choose one token per row of ``logits [S, vocab]``, computed in fp32; the first of equal ones.
+    """Sample one token per row of ``logits [S, vocab]``, computed in fp32. Ties go to the lowest token id.
 
     Returns:
-        int64 ``[S]`` where the logits are; -1 where the largest logit is not finite.
+        int64 ``[S]`` on the device of the logits; -1 where the largest logit is not finite.
     """
     largest, most_likely = logits.max(dim=-1)
     token_ids = torch.where(torch.isfinite(largest), most_likely, -1)
@@ -63,15 +63,15 @@ def choose(logits: Tensor, parameters: SamplingTensors) -> Tensor:
 
 
 def lowest_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Return the lowest logit that min-p, top-k and top-p, in this order, leave; equal logits stay together.
+    """Return the lowest logit that min-p, top-k and top-p keep, applied in this order. Equal logits are kept together.
 
-    Each filter sees what the one before left: top-p is the mass among the tokens that top-k kept. One row at a
-    time, because torch sums a row of several in another order than a row alone, and then the last bit of a mass
-    would depend on who shares the batch.
+    Each filter applies to the tokens that the previous one kept: top-p is the mass among the tokens of top-k. It
+    computes one row at a time: torch sums the rows of a batch in another order than a single row, so the last bit of a
+    sum would depend on the rest of the batch.
 
     Args:
         logits: fp32 ``[vocab]``, already divided by the temperature.
-        top_k, top_p, min_p: the three filters, see ``SamplingTensors``.
+        top_k, top_p, min_p: the filters, as of ``SamplingTensors``.
 
     Returns:
         fp32 scalar, ``-inf`` if nothing is filtered.
@@ -95,10 +95,10 @@ def lowest_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
 
 
 def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Standard Gumbel noise of some tokens at one position: fp32 ``[len(token_ids)]``.
+    """Return standard Gumbel noise for tokens at one position: fp32 ``[len(token_ids)]``.
 
-    Each value is a function of (seed, position, token id) alone. ``random_raw`` is the one stream that numpy promises
-    to keep between versions. The position goes into a high word of the counter, as the low word counts the draws.
+    Each value is a function of (seed, position, token id). ``random_raw`` is the stream that numpy promises not to
+    change between versions. The position is in a high word of the counter, as the low word counts the draws.
     """
     generator = np.random.Philox(key=seed % 2**64, counter=position << 64)
     raw: npt.NDArray[np.uint64] = np.asarray(generator.random_raw(int(token_ids.max()) // 2 + 1))
@@ -107,9 +107,9 @@ def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
 
 
 def _draw(logits: Tensor, row: SamplingTensors) -> int:
-    """Choose for one row ``logits [vocab]`` with a finite largest one."""
+    """Sample for one row ``logits [vocab]``, whose largest logit is finite."""
     scaled = (logits - logits.max()) / float(row.temperature)
-    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)  # of -inf, where fp32 takes the temperature for infinite
+    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)  # -inf divided by a temperature that is infinite in fp32
     lowest = lowest_kept(scaled, int(row.top_k), float(row.top_p), float(row.min_p))
     kept = torch.nonzero(scaled >= lowest).flatten()
     noise = gumbel_noise(int(row.seed), int(row.position), kept.cpu().numpy())

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 SLOW_HALVES = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-"""Whether torch multiplies half precision one number at a time on this CPU, many times slower than single."""
+"""Whether torch's half-precision products on this CPU are not vectorised, and many times slower than fp32."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype called ``name``.
 
     Raises:
-        ValueError: it is not one that Lorikeet computes in.
+        ValueError: Lorikeet does not support it.
     """
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in dtypes:
@@ -20,10 +20,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host's where kernels on a device can read it; the host does not wait for the copy.
+    """Copy a host tensor to a device without waiting for the copy.
 
-    It would wait for a copy from memory that is not registered, and for all that the device has to do before: for ever,
-    if that in turn waits for something that the calling thread has still to do, as an assisted prefill does.
+    The source is pinned first. A copy from pageable memory would wait for all earlier work of the device, and would
+    deadlock if that work waits for the calling thread, as an assisted prefill does.
     """
     registered = tensor.pin_memory() if device.type == "cuda" else tensor
     return registered.to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, TransferOutcome, WaitReason, arrived
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
@@ -46,9 +46,9 @@ class ComputedTokens(NamedTuple):
 
 _PLAIN = MemoryRules()
 
-Assist = Callable[[AdapterRef, int], Order]
+Assist = Callable[[AdapterRef, int], LoadOrder]
 """Returns the order in which the blocks of an adapter are copied from the host when host cores assist a prefill of this
-many tokens; ``AS_THEY_LIE`` for a prefill that is not assisted."""
+many tokens; ``PACKING_ORDER`` for a prefill that is not assisted."""
 
 
 class Memory:
@@ -74,7 +74,7 @@ class Memory:
         eviction: str = "lru",
         prefetch: str = "none",
         rules: MemoryRules = _PLAIN,
-        assist: Assist = lambda ref, tokens: AS_THEY_LIE,
+        assist: Assist = lambda ref, tokens: PACKING_ORDER,
     ) -> None:
         self._assist = assist
         self.block_size = block_size
@@ -287,7 +287,7 @@ class Memory:
         self._leases.add(lease)
         if load:
             to_prefill = tokens - len(path) * self.block_size
-            order = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else AS_THEY_LIE
+            order = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else PACKING_ORDER
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from itertools import islice
 
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy, is_prefetchable
 from lorikeet.memory.rules import MemoryRules
@@ -119,7 +119,7 @@ class Swapper:
             self._prefetch_nodes(0, now)
             self._next_prefetch_s = min(self._next_prefetch_s, self._prefetch.due_s(now))
 
-    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> InflightTransfer:
+    def load(self, node: int, now: float, *, demand: bool, order: LoadOrder = PACKING_ORDER) -> InflightTransfer:
         """Begin to load an adapter to the device, whose blocks must be free there.
 
         An adapter that is not on the host is read through the host tier and stays there, if blocks are free. On

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.core.ids import BlockId
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.transfers import (
     KV_BLOCKS_PER_TRANSFER,
@@ -141,7 +141,7 @@ class Tiers:
         now: float,
         *,
         demand: bool,
-        order: Order = AS_THEY_LIE,
+        order: LoadOrder = PACKING_ORDER,
     ) -> InflightTransfer:
         """Begin to load an adapter to the device: from the host if it is there, else from its source.
 

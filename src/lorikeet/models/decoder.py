@@ -201,5 +201,5 @@ class Decoder:
         targets: LoraTargets,
     ) -> Tensor:
         """Return ``x`` times the weight, plus the LoRA delta if an adapter of the batch has one of the modules."""
-        delta = LoraDelta(lora, index, targets) if lora is not None and lora.touches(targets) else None
+        delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
         return self._kernels.linear(x, weight, bias, delta)

@@ -156,7 +156,7 @@ def continue_plan(
         repeat=plan.repeat - result.steps_run if further else 1,
         max_duration_s=limit_s,
         overlapped=True,
-        goes_on=True,
+        continues=True,
     )
 
 

@@ -45,7 +45,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import DropAdapter, Exported, ImportKv, RegisterAdapters, StepOutputs, Submit
+from lorikeet.core.messages import DropAdapter, ExportedKv, ImportKv, RegisterAdapters, StepOutputs, Submit
 from lorikeet.core.process_tuning import rare_gc
 from lorikeet.core.request import Request, Slo
 from lorikeet.costs.profile import Constant, CostProfile, Link
@@ -322,7 +322,7 @@ class ClusterRun:
         self._sent_s: dict[RequestId, float] = {}
         self._moved_s: dict[RequestId, float] = {}
         self._targets: dict[RequestId, ReplicaId] = {}
-        self._imports: dict[RequestId, Exported] = {}
+        self._imports: dict[RequestId, ExportedKv] = {}
         self._period_arrivals: list[tuple[AdapterDigest, int]] = []
         self._period_answers: list[tuple[AdapterDigest, int]] = []
         self._tally = ClusterTally(list(self._replicas), {ref.digest: ref.weight_bytes for ref in adapters}, now)
@@ -522,14 +522,14 @@ class ClusterRun:
         else:
             self._targets[request_id] = target
 
-    def _on_exported(self, replica: SimulatedReplica, exported: Exported, now: float) -> None:
+    def _on_exported(self, replica: SimulatedReplica, exported: ExportedKv, now: float) -> None:
         """The KV of an exported request is in its host's memory: send it to another host."""
         size_bytes = len(exported.keys) * replica.sizes.block_bytes
         self._copies += 1
         end_s = self._copy_times.kv_arrival_s(replica.id, size_bytes, now)
         self._agenda.add(end_s, EventKind.COPIED, partial(self._on_kv_arrived, exported))
 
-    def _on_kv_arrived(self, exported: Exported, now: float) -> None:
+    def _on_kv_arrived(self, exported: ExportedKv, now: float) -> None:
         self._copies -= 1
         self._imports[exported.request_id] = exported
         self._redispatch(exported.request_id, self._targets.pop(exported.request_id), now)

@@ -11,7 +11,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, HostLora
 from lorikeet.presets import resolve_preset
-from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
+from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, tokens_per_worker
 from lorikeet.worker.host_lora.start import open_pool, start_worker_processes
 from lorikeet.worker.threads import usable_cores
 from lorikeet.worker.torch_executor import TorchExecutor
@@ -75,7 +75,7 @@ def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> H
         token=token_s,
         token_rank=token_rank_s,
         cores=cores,
-        core_tokens=suiting_tokens(middle, profile.geometry, layer_s, link.bandwidth.value),
+        core_tokens=tokens_per_worker(middle, profile.geometry, layer_s, link.bandwidth.value),
     )
 
 

@@ -78,7 +78,7 @@ class AdapterFiles:
             for replica_id in holders:
                 placed[replica_id].append(self.copier.placed(ref.digest, replica_id))
         for replica_id, at_one in placed.items():
-            self._replicas[replica_id].supervisor.know(at_one)
+            self._replicas[replica_id].supervisor.register_adapters(at_one)
 
     def accept(self, ref: AdapterRef) -> None:
         """Accept an adapter that a request names before its registration has arrived, or after its drop has begun."""
@@ -148,7 +148,7 @@ class AdapterFiles:
         done = self._dispatcher.fetched(copy) if isinstance(copy, Fetch) else self._dispatcher.provided(copy)
         replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
         if (replica := self._replicas.get(replica_id)) is not None and replica.is_joined:
-            replica.supervisor.know([self.copier.placed(copy.adapter, replica_id)])
+            replica.supervisor.register_adapters([self.copier.placed(copy.adapter, replica_id)])
         self._apply(done, "")
 
     def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
@@ -428,7 +428,7 @@ class RetiringAdapters:
 
     def cancel(self, digest: AdapterDigest) -> None:
         """End a drop because the version is registered again. Its callers get the bytes freed so far."""
-        self._drops.ended(digest, self._freed_bytes.pop(digest, 0))
+        self._drops.end(digest, self._freed_bytes.pop(digest, 0))
 
     def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
         """Finish the drops of all versions that are gone by now, and return these versions."""

@@ -273,7 +273,7 @@ class ClusterClient:
         If it died, the crash counts against each of its running requests.
         """
         for digest in replica.drops:
-            replica.drops.ended(digest, 0)
+            replica.drops.end(digest, 0)
         if not replica.is_joined:
             return
         replica.is_joined = False
@@ -282,7 +282,7 @@ class ClusterClient:
         for handle in [self._streams[request_id] for request_id in orphaned if request_id in self._streams]:
             was_running, handle.replica = handle.replica is not None, None
             self._moves.forget(handle.request.request_id)
-            if not (died and was_running) or self._streams.died(handle, code):
+            if not (died and was_running) or self._streams.count_death(handle, code):
                 pending.append(self._arrive(handle))
         # Only now: an adapter that is being dropped looks unused while its requests have no replica.
         for actions in pending:
@@ -296,8 +296,8 @@ class ClusterClient:
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
             return  # late messages of a replica that was removed or has failed
-        outputs = self._streams.current(replica_id, outputs)
-        for handle, finished in self._streams.take(outputs):
+        outputs = self._streams.without_stale(replica_id, outputs)
+        for handle, finished in self._streams.apply(outputs):
             self._moves.forget(handle.request.request_id)
             if finished.reason in _COMPLETE:
                 self._placement.answered(handle.request.digest, len(handle.token_ids))
@@ -322,10 +322,11 @@ class ClusterClient:
             log.warning("replica died; its requests continue elsewhere", replica=supervisor.replica, code=code)
             self._leave(replica, died=True, code=code)
 
-    def on_restart(self, supervisor: EngineSupervisor) -> None:
-        """Send the replica requests again."""
+    def on_restart(self, supervisor: EngineSupervisor) -> int:
+        """Route requests to the replica again; its former requests have gone on at other replicas, so 0 are resumed."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
+        return 0
 
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """Go on without the replica. If it was the last one, fail all requests."""
@@ -454,7 +455,7 @@ class ReplicaJoiner:
         held = await copier.scan(supervisor.replica)
         if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
             return
-        supervisor.know(copier.placed_at(supervisor.replica))
+        supervisor.register_adapters(copier.placed_at(supervisor.replica))
         replica.is_joined = True
         self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
 

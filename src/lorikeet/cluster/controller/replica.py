@@ -40,12 +40,12 @@ class LiveReplica:
     def on_adapter_event(self, event: AdapterEvent) -> None:
         """Record the end of a drop."""
         if isinstance(event, AdapterEvicted) and event.dropped:
-            self.drops.ended(event.digest, event.freed_bytes)
+            self.drops.end(event.digest, event.freed_bytes)
 
     async def drop(self, adapter: AdapterDigest) -> int:
         """Drop an adapter that no request uses from the engine, and return the bytes freed; 0 if the engine is down."""
         if not self.supervisor.alive:
             return 0
         freed = self.drops.begin(adapter)
-        self.supervisor.drop(adapter)
+        self.supervisor.drop_adapter(adapter)
         return await freed

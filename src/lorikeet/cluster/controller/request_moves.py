@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.core.ids import ReplicaId, RequestId
-from lorikeet.core.messages import Abort, Exported, ExportRequest, ImportKv, Submit
+from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv, Submit
 from lorikeet.core.request import Request
 
 _PRIOR_BYTES, _PRIOR_BYTES_PER_S = 64 * 2**20, 1e9
@@ -72,7 +72,7 @@ class RequestMoves:
         self._redispatch = redispatch
         self._bandwidth = bandwidth
         self._exporting: dict[RequestId, _PendingExport] = {}
-        self._exported: dict[RequestId, Exported] = {}
+        self._exported: dict[RequestId, ExportedKv] = {}
 
     @property
     def exporting(self) -> Set[RequestId]:
@@ -96,7 +96,7 @@ class RequestMoves:
             self._continue_at(handle, target)
         return True
 
-    def on_exported(self, exported: Exported) -> None:
+    def on_exported(self, exported: ExportedKv) -> None:
         """Continue a request that its replica has exported."""
         pending = self._exporting.pop(exported.request_id, None)
         if pending is None:

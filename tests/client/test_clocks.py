@@ -29,10 +29,10 @@ def stats_at(at_s: float) -> EngineStats:
 def test_every_time_that_crosses_is_moved() -> None:
     clock = RemoteClock(5.0, 5.0 + AHEAD_S)
     request = msgspec.structs.replace(greedy("r", [1], 1), arrival_s=1007.0)
-    assert clock.theirs(request) == msgspec.structs.replace(request, arrival_s=7.0)
+    assert clock.to_remote(request) == msgspec.structs.replace(request, arrival_s=7.0)
     events = (Queued(R, 8.0), Finished(R, 9.0, FinishReason.STOP))
     outputs = StepOutputs((), events, (AdapterEvicted(AdapterDigest("d"), 10.0, 1),), stats_at(11.0))
-    told = clock.ours(outputs, 11.0 + AHEAD_S)
+    told = clock.to_local(outputs, 11.0 + AHEAD_S)
     assert [each.at_s for each in (*told.events, *told.adapter_events)] == [1008.0, 1009.0, 1010.0]
     assert told.stats is not None
     assert told.stats.at_s == 1011.0
@@ -42,18 +42,18 @@ def test_every_time_that_crosses_is_moved() -> None:
 def test_a_message_that_came_quickly_corrects_what_a_slow_one_said() -> None:
     clock = RemoteClock(0.0, 0.5 + AHEAD_S)  # half a second on its way
     one = StepOutputs((), (Queued(R, 1.0),), ())
-    assert clock.ours(one, 1.5 + AHEAD_S).events[0].at_s == 1.5 + AHEAD_S
+    assert clock.to_local(one, 1.5 + AHEAD_S).events[0].at_s == 1.5 + AHEAD_S
     quick = StepOutputs((), (Queued(R, 2.0),), (), stats_at(2.0))
-    assert clock.ours(quick, 2.001 + AHEAD_S).events[0].at_s == pytest.approx(2.001 + AHEAD_S)
+    assert clock.to_local(quick, 2.001 + AHEAD_S).events[0].at_s == pytest.approx(2.001 + AHEAD_S)
     late = StepOutputs((), (Queued(R, 3.0),), (), stats_at(3.0))
-    assert clock.ours(late, 3.4 + AHEAD_S).events[0].at_s == pytest.approx(3.001 + AHEAD_S, abs=0.001)
+    assert clock.to_local(late, 3.4 + AHEAD_S).events[0].at_s == pytest.approx(3.001 + AHEAD_S, abs=0.001)
 
 
 def test_clocks_that_come_apart_are_followed() -> None:
     clock = RemoteClock(0.0, AHEAD_S)
     for second in range(1, 1000):  # ours is faster by 50 parts in a million
         now = second * (1 + 5e-5) + AHEAD_S
-        told = clock.ours(StepOutputs((), (), (), stats_at(float(second))), now)
+        told = clock.to_local(StepOutputs((), (), (), stats_at(float(second))), now)
         assert told.stats is not None
         assert abs(told.stats.at_s - now) < 1e-3
 

@@ -32,8 +32,8 @@ def told(*events: RequestEvent, tokens: tuple[int, ...] = (), attempt: int = 0) 
 
 
 def taken(streams: Streams, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:
-    current = streams.current(replica, outputs)
-    streams.take(current)
+    current = streams.without_stale(replica, outputs)
+    streams.apply(current)
     return current
 
 
@@ -65,7 +65,7 @@ def test_one_that_has_come_back_does_not_end_by_the_end_of_its_first_stay(at_onc
         assert taken(streams, HERE, present) == present
     assert not taken(streams, THERE, told(Queued(R, 1.5, 1), ENDED, tokens=(1,), attempt=1)).events
     assert handle.token_ids == [100, 101, 102]
-    streams.take(streams.current(HERE, told(ENDED)))
+    streams.apply(streams.without_stale(HERE, told(ENDED)))
     assert R not in streams
 
 

@@ -13,7 +13,7 @@ import torch
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
-from lorikeet.kernels.base import LoraBatch, cut_segments
+from lorikeet.kernels.base import LoraBatch, split_segments
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.reference import ReferenceKernels
@@ -143,7 +143,7 @@ def test_what_a_step_under_way_reads_is_kept_until_it_is_done(models: Models) ->
 
 
 def test_segments_of_many_rows_are_cut_and_graphs_have_room_for_few() -> None:
-    assert cut_segments([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
+    assert split_segments([(0, 16, 7, 8), (20, 53, 9, 10)], 16) == [
         (0, 16, 7, 8),
         (20, 36, 9, 10),
         (36, 52, 9, 10),
@@ -254,11 +254,11 @@ def test_an_overlapped_plan_returns_after_each_step_while_the_next_runs(models: 
             driver.add(name, random_tokens(3 + i % 2, seed=i % 2), temperature=1.0, seed=5)
         driver.step({"a": 3, "b": 4, "unhurried a": 3, "unhurried b": 4})
         both = {"a": 1, "b": 1}
-        for goes_on, repeat in ((False, 4), (True, 3), (True, 2)):
-            result = driver.step(both, repeat, overlapped=True, goes_on=goes_on)
+        for continues, repeat in ((False, 4), (True, 3), (True, 2)):
+            result = driver.step(both, repeat, overlapped=True, continues=continues)
             assert (result.steps_run, result.next_runs) == (1, True)
             assert device.replays == device.replayed + 1
-        result = driver.step({"b": 1}, overlapped=True, goes_on=True)
+        result = driver.step({"b": 1}, overlapped=True, continues=True)
         assert (result.steps_run, result.next_runs) == (1, False)
         assert device.replays == device.replayed == 4
         driver.decode(["unhurried a", "unhurried b"], 4)
@@ -275,7 +275,7 @@ def test_a_step_that_ran_already_counts_from_the_end_of_the_last(
         driver.add("a", random_tokens(3, seed=1))
         driver.step({"a": 3})
         monkeypatch.setattr(torch_executor, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-        took_s = [driver.step({"a": 1}, 3 - i, overlapped=True, goes_on=i > 0).duration_s for i in range(3)]
+        took_s = [driver.step({"a": 1}, 3 - i, overlapped=True, continues=i > 0).duration_s for i in range(3)]
         assert sum(took_s) == next(ticks) - 1
 
 
@@ -368,9 +368,9 @@ def test_tokens_that_are_read_too_early_would_be_seen(models: Models, monkeypatc
 
     def take(self: DecodeGraphs) -> list[int]:
         """Return what is there by now."""
-        at = (self._launched - len(self._begun)) % len(self._told)
-        self._begun.popleft()
-        found: list[int] = self._told[at, : self._rows].tolist()
+        at = (self._launched - len(self._inflight)) % len(self._received)
+        self._inflight.popleft()
+        found: list[int] = self._received[at, : self._rows].tolist()
         return found
 
     monkeypatch.setattr(DecodeGraphs, "take", take)

@@ -138,7 +138,7 @@ class Bench:
     def copied(self, transfer_id: int) -> int:
         """How many blocks of a transfer under way are where they should be."""
         with self.transfers._lock:
-            return self.transfers._underway[transfer_id].copied
+            return self.transfers._inflight[transfer_id].copied
 
     def wait(self, transfer_id: int) -> TransferDone:
         with self._changed:
@@ -267,7 +267,7 @@ def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapt
         assert bench.wait(bench.start_load(adapters["large"])).error is None
         assert_holds(bench, adapters["large"])
         done = bench.wait(bench.start(Tier.DEVICE, Tier.HOST, (BlockId(0),), bench.device_blocks(1)))
-        assert done.error == "there is no host block 0, only 0 blocks"
+        assert done.error == "there is no host block 0: the arena has 0 blocks"
 
 
 @pytest.mark.parametrize("through_host", [False, True])
@@ -368,7 +368,7 @@ def test_starting_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.MonkeyPa
             return super().values()
 
     with moving() as bench:
-        bench.transfers._underway = Watched()
+        bench.transfers._inflight = Watched()
         for transfer_id in [bench.start_copy(target, 2) for target in (Tier.DEVICE, Tier.HOST) for _ in range(5)]:
             bench.wait(transfer_id)
     assert asked
@@ -456,7 +456,7 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     before = bench.transfers.loader.process_id
     bench.signal_loader(signal.SIGKILL)
     for transfer_id in read:
-        assert bench.wait(transfer_id).error == "the loader process was ended by SIGKILL"
+        assert bench.wait(transfer_id).error == "the loader process was killed by SIGKILL"
     assert bench.wait(waiting).error is None
     assert bench.wait(bench.start_load(adapters["large"])).error is None
     assert_holds(bench, adapters["large"])
@@ -473,13 +473,13 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
 ) -> None:
     """As one that reads from a file system that is gone."""
     with monkeypatch.context() as impatient:
-        impatient.setattr(helper_process, "SILENCE_S", 2.0)
+        impatient.setattr(helper_process, "REPLY_TIMEOUT_S", 2.0)
         # Its listener waits by the old patience until it hears something.
         assert bench.wait(bench.start_read(adapters["small"])).error is None
         bench.signal_loader(signal.SIGSTOP)
         stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
-        assert bench.wait(stuck).error == "the loader process was ended by SIGKILL"
-    assert "the loader process has said nothing that it owes for 2 s" in caplog.text
+        assert bench.wait(stuck).error == "the loader process was killed by SIGKILL"
+    assert "the loader process has not replied for 2 s" in caplog.text
     assert bench.wait(waiting).error is None
     assert_holds(bench, adapters["large"])
 
@@ -495,7 +495,7 @@ def test_loader_without_room_or_with_a_recent_message_owes_nothing(
     process = loader._running
     assert process is not None
     loader._reading[7] = _Reading(process, 0, 4, filled, since_s)
-    assert loader._owes(process, 2.0) is owes
+    assert loader._is_reply_overdue(process, 2.0) is owes
     del loader._reading[7]
 
 
@@ -503,8 +503,8 @@ def test_loader_without_room_or_with_a_recent_message_owes_nothing(
 def test_loaders_that_end_again_and_again_are_given_a_rest(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, rest_s: float
 ) -> None:
-    monkeypatch.setattr(helper_process, "STARTS_IN_A_ROW", 2)
-    monkeypatch.setattr(helper_process, "REST_S", rest_s)
+    monkeypatch.setattr(helper_process, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(helper_process, "RESTART_DELAY_S", rest_s)
     with moving() as bench:
         for _ in range(2):
             bench.transfers.loader.wait_until_ready()
@@ -514,7 +514,7 @@ def test_loaders_that_end_again_and_again_are_given_a_rest(
             assert "SIGKILL" in (bench.wait(failing).error or "")
         next_one = bench.wait(bench.start_load(adapters["small"]))
         if rest_s:
-            assert next_one.error == "the loader process was ended by SIGKILL, 2 times in a row"
+            assert next_one.error == "the loader process was killed by SIGKILL, 2 times in a row"
             with pytest.raises(ExecutorError, match="2 times in a row"):
                 bench.transfers.loader.wait_until_ready()
         else:

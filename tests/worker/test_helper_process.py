@@ -18,7 +18,7 @@ class Much(msgspec.Struct):
 
 
 def test_process_that_reads_nothing_is_ended_and_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper_process, "SEND_S", 0.05)
+    monkeypatch.setattr(helper_process, "SEND_TIMEOUT_S", 0.05)
     helper = start_helper_process("lorikeet.worker.transfer.loader_process", "the loader process")
     try:
         helper.process.send_signal(signal.SIGSTOP)
@@ -39,9 +39,9 @@ class Chatty:
         ended: it was.
     """
 
-    def __init__(self, up_s: float) -> None:
-        self.now_s = self.up_s = up_s
-        self._spoke_s = up_s
+    def __init__(self, ready_s: float) -> None:
+        self.now_s = self.ready_s = ready_s
+        self._spoke_s = ready_s
 
     def monotonic(self) -> float:
         return self.now_s
@@ -62,7 +62,7 @@ class Creditor(Helper):
         self._name = "the loader process"
         self._owed_since_s = owed_since_s
 
-    def _owes(self, process: HelperProcess, since_s: float) -> bool:
+    def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
         return self._owed_since_s <= since_s
 
 
@@ -84,7 +84,7 @@ def test_what_is_sent_to_a_process_that_has_ended_is_lost_without_a_word() -> No
     helper.end()
     helper.send(Much())
     assert helper.receive() is None
-    helper.hang_up()
+    helper.disconnect()
     helper.send(Much())
-    assert helper.is_gone.is_set()
-    assert not helper.can_work
+    assert helper.has_ended.is_set()
+    assert not helper.is_ready

@@ -118,7 +118,7 @@ def test_overlapping_device_leaves_time_for_the_loop_and_takes_arrivals() -> Non
         requests = [request("a", 1, 14), request("b", 1, 1, arrival_s=0.030)]
         said = run(requests, given, coalesced=False, num_scheduler_steps=6, multi_step_limit_s=1.0)
         first_s[overlapped] = said.at(FirstToken, "b")
-        steps[overlapped] = [(plan.repeat, plan.goes_on) for plan in said.plans if plan.sequences]
+        steps[overlapped] = [(plan.repeat, plan.continues) for plan in said.plans if plan.sequences]
     assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
     alone, with_b = [(1, False), (13, False), (12, True), (1, True)], [(1, False)]
     after = [(9, False), *((left, True) for left in range(8, 0, -1))]
@@ -290,5 +290,5 @@ def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
 
 
 def test_waiting_for_what_never_comes_is_an_error() -> None:
-    with pytest.raises(ExecutorError, match="a transfer is awaited, and none is under way"):
+    with pytest.raises(ExecutorError, match="no transfer is in flight"):
         Hand().executor.wait_for_transfer(None)

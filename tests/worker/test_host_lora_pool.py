@@ -30,7 +30,7 @@ from tests.support.exchanges import Exchanging, ThreadExchange
 
 pytestmark = pytest.mark.slow
 
-ELEMENTS, BLOCKS, PRESETS, PARTS = 256, 80, 48, 6
+ELEMENTS, BLOCKS, ROWS, PARTS = 256, 80, 48, 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
     "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
     "large": dict.fromkeys(("q", "k", "v"), (16, 16, 16)),
@@ -76,7 +76,7 @@ def make_store(dtype: torch.dtype) -> Store:
 
 
 def sizes_for(store: Store) -> PoolSizes:
-    return PoolSizes(store.host.dtype, store.geometry, PRESETS, PARTS)
+    return PoolSizes(store.host.dtype, store.geometry, ROWS, PARTS)
 
 
 def make_pool(store: Store, exchange: ThreadExchange | None) -> HostPool:
@@ -133,7 +133,7 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
     expected = qkv.double()
     for (_, start, stop), name in zip(parts, work, strict=True):
         expected[start:stop] += store.expected(name, layer, x[start:stop])
-    pool.submit(layer, x, pool.deal(parts))
+    pool.submit(layer, x, pool.assign(parts))
     pool.add_to(qkv)
     pool.settle()
     assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
@@ -147,7 +147,7 @@ def test_host_worker_computes_every_ranks_own_columns(store: Store) -> None:
     for pieces in layout.weights(large.blocks, other).pieces.values():
         for _, bt in pieces:
             bt.mul_(2.0)
-    ring = Ring.create(RingShape(2, 4, PRESETS, HIDDEN, HIDDEN + 16, 2, 1, 2, 4, "float32"))
+    ring = Ring.create(RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 2, 1, 2, 4, "float32"))
     worker = SliceWorker(ring, 0, [store.host, other], store.geometry)
     worker.begin(list(store.adapters.values()))
     x = rows(5, seed=1)
@@ -167,7 +167,7 @@ def test_several_workers_compute_what_the_weights_say(pool: HostPool, store: Sto
         for layer in range(store.geometry.layers):
             check(pool, store, layer, {"small": 5, "large": 11 + turn})
             check(pool, store, layer, {"large": 1})
-            check(pool, store, layer, {"large": 30, "small": PRESETS - 30})
+            check(pool, store, layer, {"large": 30, "small": ROWS - 30})
         pool.end()
     assert pool.rescued_slices == before
     assert len(pool.handovers_s) > 0
@@ -180,7 +180,7 @@ def test_a_worker_that_has_nothing_to_do_for_long_is_there_when_it_has(pool: Hos
     pool.begin(list(store.adapters.values()))
     os.kill(idle, signal.SIGSTOP)
     for _ in range(3 * pool.ring.shape.descriptors):
-        check(pool, store, 0, {"small": 1})  # one preset, for the first worker
+        check(pool, store, 0, {"small": 1})  # one row, for the first worker
     os.kill(idle, signal.SIGCONT)
     check(pool, store, 1, {"large": 20})
     pool.end()
@@ -215,7 +215,7 @@ def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     store = make_store(dtype)
-    shape = RingShape(2, 4, PRESETS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
+    shape = RingShape(2, 4, ROWS, HIDDEN, HIDDEN + 16, 1, 1, 2, 4, str(dtype).removeprefix("torch."))
     ring = Ring.create(shape)
     worker = SliceWorker(ring, 0, [store.host], store.geometry)
     worker.begin(list(store.adapters.values()))
@@ -281,7 +281,7 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
 def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
     os.kill(pool.process_ids[0], signal.SIGSTOP)
     pool.ring.signal_error(pool.ticket + 1, 0)
-    with pytest.raises(ExecutorError, match="a host worker was lost while it was measured"):
+    with pytest.raises(ExecutorError, match="a host worker was lost during its measurement"):
         measure_host(pool, store.geometry, store.host, torch.device("cpu"))
     pool.end()
 
@@ -299,7 +299,7 @@ def test_without_any_worker_the_rank_computes(pool: HostPool, store: Store) -> N
 
 def test_a_step_that_fails_between_two_layers_leaves_nothing_behind(pool: HostPool, store: Store) -> None:
     pool.begin(list(store.adapters.values()))
-    pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+    pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     pool.end()
     pool.begin(list(store.adapters.values()))
     check(pool, store, 0, {"small": 3})
@@ -328,7 +328,7 @@ def test_the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched(
     first, second = (torch.zeros(9, HIDDEN + 16) for _ in range(2))
     exchange.goes_on.clear()
     for layer, qkv in enumerate((first, second)):
-        pool.submit(layer, rows(9, seed=layer), pool.deal([HostRows(1, 2, 7)]))
+        pool.submit(layer, rows(9, seed=layer), pool.assign([HostRows(1, 2, 7)]))
         pool.add_to(qkv)
     assert not pool.ring.has_x(1)
     os.kill(pool.process_ids[0], signal.SIGKILL)
@@ -347,8 +347,8 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
     pool, exchange = behind
     pool.begin(list(store.adapters.values()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "mark", FailedMark)
-        pool.submit(0, rows(9, 1), pool.deal([HostRows(0, 4, 7)]))
+        patch.setattr(exchange, "record_event", FailedMark)
+        pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     with pytest.raises(RuntimeError, match="the device has failed"):
         pool.end()
 
@@ -359,9 +359,9 @@ def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
     make = partial(DevicePool, device, exchange, processes, [None], [store.arena])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "register", refuse)
-        with pytest.raises(ExecutorError, match="the memory of host workers: no"):
+        with pytest.raises(ExecutorError, match="the shared memory of host workers: no"):
             make(sizes_for(store))
-    assert processes[0].is_gone.wait(60.0)
+    assert processes[0].has_ended.wait(60.0)
     exchange.end()
 
 

@@ -83,7 +83,7 @@ def bench(made: Bench) -> Bench:
 
 
 def arrival_of(bench: Bench) -> PartialAdapter:
-    found = bench.transfers.arrival(bench.ref.digest)
+    found = bench.transfers.partial_adapter(bench.ref.digest)
     assert found is not None
     return found
 
@@ -114,7 +114,7 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
     bench.wait(1)
     assert there(arrival) == list(range(LAYERS))
     assert arrival.arrived_s(2) < arrival.arrived_s(5) < arrival.arrived_s(0) == arrival.arrived_s(1)
-    assert bench.transfers.arrival(bench.ref.digest) is None
+    assert bench.transfers.partial_adapter(bench.ref.digest) is None
     assert bench.transfers.adapters.weights(bench.ref.digest).rank == 12
 
 
@@ -171,7 +171,7 @@ def test_a_group_larger_than_is_copied_at_once_arrives_with_its_last_part(
 
 def test_a_transfer_without_groups_is_of_no_use_before_its_end(bench: Bench) -> None:
     bench.start(())
-    assert bench.transfers.arrival(bench.ref.digest) is None
+    assert bench.transfers.partial_adapter(bench.ref.digest) is None
     bench.gate.open(100)
     bench.wait(1)
     bench.gate.shut()
@@ -205,9 +205,9 @@ def test_nothing_arrives_after_a_copy_has_failed(bench: Bench, monkeypatch: pyte
     bench.wait(1)
     bench.gate.failing = False
     assert bench.ended[0].error is not None
-    assert bench.transfers.arrival(bench.ref.digest) is arrival, "a step that counts on it goes on by the host"
+    assert bench.transfers.partial_adapter(bench.ref.digest) is arrival, "a step that counts on it goes on by the host"
     bench.start(())
-    assert bench.transfers.arrival(bench.ref.digest) is None, "it is tried again"
+    assert bench.transfers.partial_adapter(bench.ref.digest) is None, "it is tried again"
     bench.gate.open(100)
     bench.wait(2)
     bench.gate.shut()
@@ -218,7 +218,7 @@ def test_groups_that_leave_blocks_out_are_refused(bench: Bench, groups: tuple[tu
     bench.start(groups)
     bench.wait(1)
     assert "do not name each of" in (bench.ended[0].error or "")
-    assert bench.transfers.arrival(bench.ref.digest) is None
+    assert bench.transfers.partial_adapter(bench.ref.digest) is None
 
 
 def test_the_size_of_a_group_is_that_of_copies() -> None:

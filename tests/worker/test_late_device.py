@@ -30,16 +30,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def test_copy_is_done_when_a_later_mark_is_awaited() -> None:
     device, memory, arena = LateDevice(), torch.ones(2, 8), torch.zeros(2, 8)
     unregister, stream = device.register(memory), device.stream()
-    before = stream.mark()
+    before = stream.record_event()
     stream.copy(memory[0], arena[0])
-    first = stream.mark()
+    first = stream.record_event()
     stream.copy(memory[1], arena[1])
     before.wait()
     assert not arena.any()
     first.wait()
     assert arena[0].all()
     assert not arena[1].any()
-    stream.mark().wait()
+    stream.record_event().wait()
     assert arena.all()
     unregister()
     assert device.faults == []
@@ -52,7 +52,7 @@ def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> 
         device.compute(reads=[Span.of(arena[0])], writes=[])
         stream = device.stream()
         if follows:
-            stream.follow(device.steps.mark())
+            stream.wait_event(device.steps.record_event())
         stream.copy(memory[0], arena[0 if touches_same else 1])
         assert bool(device.faults) == (touches_same and not follows)
 
@@ -62,10 +62,10 @@ def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
     device.register(memory)
     stream = device.stream()
     stream.copy(memory[0], arena[0])
-    stream.mark().wait()
+    stream.record_event().wait()
     device.compute(reads=[Span.of(arena[0])], writes=[])
     assert device.faults == []
-    stream.follow(device.steps.mark())
+    stream.wait_event(device.steps.record_event())
     stream.copy(arena[0], memory[0])
     device.compute(reads=[Span.of(arena[0])], writes=[])
     assert device.faults == [], "both read"
@@ -162,7 +162,7 @@ def test_graphs_and_late_copies_never_touch_the_same(tmp_path: Path) -> None:
 
 
 def test_copies_that_do_not_follow_the_steps_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateStream, "follow", lambda self, mark: None)
+    monkeypatch.setattr(LateStream, "wait_event", lambda self, mark: None)
     device, _ = run_late(models, "elora", SCARCE, 600_000)
     assert any("neither waits" in fault for fault in device.faults)
 

@@ -164,7 +164,7 @@ def test_only_a_gpu_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatc
 def test_a_torch_without_cuda_is_told_from_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fp32_settings(device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for version, complaint in ((None, r"torch .* is a build without CUDA"), ("13.0", "torch sees 0")):
+    for version, complaint in ((None, r"torch .* is built without CUDA"), ("13.0", "torch sees 0")):
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(ConfigError, match=complaint):
             rank_device(settings, 0)

@@ -392,7 +392,7 @@ def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkey
         driver.gate.open(GROUPS - 1)  # of the first adapter, and none of the second; the gate is rank 0's alone
         driver.gate.wait_until_shut()
         for name in ("qkv", "qv"):
-            arrival = executor.transfers.arrival(models.adapters[name].digest)
+            arrival = executor.transfers.partial_adapter(models.adapters[name].digest)
             assert arrival is not None
             wait_until(
                 lambda arrival=arrival: ring.arrived(1, arrival.transfer_id) >= max(arrival.needed),

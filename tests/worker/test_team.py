@@ -23,7 +23,7 @@ class Threads(ReferenceKernels):
         self.are_kept = False
 
     @contextmanager
-    def apart(self, cores: Sequence[int]) -> Iterator[None]:
+    def pin_threads(self, cores: Sequence[int]) -> Iterator[None]:
         self.kept.append(cores)
         self.are_kept = True
         yield
@@ -40,7 +40,7 @@ class Rig:
         """Run a plan that takes a second, so long after the last."""
         self.now_s += after_s
         self.team.resize()
-        with self.team.at_work(plan):
+        with self.team.pinned(plan):
             kept = self.kernels.are_kept
             self.now_s += 1.0
         assert not self.kernels.are_kept

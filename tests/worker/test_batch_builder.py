@@ -1,4 +1,4 @@
-"""Preset geometry: what goes where in a batch."""
+"""Row geometry: what goes where in a batch."""
 
 from itertools import pairwise
 
@@ -30,9 +30,9 @@ def test_every_row_lies_in_the_run_of_its_adapter_and_base_rows_in_none(
     expected = [adapter for adapter, tokens in given for _ in range(tokens)]
     covered: list[AdapterDigest | None] = [None] * len(expected)
     for run in runs:
-        for preset in range(run.start, run.stop):
-            assert covered[preset] is None
-            covered[preset] = run.adapter
+        for row in range(run.start, run.stop):
+            assert covered[row] is None
+            covered[row] = run.adapter
     assert covered == expected
 
 
@@ -82,12 +82,12 @@ def test_a_batch_says_of_every_row_what_the_obvious_loop_says(rows: list[BatchRo
     batch = build_batch(rows, NO_WEIGHTS, BLOCK_TOKENS, CPU)
     expected = []
     sample_rows = []
-    for preset in rows:
-        for position in range(preset.start, preset.start + preset.tokens):
-            block = int(preset.sequence.blocks.values[position // BLOCK_TOKENS])
-            token = int(preset.sequence.token_ids.values[position])
+    for row in rows:
+        for position in range(row.start, row.start + row.tokens):
+            block = int(row.sequence.blocks.values[position // BLOCK_TOKENS])
+            token = int(row.sequence.token_ids.values[position])
             expected.append((token, position, block, position % BLOCK_TOKENS))
-        if preset.samples:
+        if row.samples:
             sample_rows.append(len(expected) - 1)
     fields = (batch.token_ids, batch.positions, batch.slot_blocks, batch.slot_offsets)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
@@ -101,11 +101,11 @@ def test_a_batch_says_of_every_row_what_the_obvious_loop_says(rows: list[BatchRo
 @given(batch_rows())
 def test_every_sequence_has_its_rows_its_context_and_its_blocks(rows: list[BatchRow]) -> None:
     batch = build_batch(rows, NO_WEIGHTS, BLOCK_TOKENS, CPU)
-    assert batch.row_starts.tolist() == [0, *np.cumsum([preset.tokens for preset in rows])]
-    assert batch.contexts.tolist() == [preset.start + preset.tokens for preset in rows]
-    for table, preset in zip(batch.block_tables, rows, strict=True):
-        used = -(-(preset.start + preset.tokens) // BLOCK_TOKENS)
-        assert table[:used].tolist() == preset.sequence.blocks.values[:used].tolist()
+    assert batch.row_starts.tolist() == [0, *np.cumsum([row.tokens for row in rows])]
+    assert batch.contexts.tolist() == [row.start + row.tokens for row in rows]
+    for table, row in zip(batch.block_tables, rows, strict=True):
+        used = -(-(row.start + row.tokens) // BLOCK_TOKENS)
+        assert table[:used].tolist() == row.sequence.blocks.values[:used].tolist()
         assert not table[used:].any()
 
 
@@ -116,7 +116,7 @@ def test_a_batch_without_adapters_has_no_segments() -> None:
 
 def test_tokens_or_blocks_that_are_not_there_are_named() -> None:
     short = sequence(1, 5)
-    with pytest.raises(ValueError, match="request r1: tokens 4 to 6 were asked for, it has 5"):
+    with pytest.raises(ValueError, match="request r1: tokens 4 to 6 are to be computed, it has 5"):
         build_batch([BatchRow(short, 4, 2, samples=True)], {}, BLOCK_TOKENS, CPU)
     short.token_ids.extend([1] * 5)
     with pytest.raises(ValueError, match="request r1: 9 tokens do not fit its 2 blocks of 4"):

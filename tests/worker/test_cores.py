@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lorikeet.worker import threads
-from lorikeet.worker.threads import REFRESH_S, CpuBudget, requested_threads, use_one_thread
+from lorikeet.worker.threads import HEARTBEAT_S, CpuBudget, requested_threads, use_one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +20,10 @@ def test_a_rank_alone_takes_all_cores_and_a_second_busy_one_half_of_them(tmp_pat
     first, second = CpuBudget(folder=tmp_path), CpuBudget(folder=tmp_path)
     assert first.threads(0.0) == 8
     assert second.threads(0.0) == 4
-    assert first.threads(REFRESH_S / 2) == 8  # counted a moment ago
-    assert first.threads(REFRESH_S) == 4
+    assert first.threads(HEARTBEAT_S / 2) == 8  # counted a moment ago
+    assert first.threads(HEARTBEAT_S) == 4
     second.close()
-    assert first.threads(2 * REFRESH_S) == 8
+    assert first.threads(2 * HEARTBEAT_S) == 8
 
 
 def test_ranks_that_insist_are_counted_with_what_they_take(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def group(name: str, targets: Tensor, device: DeviceBackend | None = None) -> Co
     made = device or Cpu()
     made.register(sources)
     blocks = range(len(sources))
-    return CopyGroup(name, made.steps.mark(), BlockCopy(sources, blocks, targets, blocks))
+    return CopyGroup(name, made.steps.record_event(), BlockCopy(sources, blocks, targets, blocks))
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def test_groups_are_copied_in_order_and_their_blocks_counted() -> None:
 def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
     target = torch.zeros(1, 128)
     queue = Queue(
-        CopyGroup("wrong", Cpu().mark(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target)
+        CopyGroup("wrong", Cpu().record_event(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target)
     )
     with copying(queue):
         queue.wait_for(2)
