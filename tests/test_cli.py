@@ -9,17 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.chat import Conversation
-from lorikeet.cli.console import format_size, parse_size
+from lorikeet.cli.console import format_size, parse_size, write_json
 from lorikeet.cli.http_client import ServerClient
 from lorikeet.cli.main import app
 from lorikeet.cli.serve import build_settings
+from lorikeet.cli.serve_flags import name_settings
 from lorikeet.config import ConfigError, Settings
+from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
-from tests.server.conftest import TEMPLATE, TOKENIZER
 
 runner = CliRunner(env={"COLUMNS": "200"})
 NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}
@@ -28,7 +30,7 @@ NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.pa
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
     """Return what ``lorikeet serve`` would run with."""
     seen: list[Settings] = []
-    monkeypatch.setattr("lorikeet.api.run.serve", seen.append)
+    monkeypatch.setattr("lorikeet.api.run.serve", lambda settings, name_settings: seen.append(settings))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     translated, _ = compat.translate(arguments)
@@ -320,6 +322,44 @@ def test_the_model_may_be_named_as_sglang_does() -> None:
         "m",
         *("--lora-paths", "a=b", "--lora-paths", "c=d"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "environment", "named"),
+    [
+        ({"engine_memory_bytes": 1}, "", {}, "--memory 1 MiB"),
+        ({}, "[engine]\nmemory_bytes = 1", {}, "[engine] memory_bytes 1 MiB"),
+        ({}, "", {"LORIKEET_ENGINE__MEMORY_BYTES": "1"}, "LORIKEET_ENGINE__MEMORY_BYTES 1 MiB"),
+        ({"engine_memory_bytes": 1}, "[engine]\nmemory_bytes = 1", {}, "--memory 1 MiB"),
+    ],
+)
+def test_errors_name_settings_as_the_user_gave_them(
+    tmp_path: Path, flags: dict[str, int], file: str, environment: dict[str, str], named: str
+) -> None:
+    (tmp_path / "lorikeet.toml").write_text(file)
+    text = "memory_bytes 1 MiB is too small; raise host_memory_bytes or lower max_model_len"
+    shown = name_settings(text, NO_FLAGS | flags, tmp_path / "lorikeet.toml", environment)
+    assert shown == f"{named} is too small; raise --host-memory or lower --max-model-len"
+
+
+def test_json_goes_to_a_file_or_alone_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_json(None, {"a": 1})
+    assert write_json(str(tmp_path / "r.json"), {"a": 1})
+    assert json.loads((tmp_path / "r.json").read_text()) == {"a": 1}
+    assert capsys.readouterr().out == ""
+    assert not write_json("-", {"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_every_json_option_is_the_same() -> None:
+    def options(command: Any) -> Iterator[Any]:
+        yield from (option for option in command.params if "--json" in option.opts)
+        for each in getattr(command, "commands", {}).values():
+            yield from options(each)
+
+    found = list(options(typer.main.get_command(app)))
+    assert len(found) >= 8
+    assert {(option.name, option.metavar) for option in found} == {("json_file", "FILE")}
 
 
 def test_settings_are_built_without_touching_the_environment_of_the_process() -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.config import ConfigError, load_settings
-from lorikeet.presets import PRESETS, for_one_replica, resolve_preset
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import ProfileError
+from lorikeet.presets import PRESETS, describe_preset, for_one_replica, resolve_preset
 
 
 def test_flags_win_over_the_environment_the_file_and_the_defaults(tmp_path: Path) -> None:
@@ -93,6 +95,28 @@ def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
     assert PRESETS[name] == preset
     with pytest.raises(ConfigError, match="there are: auto, lorikeet:plain"):
         resolve_preset("plain")
+
+
+def test_start_log_names_preset_and_what_differs_from_it() -> None:
+    assert describe_preset("auto") == "preset auto = lorikeet:plain"
+    assert describe_preset("elora") == "preset elora"
+    changed = describe_preset("vllm-static, adapter_share=0.35,host_kv=true")
+    assert changed == "preset vllm-static with adapter_share=0.35 (0.2)"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("elroa", "did you mean elora or"), ("vllm", "did you mean vllm-static or"), ("elora,evictoin=lru", "eviction")],
+)
+def test_close_names_are_suggested(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        resolve_preset(name)
+    assert len(str(raised.value)) < 120
+
+
+def test_close_names_of_profiles_are_suggested() -> None:
+    with pytest.raises(ProfileError, match="did you mean a100-80-llama-2-7b"):
+        load_profile("a100")
 
 
 def test_axes_of_a_cluster_can_be_set_behind_the_name() -> None:

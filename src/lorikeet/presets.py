@@ -13,6 +13,7 @@ import msgspec
 
 from lorikeet.config import ConfigError, Count, Seconds, convert
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.suggestions import unknown_name
 
 
 class KvAfterFinish(StrEnum):
@@ -338,19 +339,37 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
     base, *changes = (part.strip() for part in name.split(","))
     full = AUTO_PRESET if base == "auto" else base
     if full not in PRESETS:
-        raise ConfigError(f"no preset is called {base!r}; there are: auto, {', '.join(PRESETS)}")
+        known = ["auto", AUTO_PRESET, *sorted(PRESETS.keys() - {AUTO_PRESET}, key=lambda each: (":" in each, each))]
+        raise ConfigError(unknown_name("preset", base, known))
     if not changes:
         return full, PRESETS[full]
     options = msgspec.to_builtins(PRESETS[full])
     for change in changes:
         option, _, value = change.partition("=")
         if option not in options:
-            raise ConfigError(f"preset {name!r}: there is no option {option!r}; there are: {', '.join(options)}")
+            raise ConfigError(f"preset {name!r}: {unknown_name('option', option, list(options))}")
         choices = CHOICES.get(option)
         if choices is not None and value not in choices:
             raise ConfigError(f"preset {name!r}: {option} is one of {', '.join(choices)}, not {value!r}")
         options[option] = value
     return ",".join([full, *changes]), convert(options, Preset, f"preset {name!r}")
+
+
+def describe_preset(name: str) -> str:
+    """Return what ``name`` stands for, for the start-up log: ``preset auto = lorikeet:plain``.
+
+    Options set behind the name are listed where they differ from the preset's own, which follow in brackets.
+
+    Raises:
+        ConfigError: see :func:`resolve_preset`.
+    """
+    base, _, _ = name.partition(",")
+    full, preset = resolve_preset(name)
+    base, full = base.strip(), full.partition(",")[0]
+    own, used = msgspec.to_builtins(PRESETS[full]), msgspec.to_builtins(preset)
+    changed = [f"{option}={used[option]} ({own[option]})" for option in own if used[option] != own[option]]
+    words = f"preset {base}" if base == full else f"preset {base} = {full}"
+    return f"{words} with {', '.join(changed)}" if changed else words
 
 
 def for_one_replica(preset: Preset) -> Preset:

@@ -81,7 +81,7 @@ def test_peers_can_be_named_one_by_one_and_the_result_be_json(asked: list[Offlin
             "offline",
             "--model",
             str(model_folder),
-            *f"--peer vllm --peer peft --json --vllm-python {sys.executable}".split(),
+            *f"--peer vllm --peer peft --json - --vllm-python {sys.executable}".split(),
         ],
     )
     assert asked[0].peers == ("vllm", "peft")
@@ -99,7 +99,7 @@ def test_the_limits_of_a_model_are_printed_for_people_and_programs(
     monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
     monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
     arguments = ["bench", "limits", "--model", str(model_folder), "--dtype", "float32", "--threads", "1"]
-    report = json.loads(runner.invoke(app, [*arguments, "--json"]).stdout)
+    report = json.loads(runner.invoke(app, [*arguments, "--json", "-"]).stdout)
     layers, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), 128 * 32
     assert report["decode_tok_s"]["1"] == pytest.approx(10e9 / (4 * (layers + head)))
     assert report["prefill_tok_s"] == pytest.approx(100e9 / (2 * layers))

@@ -192,7 +192,9 @@ SMALL = "conversations --adapters 4 --requests 20 --ranks 1,2 --modules q --exec
 
 def test_the_command_prints_one_result_for_each_preset(profile: str, tmp_path: Path) -> None:
     plot = tmp_path / "pool.svg"
-    result = invoke(*SMALL, "--profile", profile, "--presets", "elora, elora:s-lora", "--json", "--plot", str(plot))
+    result = invoke(
+        *SMALL, "--profile", profile, "--presets", "elora, elora:s-lora", "--json", "-", "--plot", str(plot)
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert [preset["preset"] for preset in report["results"]] == ["elora", "elora:s-lora"]
@@ -243,7 +245,7 @@ def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path)
     file = tmp_path / "w.jsonl"
     first = WorkloadRequest(0.0, "a", 40, 8, (), "talk")
     write_workload(file, [first, WorkloadRequest(0.01, "b", 30, 4), WorkloadRequest(0.02, "a", 80, 4, (), "talk")])
-    flags = f"{file} --adapters 2 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
+    flags = f"{file} --adapters 2 --ranks 2 --dtype float32 --threads 1 --json - --presets lorikeet:plain"
     flags += f" --model {model_folder} --host-memory 1MiB"
     result = invoke(*flags.split())
     assert result.exit_code == 0, result.output
@@ -256,7 +258,7 @@ def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path)
 def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     write_workload(file, [WorkloadRequest(0.0, "a", 5, 2)])
-    flags = f"{file} --adapters 1 --ranks 2 --dtype float32 --threads 1 --json --presets lorikeet:plain"
+    flags = f"{file} --adapters 1 --ranks 2 --dtype float32 --threads 1 --json - --presets lorikeet:plain"
     result = invoke(*flags.split(), "--model", str(model_folder), "--memory", "1MiB", "--host-memory", "1MiB")
     assert result.exit_code == 0, result.output
     (preset,) = json.loads(result.stdout)["results"]
@@ -266,7 +268,7 @@ def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp
 def test_a_memory_too_small_is_named(profile: str) -> None:
     result = invoke(*SMALL, "--profile", profile, "--presets", "elora", "--memory", "1KiB")
     assert result.exit_code == 2
-    assert "cannot hold a sequence" in result.stderr
+    assert "is too small for a sequence" in result.stderr
 
 
 def test_axes_belong_to_the_row_before_them() -> None:

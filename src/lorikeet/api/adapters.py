@@ -19,7 +19,7 @@ from lorikeet.adapters.errors import (
     UnknownAdapter,
 )
 from lorikeet.api.dependencies import JsonBody, ServiceDep
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.api.service import Service
@@ -51,12 +51,11 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
         ) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
-    except AdapterNotFound as error:
-        raise ApiError(404, str(error)) from error
     except AdapterStoreError as error:
         raise _store_failed(name, error) from error
     except AdapterError as error:
-        raise ApiError(400, str(error)) from error
+        log.warning("adapter not loaded", adapter=name, source=source, error=str(error))
+        raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
     if service.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
         service.client.register_adapters([record.ref])
@@ -130,8 +129,14 @@ def _check_enabled(service: Service) -> None:
 
 
 def _store_failed(name: str, error: AdapterStoreError) -> ApiError:
-    log.error("an adapter was not changed: its store has failed", adapter=name, error=str(error))
-    return ApiError(500, str(error))
+    log.error("adapter store failed", adapter=name, error=str(error))
+    return ApiError(500, _for_client(name, error))
+
+
+def _for_client(name: str, error: AdapterError) -> str:
+    """Return the adapter's name and the cause, without paths of the server."""
+    cause = hide_paths(str(error))
+    return cause if repr(name) in cause else f"adapter {name!r}: {cause}"
 
 
 def invalid_input(message: str) -> ApiError:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from lorikeet.api.dependencies import ServiceDep
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.ids import ReplicaId
 
@@ -27,7 +27,7 @@ async def add_replica(service: ServiceDep) -> dict[str, Any]:
     try:
         replica = await service.client.add_replica()
     except EngineError as error:
-        raise ApiError(409, f"The replica could not be started: {error}.") from error
+        raise ApiError(409, f"The replica could not be started: {hide_paths(str(error))}.") from error
     return {"object": "replica", "id": replica}
 
 
@@ -41,5 +41,5 @@ async def remove_replica(
     except KeyError:
         raise ApiError(404, f"There is no replica {replica!r}.") from None
     except EngineError as error:
-        raise ApiError(409, f"The replica cannot be removed: {error}.") from error
+        raise ApiError(409, f"The replica cannot be removed: {hide_paths(str(error))}.") from error
     return {"object": "replica", "id": replica, "deleted": True}

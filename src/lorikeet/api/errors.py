@@ -1,5 +1,6 @@
 """Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import re
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
@@ -27,18 +28,22 @@ _TYPES = {
 }
 
 _LONGEST_SHOWN = 100
-"""Characters of a key of a body, which its sender has chosen."""
+"""Characters of a body's key in an error message."""
+
+
+_PATH = re.compile(r"""'/[^']+'|"/[^"]+"|\b(?:ipc|file|sqlite):/[^\s'"]+|(?<![\w.:/~-])/(?!v1/)[^\s:'"(),;]+""")
+"""An absolute path, in quotes or not, or the URL of one; not a route of this API."""
 
 
 class ApiError(HTTPException):
-    """An answer other than success. As an HTTPException it also passes through FastAPI's reading of bodies.
+    """An error answer. It is an HTTPException so that FastAPI passes it on when it is raised while a body is read.
 
     Args:
         status: HTTP status.
         message: for the client; names what is wrong and where.
-        param: the field of the body that is at fault.
-        type: OpenAI's ``type``; follows from the status if not given.
-        headers: extra reply headers.
+        param: the field of the body that is wrong.
+        type: OpenAI's ``type``; derived from the status if not given.
+        headers: extra response headers.
     """
 
     def __init__(
@@ -61,8 +66,16 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}}
 
     def response(self) -> JSONResponse:
-        """Return the reply."""
+        """Return the response."""
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def hide_paths(text: str) -> str:
+    """Return an internal error's text for clients: of each file path, also of sockets, only the last part is left.
+
+    Where files lie on the server is nothing for its clients. The log has the whole text.
+    """
+    return _PATH.sub(lambda found: found[0].strip("'\"").rstrip("/").rpartition("/")[2], text)
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -76,17 +89,22 @@ def not_supported(message: str, param: str | None = None) -> ApiError:
 
 
 def model_not_found(name: str) -> ApiError:
-    """Return the 404 that clients of vLLM know."""
+    """Return a 404 in vLLM's words."""
     return ApiError(404, f"The model `{name}` does not exist.", param="model")
 
 
+def engine_unavailable(error: Exception) -> ApiError:
+    """Return the 503 of a request that no engine can serve, with the cause."""
+    return ApiError(503, f"The engine is not available: {hide_paths(str(error))}")
+
+
 def unexpected_failure() -> ApiError:
-    """Return the 500 that tells nothing but where to look."""
+    """Return a 500 that says nothing about the error, which is in the log."""
     return ApiError(500, "The server failed to answer this request; its log says why.")
 
 
 def install_handlers(app: Starlette) -> None:
-    """Make errors that routes raise OpenAI-shaped; for those that nobody expects see ``RequestIds``."""
+    """Answer errors that routes raise in OpenAI's form; unexpected exceptions are answered by ``RequestIds``."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -107,13 +125,13 @@ def install_handlers(app: Starlette) -> None:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """Name the first field that is wrong. A union reports each of its members; they are one fault."""
+    """Return a 400 that names the first wrong field. A union reports each of its members, which are one fault."""
     faults = error.errors()
     first = faults[0]
     if first["type"] == "json_invalid":
         return bad_request(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
     of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
-    where = _common([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
+    where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
     if not where:
         return bad_request(f"The body must be a JSON object: {first['msg']}.")
     reasons = " or ".join(dict.fromkeys(fault["msg"] for fault in of_field))
@@ -121,7 +139,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     return bad_request(f"{path}: {reasons}.", str(where[0]))
 
 
-def _common(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what all begin with; where they part begin pydantic's names for the members of a union."""
+def _common_prefix(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the common prefix; behind it come pydantic's names for the members of a union."""
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return tuple(parts[0] for parts in same)

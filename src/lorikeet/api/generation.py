@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from lorikeet.api.errors import ApiError, unexpected_failure
+from lorikeet.api.errors import ApiError, engine_unavailable, hide_paths, unexpected_failure
 from lorikeet.api.logs import log
 from lorikeet.api.observer import RequestObserver, RequestWatch
 from lorikeet.api.text_processor import StopScanner, TextProcessor
@@ -117,7 +117,8 @@ class ActiveChoice:
     def _end(self, finished: Finished) -> str:
         if finished.reason is FinishReason.ERROR:
             status = 400 if finished.impossible else 500
-            raise ApiError(status, f"The engine could not serve this request: {finished.error or 'no reason given'}")
+            cause = hide_paths(finished.error or "no reason given")
+            raise ApiError(status, f"The engine could not serve this request: {cause}")
         text = self._scan(self._stream.flush())
         if self.finish_reason is None:
             text += self._scanner.release()
@@ -219,7 +220,7 @@ class Generation:
         except ApiError as error:
             self._fail(choice, error)
         except EngineError as error:
-            self._fail(choice, ApiError(503, f"The engine is not available: {error}"))
+            self._fail(choice, engine_unavailable(error))
         except Exception as error:
             log.error("a choice failed", engine_request=choice.handle.request.request_id, exc_info=error)
             self._fail(choice, unexpected_failure())

@@ -1,6 +1,7 @@
-"""``serve``: from settings to a server that answers, and to its orderly end."""
+"""``lorikeet serve``: starts the engines and the HTTP server, and drains them at the end."""
 
 import asyncio
+import os
 import signal
 import socket
 import time
@@ -18,15 +19,15 @@ from anyio import to_thread
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.api.announce import Announcer, fail, give_up, shown_url
 from lorikeet.api.app import create_app, create_service
 from lorikeet.api.length_prediction import open_length_predictor
-from lorikeet.api.logs import configure_logs, log
+from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
+from lorikeet.api.terminal import ProgressDisplay, fail, fail_at_once, show_ready, shown_url
 from lorikeet.api.text_processor import TemplateError, TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
@@ -34,7 +35,8 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
-from lorikeet.core.messages import EngineReady
+from lorikeet.core.logs import configure_logs
+from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
@@ -42,31 +44,44 @@ from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_con
 _KEEP_ALIVE_S = 75
 
 
-def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; the first one drains, a second one stops at once.
+def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
+    """Serve until SIGTERM or SIGINT; the first one drains, a second one stops immediately.
+
+    Args:
+        settings: of the whole server.
+        name_settings: rewrites an error text so that it calls settings what the user called them.
 
     Raises:
-        SystemExit: with code 1 if the server cannot start, the reason printed.
+        SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
     """
+    as_json = settings.server.log_json
     try:
-        configure_logs(settings.server.log_level, as_json=settings.server.log_json)
+        configure_logs(settings.server.log_level, as_json=as_json)
+    except ValueError as error:
+        configure_logs("info", as_json=as_json)
+        fail(name_settings(str(error)), as_json=as_json)
+    if as_json:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
     except (AdapterError, ConfigError, EngineError, ModelConfigError, OSError, TemplateError, ValueError) as error:
-        fail(str(error))
+        fail(name_settings(str(error)), as_json=as_json)
     except (asyncio.CancelledError, KeyboardInterrupt):
-        give_up("stopped before it was ready")
+        fail_at_once("stopped before it was ready", as_json=as_json)
 
 
 async def _serve(settings: Settings) -> None:
+    as_json = settings.server.log_json
     listener = _bind(settings.server.host, settings.server.port)
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
     async with AsyncExitStack() as stack:
         stack.callback(listener.close)
-        announcer = stack.enter_context(Announcer())
-        model = await in_daemon_thread(partial(prepare_model, settings.model, announcer.stage))
+        progress = _StartProgress(stack.enter_context(ProgressDisplay(bars=not as_json, lines=False)))
+        model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
+        log.info("model found", model=model.names[0], folder=str(model.path))
         config = read_model_config(model.path)
         texts = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
@@ -77,31 +92,62 @@ async def _serve(settings: Settings) -> None:
 
         client = _open_engines(_with_folder(settings, model.path), stack)
         stack.push_async_callback(client.close)
-        engine_info = await client.start(lambda progress: announcer.show(progress.stage, progress.done, progress.total))
+        engine_info = await client.start(progress.on_engine_progress)
+        for note in engine_info.notes:
+            log.info(note)
         catalog = await to_thread.run_sync(_open_catalog, settings, config, engine_info, model)
         stack.callback(catalog.close)
-        await _preload(catalog, settings.adapters.preload, announcer)
+        await _preload(catalog, settings.adapters.preload, progress)
         client.register_adapters(await to_thread.run_sync(catalog.versions))
+        log.info("adapters registered", adapters=len(catalog.names()))
 
         names = ServedModels(model.names, model.aliases, str(model.path), catalog, engine_info.max_model_len)
         service = create_service(
             settings, client, catalog, texts, names, _limits(model.path, config, engine_info), request_log, lengths
         )
-        for note in (*engine_info.notes, *catalog.notes, lengths_note):
+        for note in (*catalog.notes, lengths_note):
             log.info(note)
-        asks_for_key = bool(settings.server.api_keys)
-        if not asks_for_key and not _is_loopback(settings.server.host):
-            log.warning("whoever reaches this machine may use the server: there is no --api-key")
+        needs_key = bool(settings.server.api_keys)
+        if not needs_key and not _is_loopback(settings.server.host):
+            log.warning("anyone who can reach this address may use the server: no --api-key is set")
         url = shown_url(settings.server.host, listener.getsockname()[1])
-        server = _Server(
-            service,
-            settings.server.drain_timeout_s,
-            on_ready=lambda: announcer.ready(url, names.base, catalog.names(), asks_for_key=asks_for_key),
-        )
+
+        def on_ready() -> None:
+            progress.display.stop()
+            show_ready(url, names.base, catalog.names(), needs_key=needs_key, as_json=as_json)
+
+        server = _Server(service, settings.server.drain_timeout_s, on_ready)
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
             await server.serve(sockets=[listener])
+
+
+class _StartProgress:
+    """Shows the stages of a start as bars, and logs those that take long: when they begin, or when weights are loaded.
+
+    Args:
+        display: shows the bars.
+    """
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        self.display = display
+        self._began_s: dict[str, float] = {}
+        self._is_loaded = False
+
+    def stage(self, name: str) -> None:
+        """A stage of unknown length begins."""
+        log.info(name)
+        self.display.stage(name)
+
+    def on_engine_progress(self, progress: Progress) -> None:
+        """The engine is so far; of several replicas only the first is logged."""
+        now_s = time.monotonic()
+        began_s = self._began_s.setdefault(progress.stage, now_s)
+        self.display.show(progress.stage, progress.done, progress.total)
+        if progress.stage == LOADING_WEIGHTS and progress.done == progress.total and not self._is_loaded:
+            self._is_loaded = True
+            log.info("weights loaded", seconds=round(now_s - began_s, 1))
 
 
 def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
@@ -116,7 +162,7 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn that drains: on the first signal it goes on answering until accepted requests have ended."""
+    """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
 
     def __init__(self, service: Service, drain_timeout_s: float, on_ready: Callable[[], None]) -> None:
         config = uvicorn.Config(
@@ -124,6 +170,7 @@ class _Server(uvicorn.Server):
             loop="none",
             lifespan="off",
             access_log=False,
+            log_config=None,
             log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,
@@ -132,15 +179,20 @@ class _Server(uvicorn.Server):
         self._service = service
         self._drain_timeout_s = drain_timeout_s
         self._drain_until_s: float | None = None
+        self._drain_began_s: float | None = None
+        """When the drain was logged."""
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, then call ``on_ready``."""
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: drain, then stop at once. Not passing it on lets the process exit with code 0."""
+        """Take a signal: the first drains, the next stops. Not passing it on lets the process exit with code 0.
+
+        Nothing is logged here: the signal may have interrupted a write to the log.
+        """
         if self._drain_until_s is None:
             self._service.gate.draining = True
             self._drain_until_s = time.monotonic() + self._drain_timeout_s
@@ -148,22 +200,27 @@ class _Server(uvicorn.Server):
             self._drain_until_s = 0.0
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell uvicorn, ten times a second, whether to stop."""
+        """Decide ten times a second whether to stop; return what uvicorn decides with that."""
         if self._drain_until_s is not None and not self.should_exit:
-            active = self._service.gate.active
-            if active and time.monotonic() > self._drain_until_s:
+            active, now_s = self._service.gate.active, time.monotonic()
+            if self._drain_began_s is None:
+                self._drain_began_s = now_s
+                log.info(f"draining, {active} requests running", drain_timeout_s=self._drain_timeout_s)
+            if active and now_s > self._drain_until_s:
                 log.warning("stopped before all requests had finished", requests=active)
                 self._service.stop_all()
                 active = 0
             self.should_exit = not active
+            if self.should_exit:
+                log.info("drained", seconds=round(now_s - self._drain_began_s, 1))
         return await super().on_tick(counter)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything heavy starts.
+    """Bind the port before anything heavy starts, so that a port in use is reported immediately.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the address or port cannot be bound.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,7 +240,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _with_folder(settings: Settings, folder: Path) -> Settings:
-    """Let the engine read the folder that was found, whatever the model was called."""
+    """Return settings that name the model's local folder, for the engine."""
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
@@ -205,8 +262,8 @@ def _open_catalog(
         blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes).blocks
         if blocks > engine_info.max_adapter_blocks:
             raise AdapterError(
-                f"adapter {adapter.name!r} takes {blocks} blocks of device memory, at most "
-                f"{engine_info.max_adapter_blocks} are there for one; give the server more memory"
+                f"adapter {adapter.name!r} takes {blocks} blocks of device memory; one adapter gets at most "
+                f"{engine_info.max_adapter_blocks}: start the server with more --memory"
             )
 
     reserved = (*model.names, *model.aliases)
@@ -215,18 +272,22 @@ def _open_catalog(
     )
 
 
-async def _preload(catalog: AdapterCatalog, pairs: tuple[str, ...], announcer: Announcer) -> None:
-    """Register the adapters named on the command line; the server does not start without one of them."""
+async def _preload(catalog: AdapterCatalog, pairs: tuple[str, ...], progress: _StartProgress) -> None:
+    """Register the adapters named in the settings.
+
+    Raises:
+        ConfigError: one of them cannot be registered.
+    """
     for done, pair in enumerate(pairs):
         name, separator, source = pair.partition("=")
         if not separator or not name or not source:
             raise ConfigError(f"adapter {pair!r}: not of the form name=source")
-        announcer.show("adapters", done, len(pairs))
+        progress.display.show("adapters", done, len(pairs))
         try:
             await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
         except AdapterError as error:
             raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
-        announcer.show("adapters", done + 1, len(pairs))
+        progress.display.show("adapters", done + 1, len(pairs))
 
 
 def _open_request_log(settings: Settings) -> RequestLog | None:

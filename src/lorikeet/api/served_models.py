@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.errors import AdapterFilesMissing
-from lorikeet.api.errors import bad_request, model_not_found
+from lorikeet.api.errors import bad_request, hide_paths, model_not_found
 from lorikeet.core.adapter import AdapterRef
 
 
@@ -99,7 +99,7 @@ class ServedModels:
         try:
             return self._catalog.get(name)
         except AdapterFilesMissing as error:
-            raise bad_request(str(error), "model") from error
+            raise bad_request(hide_paths(str(error)), "model") from error
 
     def cards(self) -> list[dict[str, Any]]:
         """Return a card for every model, those of the base first: clients take the first one by default."""

@@ -13,7 +13,7 @@ from anyio import CapacityLimiter
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
-from lorikeet.api.errors import ApiError, model_not_found
+from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.middleware import AdmissionGate, Ticket
@@ -132,7 +132,7 @@ class Service:
             if held is not None:
                 self.catalog.release(held.digest)
             if isinstance(error, EngineError):
-                raise ApiError(503, f"The engine is not available: {error}") from error
+                raise engine_unavailable(error) from error
             raise
         self.generations.add(generation)
         return generation

@@ -1,6 +1,5 @@
 """``lorikeet adapters``: those of a running server, and what a folder holds."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -9,19 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lorikeet.cli.console import fail, format_size
+from lorikeet.cli.console import JsonFile, check_json_file, fail, format_size, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 
 app = typer.Typer(help="List, add, remove and inspect adapters.", no_args_is_help=True)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _PAGE = 1000
 
 
 @app.command("list")
-def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: JsonFile = None) -> None:
     """List the adapters of a running server."""
+    check_json_file(json_file)
     api = ServerClient(url, api_key)
     cards: list[dict[str, Any]] = []
     cursor: str | None = ""
@@ -29,8 +27,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJso
         page = api.get("/v1/adapters", limit=_PAGE, cursor=cursor)
         cards += page["data"]
         cursor = page["next_cursor"]
-    if as_json:
-        print(json.dumps(cards, indent=1))
+    if not write_json(json_file, cards):
         return
     table = Table("name", "rank", "size", "on device", "version", "source")
     for card in cards:
@@ -65,18 +62,17 @@ def remove_adapter(
 
 @app.command("inspect")
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], as_json: AsJson = False
+    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], json_file: JsonFile = None
 ) -> None:
     """Print what a PEFT folder holds and covers, or why it cannot be served. Needs no server."""
     from lorikeet.adapters.checkpoint import inspect_adapter
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.cli.adapter_report import describe, show
 
+    check_json_file(json_file)
     try:
         description = describe(inspect_adapter(folder))
     except AdapterError as error:
         fail(str(error))
-    if as_json:
-        print(json.dumps(description, indent=1))
-    else:
+    if write_json(json_file, description):
         show(description)

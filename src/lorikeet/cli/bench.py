@@ -1,6 +1,5 @@
 """``lorikeet bench``: measurements. Holds the two short ones, ``limits`` and ``shape``."""
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
 from lorikeet.cli.bench_memory import bench_memory
 from lorikeet.cli.bench_offline import bench_offline
 from lorikeet.cli.bench_serve import bench_serve
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import JsonFile, check_json_file, fail, write_json
 from lorikeet.config import ConfigError, ModelSettings
 
 
@@ -21,24 +20,25 @@ def bench_limits(
     model: Annotated[str, typer.Option(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure memory bandwidth and multiply rates, and print the speeds that they allow a model at most."""
     import torch
 
-    from lorikeet.api.announce import Announcer
     from lorikeet.api.model_folder import prepare_model
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
     from lorikeet.kernels.tensors import torch_dtype
     from lorikeet.models.config import ModelConfigError, read_model_config
 
+    check_json_file(json_file)
     try:
         kind = torch_dtype(dtype)
     except ValueError as error:
         fail(str(error), code=2)
     try:
-        with Announcer() as announcer:
-            folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
+        with ProgressDisplay() as display:
+            folder = Path(prepare_model(ModelSettings(model=model), display.stage).path)
         cost = model_cost(read_model_config(folder), kind.itemsize)
     except (ConfigError, ModelConfigError) as error:
         fail(str(error))
@@ -53,9 +53,7 @@ def bench_limits(
         "decode_tok_s": {rows: decode_limit_tok_s(cost, limits, rows) for rows in limits.gemm_gflops},
         "prefill_tok_s": prefill_limit_tok_s(cost, limits),
     }
-    if as_json:
-        print(json.dumps(report))
-    else:
+    if write_json(json_file, report):
         _print(report)
 
 

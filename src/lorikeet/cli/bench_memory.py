@@ -1,6 +1,5 @@
 """``lorikeet bench memory``: rows of the memory on one workload, on the engine in this process."""
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import fail, format_size, parse_size
+from lorikeet.cli.console import JsonFile, check_json_file, fail, format_size, parse_size, write_json
 from lorikeet.config import ModelSettings
 from lorikeet.presets import resolve_preset
 
@@ -70,7 +69,7 @@ def bench_memory(
         typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what the file says"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write what fills the device over time, as SVG.", dir_okay=False)
     ] = None,
@@ -80,8 +79,8 @@ def bench_memory(
     Requests arrive in this process, so no client competes for the cores. Turns of a conversation hold the answers as
     they were generated, and wait for them.
     """
-    from lorikeet.api.announce import Announcer
     from lorikeet.api.model_folder import prepare_model
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.memory_bench import MemorySetting, live_rig, modelled_rig, preset_figures, run_preset
     from lorikeet.bench.memory_work import WorkOptions, least_memory_bytes, make_work, working_set
     from lorikeet.bench.plots import pool_areas
@@ -89,6 +88,7 @@ def bench_memory(
     from lorikeet.core.executor import ExecutorError
     from lorikeet.costs.catalog import load_profile
 
+    check_json_file(json_file)
     if executor not in ("torch", "modelled"):
         fail(f"--executor {executor!r} is neither torch nor modelled", code=2)
     if bool(profile) != (executor == "modelled"):
@@ -129,11 +129,11 @@ def bench_memory(
     except ValueError as error:
         fail(str(error), code=2)
     try:
-        with Announcer() as announcer, tempfile.TemporaryDirectory(prefix="lorikeet-memory-") as folder:
+        with ProgressDisplay() as display, tempfile.TemporaryDirectory(prefix="lorikeet-memory-") as folder:
             work = make_work(options)
             if executor == "torch":
-                path = prepare_model(ModelSettings(model=model), announcer.stage).path
-                announcer.stage(f"writing {adapters} adapters")
+                path = prepare_model(ModelSettings(model=model), display.stage).path
+                display.stage(f"writing {adapters} adapters")
                 rig = live_rig(path, dtype, work, options, Path(folder))
             else:
                 path, rig = Path(), modelled_rig(load_profile(profile), work, options)
@@ -160,7 +160,7 @@ def bench_memory(
                     rig,
                     setting.settings(name),
                     work,
-                    on_finished=lambda done, name=name: announcer.show(name, done, len(work.requests)),  # type: ignore[misc]
+                    on_finished=lambda done, name=name: display.show(name, done, len(work.requests)),  # type: ignore[misc]
                 )
                 for name in names
             }
@@ -173,16 +173,14 @@ def bench_memory(
     if plot is not None:
         panels = [(name, run.samples) for name, run in runs.items()]
         plot.write_text(pool_areas(title, panels), encoding="utf-8")
-    if as_json:
-        setup = {
-            "workload": msgspec.to_builtins(options),
-            "setting": msgspec.to_builtins(setting),
-            "working_set": filled._asdict(),
-            "executor": executor,
-            "profile": profile or None,
-        }
-        print(json.dumps({"results": results, "setup": setup}))
-    else:
+    setup = {
+        "workload": options,
+        "setting": setting,
+        "working_set": filled._asdict(),
+        "executor": executor,
+        "profile": profile or None,
+    }
+    if write_json(json_file, {"results": results, "setup": setup}):
         _print(title, results)
 
 

@@ -1,6 +1,5 @@
 """``lorikeet bench offline``: throughput with all requests given at once, beside peers and the machine's limit."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lorikeet import SPIN_COUNT
-from lorikeet.cli.console import fail, note
+from lorikeet.cli.console import JsonFile, check_json_file, fail, note, write_json
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.presets import resolve_preset
 
@@ -45,7 +44,7 @@ def bench_offline(
         str, typer.Option(help="Python of vLLM's own environment.", show_default=".venvs/vllm/bin/python")
     ] = "",
     plot: Annotated[Path | None, typer.Option(help="Write a bar chart there, as SVG.", dir_okay=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure throughput with all requests given at once, beside peers and what the machine allows.
 
@@ -55,8 +54,8 @@ def bench_offline(
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:
         _spin_as_others_do()
-    from lorikeet.api.announce import Announcer
     from lorikeet.api.model_folder import prepare_model
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
     from lorikeet.bench.plots import offline_bars
     from lorikeet.bench.vllm_backend import WorkerError
@@ -81,6 +80,7 @@ def bench_offline(
         seed=seed,
         vllm_python=vllm_python,
     )
+    check_json_file(json_file)
     if plot is not None and not plot.parent.is_dir():
         fail(f"there is no folder {str(plot.parent)!r}", code=2)
     try:
@@ -90,18 +90,16 @@ def bench_offline(
     except ValueError as error:
         fail(str(error), code=2)
     try:
-        with Announcer() as announcer:
-            folder = prepare_model(ModelSettings(model=model), announcer.stage).path
-            report = run_offline(msgspec.structs.replace(options, model=str(folder)), announcer.show)
+        with ProgressDisplay() as display:
+            folder = prepare_model(ModelSettings(model=model), display.stage).path
+            report = run_offline(msgspec.structs.replace(options, model=str(folder)), display.show)
     except (ConfigError, ModelConfigError, WeightError, WorkError, WorkerError) as error:
         fail(str(error))
     if device == "cpu" and dtype != "float32" and SLOW_HALVES:
         note("torch is many times faster on this CPU with --dtype float32, and so are peers that compute with it")
     if plot is not None:
         plot.write_text(offline_bars(report))
-    if as_json:
-        print(json.dumps(report))
-    else:
+    if write_json(json_file, report):
         _print(report)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from lorikeet import __version__
-from lorikeet.cli.console import fail, given_options, note
+from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.urls import server_root
 
@@ -72,12 +72,10 @@ def bench_serve(
         typer.Option(min=0.01, help="Length of each probe of the search.", show_default="30, or 10 × limits on delays"),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Send requests to any OpenAI-compatible server, open loop, and print what they met."""
-    from lorikeet.api.announce import Announcer
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.arrivals import ARRIVALS
     from lorikeet.bench.load_client import ENDPOINTS, LoadTarget
     from lorikeet.bench.load_run import LoadRunner
@@ -97,8 +95,7 @@ def bench_serve(
         fail("--arrivals goes with a --rate (or now, without one), and not with a --workload", code=2)
     if not _is_name_form(adapter_as):
         fail(f"{adapter_as!r} may contain {{base}} and {{adapter}}, and no other braces", code=2)
-    if json_file is not None and not json_file.parent.is_dir():
-        fail(f"there is no folder {str(json_file.parent)!r}", code=2)
+    check_json_file(json_file)
     if rate is not None and not 0 < rate < inf:
         fail(f"a rate of {rate} is no positive number", code=2)
     if find_peak and not slo and workload is None:
@@ -138,14 +135,14 @@ def bench_serve(
             block_size=prefix_block_tokens or 0,
             seed=seed,
         )
-        with Announcer() as announcer:
+        with ProgressDisplay() as display:
             runner = LoadRunner(
                 target,
                 recipe,
                 parse_slo(slo),
                 concurrency=concurrency,
                 ids=Range.parse(token_ids),
-                show=announcer.show,
+                show=display.show,
             )
             failed = runner.warm_up(warmup)
             if failed is not None:
@@ -159,19 +156,23 @@ def bench_serve(
     except (OptionError, WorkloadError) as error:
         fail(str(error), code=2)
 
-    console = Console(highlight=False)
+    setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
+    setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
+    if write_json(json_file, _report(setup, runs, peak)):
+        console = Console(highlight=False)
+        if peak is None:
+            _print_run(console, runs[0], top)
+        else:
+            _print_peak(console, peak, runs, slo_target)
     if peak is None:
-        _print_run(console, runs[0], top)
+        if runs[0].is_client_bound:
+            note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
     else:
-        _print_peak(console, peak, runs, slo_target)
+        _note_doubtful_probes(peak, runs)
         if given_requests and peak.missed_rate is None:
             note(f"{workload} holds too few requests for probes of {probes_s:g} s at higher rates")
         if probes_s < runner.min_probe_s:
             note(f"probes shorter than {runner.min_probe_s:g} s may not show that a rate is too high for these limits")
-    if json_file is not None:
-        setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
-        setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
-        json_file.write_bytes(_report(setup, runs, peak))
     if not any(run.figures.completed for run in runs):
         fail("no request was answered whole")
 
@@ -223,8 +224,6 @@ def _print_run(console: Console, run: "LoadRun", top: int) -> None:
         console.print(adapters_table(figures.adapters, top))
     if figures.errors:
         console.print(errors_table(figures.errors))
-    if run.is_client_bound:
-        note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
 
 
 def _print_peak(console: Console, peak: "Peak", runs: "list[LoadRun]", target: float) -> None:
@@ -234,6 +233,9 @@ def _print_peak(console: Console, peak: "Peak", runs: "list[LoadRun]", target: f
         probes_table([(probe.rate, run.figures) for probe, run in zip(peak.probes, runs, strict=True)], target)
     )
     console.print(peak_words(peak))
+
+
+def _note_doubtful_probes(peak: "Peak", runs: "list[LoadRun]") -> None:
     doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_client_bound]
     if doubtful:
         note(
@@ -242,15 +244,15 @@ def _print_peak(console: Console, peak: "Peak", runs: "list[LoadRun]", target: f
         )
 
 
-def _report(setup: dict[str, Any], runs: "list[LoadRun]", peak: "Peak | None") -> bytes:
-    """Everything as JSON; of a search without the single requests."""
+def _report(setup: dict[str, Any], runs: "list[LoadRun]", peak: "Peak | None") -> dict[str, Any]:
+    """Return everything for JSON; of a search without the single requests."""
     if peak is None:
         (run,) = runs
         found = {**run._asdict(), "exchanges": [_described(exchange) for exchange in run.exchanges]}
     else:
         probes = [{**run._asdict(), "exchanges": None} for run in runs]
         found = {"peak_rate": peak.rate, "missed_rate": peak.missed_rate, "probes": probes}
-    return msgspec.json.format(msgspec.json.encode({"setup": setup, **found}, enc_hook=str), indent=1) + b"\n"
+    return {"setup": setup, **found}
 
 
 def _described(exchange: "RequestRecord") -> dict[str, Any]:

@@ -1,8 +1,13 @@
-"""What the commands share: notes and errors on stderr, and sizes as people write them."""
+"""What the commands share: notes and errors on stderr, JSON reports, and sizes as people write them."""
 
+import json
 import re
-from typing import NoReturn
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -35,15 +40,61 @@ def format_size(size_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def note(text: str) -> None:
-    """Print one line for the user's attention."""
-    Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True)
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write JSON there; - prints it, and nothing else.", show_default=False),
+]
+"""The option ``--json`` of every command that has one; :func:`write_json` writes what it asks for."""
+
+STANDARD_OUTPUT = "-"
 
 
-def fail(text: str, code: int = 1) -> NoReturn:
-    """Print what went wrong and end the command with ``code``."""
-    Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+def check_json_file(file: str | None) -> None:
+    """End the command if the JSON of ``--json`` cannot be written, before the work begins."""
+    if file is not None and file != STANDARD_OUTPUT and not Path(file).absolute().parent.is_dir():
+        fail(f"--json: there is no folder {str(Path(file).parent)!r}", code=2)
+
+
+def write_json(file: str | None, value: Any) -> bool:
+    """Write ``value`` as ``--json`` asks for; None writes nothing.
+
+    Returns:
+        Whether the command should print its tables, too: not if standard output holds the JSON.
+    """
+    if file is None:
+        return True
+    content = msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=1) + b"\n"
+    if file == STANDARD_OUTPUT:
+        sys.stdout.write(content.decode())
+        return False
+    try:
+        Path(file).write_bytes(content)
+    except OSError as error:
+        fail(f"--json {file}: {error.strerror}")
+    return True
+
+
+def note(text: str, *, as_json: bool = False) -> None:
+    """Print one line for the user's attention on stderr; ``as_json`` as a line of a JSON log."""
+    if as_json:
+        _print_json("info", "note", note=text)
+    else:
+        Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True)
+
+
+def fail(text: str, code: int = 1, *, as_json: bool = False) -> NoReturn:
+    """Print what went wrong on stderr and end the command with ``code``; ``as_json`` as a line of a JSON log."""
+    if as_json:
+        _print_json("critical", "the command cannot run", error=text)
+    else:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
     raise SystemExit(code)
+
+
+def _print_json(level: str, event: str, **fields: str) -> None:
+    """Print a line as the JSON log has them, without its library, which a command may not need."""
+    line = {**fields, "event": event, "level": level, "timestamp": datetime.now(UTC).isoformat()}
+    print(json.dumps(line), file=sys.stderr)
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -8,10 +8,10 @@ import msgspec
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import reference
-from lorikeet.api.announce import Announcer
 from lorikeet.api.errors import ApiError
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.api.protocol import ChatMessage
+from lorikeet.api.terminal import ProgressDisplay
 from lorikeet.api.text_processor import IncrementalDetokenizer, TextProcessor
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.clock import MonotonicClock
@@ -43,9 +43,9 @@ def stream_answer(
     Raises:
         GenerationError: model, adapter or prompt cannot be used.
     """
-    with Announcer() as announcer:
+    with ProgressDisplay() as display:
         try:
-            folder = prepare_model(settings.model, announcer.stage).path
+            folder = prepare_model(settings.model, display.stage).path
             config = read_model_config(folder)
             texts = TextProcessor.read(folder)
             token_ids = _token_ids(texts, prompt, raw=raw)
@@ -53,7 +53,7 @@ def stream_answer(
             # No longer than needed: memory for a whole context is more than many machines have.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
-            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), announcer.show)
+            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except ApiError as error:
             raise GenerationError(error.message) from error

@@ -62,11 +62,12 @@ def main() -> None:
     """Run the command with the process's arguments."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["serve"]:
+        as_json = "--log-json" in arguments
         try:
             translated, notes = compat.translate(arguments[1:])
         except compat.CompatError as error:
-            fail(str(error), code=2)
+            fail(str(error), code=2, as_json=as_json)
         for text in notes:
-            note(text)
+            note(text, as_json=as_json)
         arguments = ["serve", *translated]
     app(arguments)

@@ -10,7 +10,7 @@ from lorikeet.cli.console import fail
 from lorikeet.config import ConfigError, EngineSettings, ModelSettings, Settings
 
 if TYPE_CHECKING:
-    from lorikeet.api.announce import Announcer
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.costs.profile import CostProfile
 
 HOST_MEMORY_BYTES = 2**28
@@ -48,7 +48,7 @@ def profile(
     Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read. Operating points, by
     which a cluster places adapters, are found by simulation with these costs.
     """
-    from lorikeet.api.announce import Announcer
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.profiling.driver import ExecutorDriverError
     from lorikeet.bench.synthetic import parse_ranks
     from lorikeet.bench.workload import parse_slo
@@ -92,12 +92,12 @@ def profile(
         limits = parse_slo(slo)
         search = msgspec.structs.replace(BRIEF if quick else THOROUGH, ranks=parse_ranks(ranks))
         resolve_preset(preset)
-        with Announcer() as announcer:
+        with ProgressDisplay() as display:
             if known:
                 found, path = load_profile(known), output or Path(known if known.endswith(".toml") else f"{known}.toml")
             else:
                 wanted = ModelSettings(model=model, dtype=dtype, load_format=load_format)
-                found, path = _measure(wanted, engine, output, quick, announcer)
+                found, path = _measure(wanted, engine, output, quick, display)
                 write_profile(found, path)  # whatever becomes of the search
             if operating_points:
                 replica = msgspec.structs.replace(
@@ -107,7 +107,7 @@ def profile(
                     host_memory_bytes=search_host_bytes(found.geometry, search),
                 )
                 lengths = prompt_tokens, output_tokens
-                loads = find_operating_loads(found, replica, limits, lengths, search=search, show=announcer.show)
+                loads = find_operating_loads(found, replica, limits, lengths, search=search, show=display.show)
                 found = with_operating_loads(found, loads)
                 write_profile(found, path)
     except (ConfigError, ExecutorError, OSError, ExecutorDriverError, ValueError) as error:
@@ -117,17 +117,17 @@ def profile(
 
 
 def _measure(
-    model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, announcer: "Announcer"
+    model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, display: "ProgressDisplay"
 ) -> "tuple[CostProfile, Path]":
     """Measure a profile; return it and where it goes."""
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
 
-    prepared = prepare_model(model, announcer.stage)
+    prepared = prepare_model(model, display.stage)
     name = prepared.identity.rpartition("/")[2]
     path = output or Path(f"{name.lower()}.toml")
     settings = Settings(
         model=msgspec.structs.replace(model, model=str(prepared.path)),
         engine=msgspec.structs.replace(engine, host_memory_bytes=HOST_MEMORY_BYTES, touch_memory=True),
     )
-    return run_profile(settings, path.stem, name, QUICK if quick else FULL, announcer.show), path
+    return run_profile(settings, path.stem, name, QUICK if quick else FULL, display.show), path

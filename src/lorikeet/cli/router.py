@@ -39,7 +39,7 @@ def router(
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin whose web pages may use the gateway, or a JSON list of them; * for any; repeatable.",
+            help="Origin whose web pages may use the router, or a JSON list of them; * for any; repeatable.",
             metavar="ORIGIN",
         ),
     ] = None,
@@ -48,7 +48,7 @@ def router(
         typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
-    log_level: Annotated[str, typer.Option(help="Of the gateway's own log.")] = "info",
+    log_level: Annotated[str, typer.Option(help="Of the router's own log.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
 ) -> None:
     """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
@@ -60,8 +60,7 @@ def router(
     from lorikeet.config import ConfigError, check_keys, check_origins
     from lorikeet.core.request import SloError, parse_slo
     from lorikeet.presets import resolve_preset
-    from lorikeet.router.run import RouterOptions
-    from lorikeet.router.run import route as run_gateway
+    from lorikeet.router.run import RouterOptions, run_router
 
     try:
         resolve_preset(preset)
@@ -86,8 +85,8 @@ def router(
             log_json=log_json,
         )
     except (AdapterError, ConfigError, SloError, ValueError) as error:
-        fail(str(error), code=2)
-    run_gateway(options)
+        fail(str(error), code=2, as_json=log_json)
+    run_router(options)
 
 
 def read_adapter(text: str) -> "RoutedAdapter":

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,13 +34,14 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
     Every setting can also come from the file given with --config, or from LORIKEET_SECTION__KEY in the
     environment. Flags of vLLM and SGLang are understood, or answered with a note.
     """
+    name_settings = partial(serve_flags.name_settings, given=flags, file=config, environment=os.environ)
     try:
         settings = build_settings(model, config, prefix_caching, flags, os.environ)
     except ConfigError as error:
-        fail(str(error), code=2)
+        fail(name_settings(str(error)), code=2, as_json=bool(flags.get("server_log_json")))
     from lorikeet.api.run import serve as run_server
 
-    run_server(settings)
+    run_server(settings, name_settings)
 
 
 def _with_table(function: Any) -> None:

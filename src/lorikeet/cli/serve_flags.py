@@ -2,12 +2,17 @@
 
 import inspect
 import json
+import re
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 
 from lorikeet.cli.console import parse_size
+from lorikeet.config import ENVIRONMENT_PREFIX, Settings
 
 _HALF_NAMES = {"half": "float16", "float": "float32"}
 _FORMAT_NAMES = {"safetensors": "auto"}
@@ -222,6 +227,56 @@ def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             value = [one for each in value for one in (each if isinstance(each, list) else [each])]
         tables.setdefault(section, {})[key] = value
     return tables
+
+
+def name_settings(text: str, given: Mapping[str, Any], file: Path | None, environment: Mapping[str, str]) -> str:
+    """Return an error text in which settings are called what the user called them.
+
+    ``memory_bytes`` becomes ``--memory``, or ``LORIKEET_ENGINE__MEMORY_BYTES`` or ``[engine] memory_bytes`` where it
+    was set there. Only keys with an underscore are recognized, and of those only the ones of a single section.
+
+    Args:
+        text: names settings by their keys.
+        given: values of flags, named as in :func:`parameters`.
+        file: the TOML file, if there is one.
+        environment: of the process.
+    """
+    in_file = _keys_of(file)
+
+    def name(section: str, key: str) -> str:
+        setting, flag = f"{section}.{key}", _FLAG_OF.get(f"{section}.{key}")
+        variable = f"{ENVIRONMENT_PREFIX}{section}__{key}".upper()
+        if flag is not None and given.get(_variable(flag)) not in (None, []):
+            return flag.names.split()[0]
+        if variable in environment:
+            return variable
+        return f"[{section}] {key}" if flag is None or setting in in_file else flag.names.split()[0]
+
+    def wrong_flag(found: re.Match[str]) -> str:
+        return f"{name(found[1], found[3])}: {found[2]}"
+
+    text = _WRONG_FLAG.sub(wrong_flag, text)
+    return _KEY.sub(lambda found: name(_SECTION_OF[found[0]], found[0]), text)
+
+
+def _keys_of(file: Path | None) -> set[str]:
+    """Return the settings of a file as ``section.key``; none of a file that cannot be read, which has its own error."""
+    try:
+        tables = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {f"{section}.{key}" for section, keys in tables.items() if isinstance(keys, dict) for key in keys}
+
+
+_FLAG_OF = {flag.setting: flag for flag in FLAGS}
+_SECTIONS_OF: dict[str, list[str]] = {}
+for _section in msgspec.structs.fields(Settings):
+    for _field in msgspec.structs.fields(_section.type):
+        _SECTIONS_OF.setdefault(_field.name, []).append(_section.name)
+_SECTION_OF = {key: sections[0] for key, sections in _SECTIONS_OF.items() if "_" in key and len(sections) == 1}
+_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(sorted(_SECTION_OF, key=len, reverse=True))})(?![\w.=])")
+_WRONG_FLAG = re.compile(r"^flags: \[(\w+)\]: (.*) - at `\$\.(\w+)(?:\[\d+\])?`$")
+"""A value that does not fit its setting, as ``load_settings`` reports it for flags."""
 
 
 def _variable(flag: Flag) -> str:

@@ -1,15 +1,14 @@
 """``lorikeet simulate``: a workload through engines on a virtual clock, by a profile."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import JsonFile, check_json_file, fail, write_json
 
 if TYPE_CHECKING:
     from lorikeet.bench.peak import Peak
@@ -61,44 +60,40 @@ def simulate(
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything there, each request included.", dir_okay=False)
-    ] = None,
+    json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write distributions there, as SVG; of a search at the peak.", dir_okay=False)
     ] = None,
 ) -> None:
     """Run a workload through engines on a virtual clock: the same scenario, the same answer."""
-    from lorikeet.api.announce import Announcer
+    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.cli.load_tables import peak_words, probes_table
     from lorikeet.simulator.scenario import make_scenario
     from lorikeet.simulator.study import find_peak_rate, run_scenario
 
-    for file in (json_file, plot):
-        if file is not None and not file.parent.is_dir():
-            fail(f"there is no folder {str(file.parent)!r}", code=2)
+    check_json_file(json_file)
+    if plot is not None and not plot.parent.is_dir():
+        fail(f"there is no folder {str(plot.parent)!r}", code=2)
     flags = {name: value for name, value in context.params.items() if name not in _NOT_OF_THE_SCENARIO}
     flags["engine"] = _engine_settings(engine) if engine else None
     peak = None
     try:
         asked = make_scenario(scenario, flags)
-        with Announcer() as announcer:
+        with ProgressDisplay() as display:
             if find_peak:
-                peak, outcomes = find_peak_rate(asked, announcer.show, slo_target, _first_rate(asked.rate))
+                peak, outcomes = find_peak_rate(asked, display.show, slo_target, _first_rate(asked.rate))
             else:
-                outcomes = [run_scenario(asked, announcer.show)]
+                outcomes = [run_scenario(asked, display.show)]
     except ValueError as error:
         fail(str(error), code=2)
-    console = Console(highlight=False)
-    if peak is None:
-        (shown,) = outcomes
-        _print_outcome(console, shown, top)
-    else:
-        shown = _at_peak(peak, outcomes)
-        console.print(probes_table([(outcome.rate or 0.0, outcome.figures) for outcome in outcomes], slo_target))
-        console.print(peak_words(peak))
-    if json_file is not None:
-        json_file.write_bytes(_json(outcomes, peak))
+    shown = outcomes[0] if peak is None else _at_peak(peak, outcomes)
+    if write_json(json_file, _report(outcomes, peak)):
+        console = Console(highlight=False)
+        if peak is None:
+            _print_outcome(console, shown, top)
+        else:
+            console.print(probes_table([(outcome.rate or 0.0, outcome.figures) for outcome in outcomes], slo_target))
+            console.print(peak_words(peak))
     if plot is not None:
         plot.write_text(_plot(shown), encoding="utf-8")
 
@@ -180,15 +175,13 @@ def _print_cluster(console: Console, cluster: "ClusterFigures") -> None:
     )
 
 
-def _json(outcomes: "list[ScenarioResult]", peak: "Peak | None") -> bytes:
-    """Everything as JSON; of a search without the single requests."""
+def _report(outcomes: "list[ScenarioResult]", peak: "Peak | None") -> dict[str, Any]:
+    """Return everything for JSON; of a search without the single requests."""
     if peak is None:
         (outcome,) = outcomes
-        found = {**outcome.report(), "requests": outcome.simulated.run.exchanges}
-    else:
-        probes = [outcome.report() for outcome in outcomes]
-        found = {"peak_rate": peak.rate, "missed_rate": peak.missed_rate, "probes": probes}
-    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+        return {**outcome.report(), "requests": outcome.simulated.run.exchanges}
+    probes = [outcome.report() for outcome in outcomes]
+    return {"peak_rate": peak.rate, "missed_rate": peak.missed_rate, "probes": probes}
 
 
 def _at_peak(peak: "Peak", outcomes: "list[ScenarioResult]") -> "ScenarioResult":

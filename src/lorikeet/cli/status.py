@@ -1,13 +1,12 @@
 """``lorikeet status``: the replicas of a running server."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from lorikeet.cli.console import format_size
+from lorikeet.cli.console import JsonFile, check_json_file, format_size, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 
 
@@ -16,12 +15,12 @@ def status(
     api_key: ApiKey = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Show which replicas serve which adapters.")] = False,
     links: Annotated[bool, typer.Option("--links", help="Show what went between each replica's tiers.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Show a running server's replicas: where they are, what they do, which adapters they have."""
+    check_json_file(json_file)
     cluster = ServerClient(url, api_key).get("/v1/cluster")
-    if as_json:
-        print(json.dumps(cluster, indent=1))
+    if not write_json(json_file, cluster):
         return
     console = Console()
     console.print(_replicas(cluster["replicas"]))

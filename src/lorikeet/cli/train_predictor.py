@@ -39,18 +39,18 @@ def train_predictor(
         if error.name != "sklearn":
             raise
         fail(f"learning needs scikit-learn: run `{install_command('predictor')}`")
-    from lorikeet.api.announce import Announcer
     from lorikeet.api.model_folder import prepare_model
+    from lorikeet.api.terminal import ProgressDisplay
 
     try:
         requests = read_logs(logs)
-        with Announcer() as announcer:
-            folder = Path(prepare_model(ModelSettings(model=model), announcer.stage).path)
+        with ProgressDisplay() as display:
+            folder = Path(prepare_model(ModelSettings(model=model), display.stage).path)
             head = train_from_logs(
                 requests,
                 folder / "tokenizer.json",
                 len(os.sched_getaffinity(0)),
-                lambda done: announcer.show("prompts", done, len(requests)),
+                lambda done: display.show("prompts", done, len(requests)),
             )
         head.write(output)
     except (ConfigError, OSError, SentenceModelError, ValueError) as error:

@@ -66,6 +66,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
 
 
+LOADING_WEIGHTS = "loading weights"
+"""The stage of ``Progress`` in which the base model's weights are read."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Progress of the start: ``stage`` for the user, ``done`` of ``total`` units."""
 

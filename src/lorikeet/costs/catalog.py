@@ -10,6 +10,7 @@ import numpy as np
 
 from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
+from lorikeet.core.suggestions import unknown_name
 from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, MODELS, Device, Model
 from lorikeet.costs.operators import (
     EMBEDDING,
@@ -246,7 +247,7 @@ def load_profile(name_or_path: str | Path) -> CostProfile:
     name, has_paper, paper = text.partition("@")
     composed = _composed()
     if name not in composed:
-        raise ProfileError(f"unknown profile {name!r}; choose one of {', '.join(composed)}, or a .toml file")
+        raise ProfileError(unknown_name("profile", name, list(composed)))
     if has_paper and paper not in list(LoraPaper):
         raise ProfileError(f"{text}: no LoRA constants of {paper!r}; choose one of {', '.join(LoraPaper)}")
     return compose_profile(*composed[name], LoraPaper(paper) if has_paper else None)

@@ -22,7 +22,7 @@ from lorikeet.memory.packing import block_runs, pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
-from lorikeet.presets import ColdStart, KvAfterFinish, MemorySplit, Preset, resolve_preset
+from lorikeet.presets import ColdStart, KvAfterFinish, MemorySplit, Preset, describe_preset, resolve_preset
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
@@ -213,11 +213,12 @@ def assemble(
     scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
-    arena_mib = sizes.total_blocks * sizes.block_bytes * settings.engine.memory_ranks / 2**20
+    block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20
     notes = [
-        f"preset {settings.engine.preset} is {name}: {preset}",
-        f"device memory for adapters and KV: {sizes.total_blocks} blocks of {sizes.block_size} tokens, "
-        f"{arena_mib:.0f} MiB; host memory: {sizes.host_blocks} blocks; kernels: {sizes.kernels}",
+        describe_preset(settings.engine.preset),
+        f"memory for adapters and KV: {sizes.total_blocks * block_mib:.0f} MiB on the device ({sizes.total_blocks} "
+        f"blocks of {sizes.block_size} tokens), {sizes.host_blocks * block_mib:.0f} MiB on the host; "
+        f"kernels: {sizes.kernels}",
     ]
     if preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
         notes.append(

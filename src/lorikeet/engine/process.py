@@ -19,6 +19,7 @@ from lorikeet import __version__
 from lorikeet.config import Settings
 from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
+from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
     Abort,
     DropAdapter,
@@ -123,6 +124,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(sys.argv[1])
     try:

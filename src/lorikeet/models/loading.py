@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.kernels.base import LayerWeights
 from lorikeet.models.config import ROW_PARALLEL, ModelConfig, read_json_section
 from lorikeet.models.weights import DecoderWeights
@@ -203,11 +204,11 @@ def _fill_from_files(folder: Path, layout: WeightLayout, progress: Progress) -> 
     for name in sorted(found):
         by_file.setdefault(where[name], []).append(name)
     for file, names in by_file.items():
-        progress("loading weights", done, total)
+        progress(LOADING_WEIGHTS, done, total)
         for name, tensor in _read(file, {name: layout.targets[name] for name in names}):
             layout.targets[name].view.copy_(tensor)
             done += 1
-            progress("loading weights", done, total)
+            progress(LOADING_WEIGHTS, done, total)
     for name, other in layout.copies.items():
         if name in where:
             _check_equal(where[name], name, other, layout.targets[other])

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
-from lorikeet.api.errors import ApiError, bad_request, install_handlers, model_not_found
+from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
 from lorikeet.router.adapters import describe_adapter
@@ -45,11 +45,11 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        parts: of the gateway.
+        parts: of the router.
         preset: name of the system that routes and places, for ``/v1/cluster``.
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for those that change adapters; empty means the API keys do.
-        allowed_origins: of web pages that may use the gateway, whatever the backends allow.
+        allowed_origins: of web pages that may use the router, whatever the backends allow.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
@@ -84,7 +84,7 @@ async def _passed_on(path: str, parts: RouterParts, http: Request) -> Response:
 
 
 class _Routes:
-    """What the gateway answers by itself."""
+    """What the router answers by itself."""
 
     def __init__(self, parts: RouterParts, preset: str) -> None:
         self._parts = parts
@@ -113,7 +113,7 @@ class _Routes:
             check_name(name, {card["id"] for card in catalog.base_cards()})
             adapter = await asyncio.to_thread(describe_adapter, name, asked.lora_path, asked.rank)
         except AdapterError as error:
-            raise bad_request(str(error)) from error
+            raise bad_request(hide_paths(str(error))) from error
         self._check_is_new(asked)  # another call may have been faster
         await catalog.add(adapter)
         log.info("adapter known", adapter=name, source=adapter.source, rank=adapter.rank)
@@ -135,13 +135,13 @@ class _Routes:
 
     async def cluster(self, http: Request) -> Response:
         """Backends as replicas, in the form of a server's own ``/v1/cluster``."""
-        head = self._parts.head
-        names = {digest: adapter.name for digest, adapter in head.versions.items()}
-        return _json({**router_state(head).shown(names), "preset": self._preset})
+        backend_router = self._parts.backend_router
+        names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
+        return _json({**router_state(backend_router).shown(names), "preset": self._preset})
 
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""
-        is_open = sum(backend.is_open for backend in self._parts.head.backends.values())
+        is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
         body = {"status": "ready" if is_open else "no backend", "backends": is_open}
         return JSONResponse(body, 200 if is_open else 503)
 

@@ -22,10 +22,7 @@ from lorikeet.cluster.routing.fleet import Fleet, Indices, ReplicaGauges, Replic
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
-from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Admitted, Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import StepOutputs, TokenOutput
-from lorikeet.core.plan import Token
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import NotConnected, ServerLost
@@ -129,8 +126,6 @@ def _others(avoided: Set[ReplicaId], fleet: Fleet) -> Indices:
 WAIT_S = 300.0
 """A request waits at most so long for a backend that has its adapter."""
 
-_ANY_TOKEN = Token(0)
-
 
 class BackendRouter:
     """See the module. All methods run in one event loop.
@@ -227,12 +222,17 @@ class BackendRouter:
         """A request's backend has given its first token."""
         if not request.is_started:
             request.is_started = True
-            self._tell(request, 1, Admitted(request.request_id, time.monotonic(), 0))
+            if request.is_known and request.backend is not None:
+                replica = request.backend.replica
+                self.dispatcher.on_tokens(replica, request.request_id, 1)
+                self.dispatcher.on_admitted(replica, request.request_id, time.monotonic())
 
     def finished(self, request: ProxiedRequest, output_tokens: int) -> None:
         """A request has its whole answer, of so many tokens over all backends."""
-        end = Finished(request.request_id, time.monotonic(), FinishReason.STOP)
-        self._tell(request, max(0, output_tokens - request.output_tokens - request.is_started), end)
+        if request.is_known and request.backend is not None:
+            rest = max(0, output_tokens - request.output_tokens - request.is_started)
+            self.dispatcher.on_tokens(request.backend.replica, request.request_id, rest)
+            self._do(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=True))
         self._forget(request)
 
     def release(self, request: ProxiedRequest) -> None:
@@ -274,13 +274,6 @@ class BackendRouter:
             wants_keys=router.wants_keys,
         )
         self._do(self.dispatcher.arrive(body, now))
-
-    def _tell(self, request: ProxiedRequest, tokens: int, event: Admitted | Finished) -> None:
-        """Pass on what an engine of one's own would have told of a request."""
-        if request.is_known and request.backend is not None:
-            generated = (TokenOutput(request.request_id, 0, 0, (_ANY_TOKEN,) * tokens),) if tokens else ()
-            outputs = StepOutputs(generated, (event,), ())
-            self._do(self.dispatcher.apply_outputs(request.backend.replica, outputs, time.monotonic()))
 
     # --- backends ------------------------------------------------------------------------------------
 
@@ -328,7 +321,8 @@ class BackendRouter:
         log.info("backend up", backend=backend.url, adapters=len(held))
         now = time.monotonic()
         self._do(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
-        self._tell_adapters(backend, *(AdapterLoaded(digest, now, 0.0) for digest in held))
+        for digest in held:
+            self.dispatcher.on_adapter_loaded(backend.replica, digest)
         if (table := self.dispatcher.router.table) is not None:
             self._do(self.dispatcher.swap(table, now))  # where copies are made unasked, what it has lost is made anew
         self.on_change()
@@ -355,10 +349,6 @@ class BackendRouter:
                 ReplicaGauges(backend.replica, backend.epoch, self._gauge, requests), time.monotonic()
             )
         )
-
-    def _tell_adapters(self, backend: Backend, *events: AdapterEvent) -> None:
-        """Pass on what an engine of one's own would have told of adapters."""
-        self._do(self.dispatcher.apply_outputs(backend.replica, StepOutputs((), (), events), time.monotonic()))
 
     # --- what the dispatcher asks for ----------------------------------------------------------------
 
@@ -402,8 +392,8 @@ class BackendRouter:
             self._do(self.dispatcher.provision_failed(provision, time.monotonic()))
 
     async def _load(self, adapter: RoutedAdapter, replica: ReplicaId) -> bool:
-        backend, began_s = self.backends[replica], time.monotonic()
-        if not backend.is_up or self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, began_s):
+        backend = self.backends[replica]
+        if not backend.is_up or self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, time.monotonic()):
             return False  # a placement counts on it nevertheless; who waits goes elsewhere
         try:
             await backend.load(adapter)
@@ -415,9 +405,8 @@ class BackendRouter:
         except ServerLost as error:
             self.down(backend, f"while it loaded an adapter: {error}")
             return False
-        now = time.monotonic()
         self._router.accepted(adapter.digest, replica)
-        self._tell_adapters(backend, AdapterLoaded(adapter.digest, now, now - began_s))
+        self.dispatcher.on_adapter_loaded(replica, adapter.digest)
         return True
 
     async def _delete(self, adapter: RoutedAdapter, replica: ReplicaId) -> None:
@@ -427,7 +416,7 @@ class BackendRouter:
         except (BackendRefused, ServerLost) as error:
             log.warning("adapter not unloaded", backend=backend.url, reason=str(error))
             return
-        self._tell_adapters(backend, AdapterEvicted(adapter.digest, time.monotonic(), 0))
+        self.dispatcher.on_adapter_evicted(replica, adapter.digest)
 
     def _copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
         """Begin what a backend is to do with an adapter; it is given up when the backend is gone."""

@@ -64,7 +64,7 @@ class Backend:
         is_up: it answers.
         is_open: it takes new requests.
         trouble: why it was not there when it was last asked; empty since it has come.
-        adapters: by name, the versions that it has loaded for this gateway, as far as is known.
+        adapters: by name, the versions that it has loaded for this router, as far as is known.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
     """

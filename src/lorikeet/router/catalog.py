@@ -24,7 +24,7 @@ class ModelCatalog:
     """See the module.
 
     Args:
-        head: hears of adapters and placements.
+        backend_router: hears of adapters and placements.
         adapters: that clients may ask for at first.
         placements: who places adapters.
         period_s: between two placements.
@@ -34,31 +34,35 @@ class ModelCatalog:
     """
 
     def __init__(
-        self, head: BackendRouter, adapters: Iterable[RoutedAdapter], placements: PlacementService, period_s: float
+        self,
+        backend_router: BackendRouter,
+        adapters: Iterable[RoutedAdapter],
+        placements: PlacementService,
+        period_s: float,
     ) -> None:
         self.adapters = {adapter.name: adapter for adapter in adapters}
-        self._head = head
-        self._placer = PlacementClient(placements, period_s, head.swap)
+        self._backend_router = backend_router
+        self._placer = PlacementClient(placements, period_s, backend_router.swap)
         self._created = int(time.time())
         self._numbers = count(1)
         self._tasks = BackgroundTasks()
-        self._there = set(head.backends)
+        self._there = set(backend_router.backends)
         """Backends to place on."""
         self._leaving: dict[ReplicaId, asyncio.TimerHandle] = {}
         """Those of them that do not take requests, until they have been away for too long."""
         for adapter in self.adapters.values():
-            head.know(adapter)
+            backend_router.know(adapter)
 
     async def start(self) -> None:
         """Place on all backends, also those that may come soon; and anew after every period, and when they change."""
-        self._head.on_change = self._note_change
+        self._backend_router.on_change = self._note_change
         self._note_change()
         await self._know(self.adapters.values())
         self._tasks.run(self._placer.run())
 
     async def close(self) -> None:
         """Place no longer."""
-        self._head.on_change = lambda: None
+        self._backend_router.on_change = lambda: None
         for timer in self._leaving.values():
             timer.cancel()
         await self._tasks.close()
@@ -67,7 +71,7 @@ class ModelCatalog:
 
     def base_cards(self) -> list[dict[str, Any]]:
         """Return the cards of the base model, as a backend gives them; empty until one has been there."""
-        backends = sorted(self._head.backends.values(), key=lambda backend: not backend.is_up)
+        backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
         return next((backend.base_cards for backend in backends if backend.base_cards), [])
 
     def cards(self) -> list[dict[str, Any]]:
@@ -89,7 +93,7 @@ class ModelCatalog:
         if not model or any(card["id"] == model for card in bases):
             return None
         if not bases:
-            why = f"No backend has been there yet{self._head.troubles()}."
+            why = f"No backend has been there yet{self._backend_router.troubles()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
         raise model_not_found(model)
 
@@ -101,7 +105,7 @@ class ModelCatalog:
                 adapter = as_new_version(adapter, next(self._numbers))
             adapter = replace(adapter, replaces=before.replaces or before.digest != adapter.digest)
         self.adapters[adapter.name] = adapter
-        self._head.know(adapter)
+        self._backend_router.know(adapter)
         await self._know([adapter])
         if before is not None and before.digest != adapter.digest:
             await self._retire(before)
@@ -130,16 +134,16 @@ class ModelCatalog:
         )
 
     async def _retire(self, adapter: RoutedAdapter) -> None:
-        self._head.retire(adapter)
+        self._backend_router.retire(adapter)
         await self._placer.drop(adapter.digest)
         current = self.adapters.get(adapter.name)
         if current is None or current.digest != adapter.digest:
-            self._head.drop(adapter)
+            self._backend_router.drop(adapter)
 
     def _note_change(self) -> None:
         """A backend has come or gone, takes no more requests, or takes them again."""
         came = False
-        for replica, backend in self._head.backends.items():
+        for replica, backend in self._backend_router.backends.items():
             if not backend.is_open:
                 if replica in self._there and replica not in self._leaving:
                     loop = asyncio.get_running_loop()
@@ -159,5 +163,5 @@ class ModelCatalog:
         self._place_anew()
 
     def _place_anew(self) -> None:
-        if there := [replica for replica in self._head.backends if replica in self._there]:
+        if there := [replica for replica in self._backend_router.backends if replica in self._there]:
             self._tasks.run(self._placer.set_replicas(there))

@@ -17,24 +17,26 @@ MODELS_EVERY = 5
 
 
 class HealthMonitor:
-    """Tells a head who is there.
+    """Tells a backend_router who is there.
 
     Args:
-        head: of the backends.
+        backend_router: of the backends.
         adapters: those that clients may ask for now, by name.
         health_s: time between two calls to a backend.
     """
 
-    def __init__(self, head: BackendRouter, adapters: Mapping[str, RoutedAdapter], health_s: float = HEALTH_S) -> None:
-        self._head = head
+    def __init__(
+        self, backend_router: BackendRouter, adapters: Mapping[str, RoutedAdapter], health_s: float = HEALTH_S
+    ) -> None:
+        self._backend_router = backend_router
         self._adapters = adapters
         self._health_s = health_s
-        self._suspected = {replica: asyncio.Event() for replica in head.backends}
+        self._suspected = {replica: asyncio.Event() for replica in backend_router.backends}
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
         """Ask everybody once; go on with that beside the requests."""
-        backends = self._head.backends.values()
+        backends = self._backend_router.backends.values()
         await asyncio.gather(*(self._look(backend, wants_models=True) for backend in backends))
         for backend in backends:
             self._tasks.run(self._watch(backend))
@@ -66,7 +68,7 @@ class HealthMonitor:
             log.exception("a backend could not be looked after", backend=backend.url)
 
     async def _check(self, backend: Backend, *, wants_models: bool) -> None:
-        head = self._head
+        backend_router = self._backend_router
         try:
             health = await backend.check()
             if wants_models or not backend.is_up or (health.is_open and not backend.is_open):
@@ -79,15 +81,15 @@ class HealthMonitor:
             if not backend.is_up and why != backend.trouble:
                 log.warning("backend not there", backend=backend.url, reason=why)
             backend.trouble = why
-            head.down(backend, why)
+            backend_router.down(backend, why)
             return
         if health.is_open and not backend.is_up:
-            head.up(backend, self._adapters.values())
+            backend_router.up(backend, self._adapters.values())
         elif health.is_open and not backend.is_open:
-            head.reopen(backend)
+            backend_router.reopen(backend)
         elif backend.is_open and not health.is_open:
-            head.drain(backend)
+            backend_router.drain(backend)
         elif not backend.is_up:
             backend.trouble = "it takes no requests"
         if backend.is_up and health.requests is not None:
-            head.gauge(backend, health.requests)
+            backend_router.gauge(backend, health.requests)

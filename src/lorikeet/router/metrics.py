@@ -11,9 +11,9 @@ from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 
 
-def router_state(head: BackendRouter) -> ClusterState:
+def router_state(backend_router: BackendRouter) -> ClusterState:
     """Return backends, and where adapters belong. Requests of other clients count as running."""
-    fleet, table = head.dispatcher.fleet, head.dispatcher.router.table
+    fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.router.table
     index = {info.replica: at for at, info in enumerate(fleet.infos())}
 
     def state(backend: Backend) -> ReplicaState:
@@ -29,14 +29,14 @@ def router_state(head: BackendRouter) -> ClusterState:
             waiting=0 if at is None else int(fleet.loads.queued[at]),
             resident=tuple(backend.adapters[name] for name in sorted(backend.adapters)),
             held=len(backend.adapters),
-            held_bytes=sum(head.versions[digest].size_bytes for digest in backend.adapters.values()),
+            held_bytes=sum(backend_router.versions[digest].size_bytes for digest in backend.adapters.values()),
             memory_used=None,
         )
 
-    backends = head.backends.values()
+    backends = backend_router.backends.values()
     return ClusterState(
         replicas=tuple(state(backend) for backend in backends),
-        unrouted=head.dispatcher.waiting,
+        unrouted=backend_router.dispatcher.waiting,
         epoch=0 if table is None else table.epoch,
         shares={} if table is None else table.shown,
         copies=CopyCounts(
@@ -54,10 +54,10 @@ class RouterMetrics:
     """Counters of requests, and gauges of the backends.
 
     Args:
-        head: of the backends.
+        backend_router: of the backends.
     """
 
-    def __init__(self, head: BackendRouter) -> None:
+    def __init__(self, backend_router: BackendRouter) -> None:
         self.registry = CollectorRegistry()
         ended = Counter("lorikeet:route_requests", "Requests ended.", ("outcome",), registry=self.registry)
         self._ended = {outcome: ended.labels(outcome=outcome) for outcome in _OUTCOMES}
@@ -67,7 +67,7 @@ class RouterMetrics:
         self.continued = Counter(
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
         )
-        self.registry.register(_Backends(head))
+        self.registry.register(_Backends(backend_router))
 
     def ended(self, outcome: str) -> None:
         """Count a request: ``complete``, ``failed``, or ``left`` by its client."""
@@ -79,8 +79,8 @@ class RouterMetrics:
 
 
 class _Backends(Collector):
-    def __init__(self, head: BackendRouter) -> None:
-        self._head = head
+    def __init__(self, backend_router: BackendRouter) -> None:
+        self._backend_router = backend_router
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is known of each backend."""
@@ -90,11 +90,11 @@ class _Backends(Collector):
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
         )
-        for state in router_state(self._head).replicas:
+        for state in router_state(self._backend_router).replicas:
             up.add_metric([state.address], float(state.alive))
             requests.add_metric([state.address], float(state.running + state.waiting))
             adapters.add_metric([state.address], float(state.held))
-        for backend in self._head.backends.values():
+        for backend in self._backend_router.backends.values():
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
         yield from (up, requests, adapters, changes)

@@ -185,7 +185,7 @@ class ProxiedRequest:
     """One request, from its arrival to the end of its answer.
 
     Args:
-        request_id: unique among all requests of the gateway.
+        request_id: unique among all requests of the router.
         body: its body.
         adapter: that it asks for, None for the base model.
         prompt_tokens: of its prompt, counted or guessed.

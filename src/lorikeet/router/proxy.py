@@ -46,7 +46,7 @@ _OF_THE_CONNECTION = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
     b"proxy-authorization proxy-connection x-request-id origin sec-fetch-site".split()
 )
-"""Headers that are not passed on. What web pages may do is the gateway's own to say."""
+"""Headers that are not passed on. What web pages may do is the router's own to say."""
 _NOT_ANSWERED = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
@@ -58,11 +58,11 @@ class StreamCut(Exception):
 
 
 class RouterParts(NamedTuple):
-    """What the requests of a gateway share."""
+    """What the requests of a router share."""
 
-    head: BackendRouter
+    backend_router: BackendRouter
     catalog: ModelCatalog
-    watch: HealthMonitor
+    monitor: HealthMonitor
     metrics: RouterMetrics
     lengths: PromptLengths
     numbers: "count[int]"
@@ -94,7 +94,7 @@ class ProxyTask:
     Args:
         http: the request, its body read.
         request: the same for the head.
-        parts: of the gateway.
+        parts: of the router.
 
     Attributes:
         outcome: as it counts: ``complete``, ``failed``, or ``left`` if neither has been set.
@@ -104,7 +104,7 @@ class ProxyTask:
         self.outcome = "left"
         self._request = request
         self._parts = parts
-        self._head = parts.head
+        self._backend_router = parts.backend_router
         why_not = why_not_resumable(request.body)
         self._stream = ResumableAnswer(request.body) if why_not is None else PassthroughAnswer(request.body, why_not)
         self._request_id: str = http.state.request_id
@@ -120,7 +120,7 @@ class ProxyTask:
         self._is_closed = True
         if self._stream.is_done:
             self._finish(self._stream.counts)
-        self._head.release(self._request)
+        self._backend_router.release(self._request)
         self._parts.metrics.ended(self.outcome)
         if self._reply is not None:
             self._reply.close()
@@ -155,7 +155,7 @@ class ProxyTask:
             ApiError: none can.
         """
         while True:
-            backend = await self._head.place(self._request)
+            backend = await self._backend_router.place(self._request)
             self._is_there = False
             try:
                 reply = self._reply = await self._request.unless_lost(partial(self._ask, backend))
@@ -195,7 +195,7 @@ class ProxyTask:
         try:
             await backend.load(adapter)
         except BackendRefused as error:
-            if self._head.refused(self._request, error):
+            if self._backend_router.refused(self._request, error):
                 raise BackendLost from error
             raise
 
@@ -221,17 +221,17 @@ class ProxyTask:
             ApiError: too much has gone wrong.
         """
         backend = self._request.backend
-        self._head.release(self._request)
+        self._backend_router.release(self._request)
         if self._reply is not None:
             self._reply.close()
         if self._is_there and isinstance(error, BackendLost | Broken):
             self._request.count_loss()
         if isinstance(error, Unreachable) and backend is not None:
-            self._head.down(backend, f"cannot be reached: {error}")
+            self._backend_router.down(backend, f"cannot be reached: {error}")
         elif not isinstance(error, BackendLost):
             if backend is not None:
                 self._request.failed_at.add(backend.replica)
-                self._parts.watch.suspect(backend)
+                self._parts.monitor.suspect(backend)
             self._failures += 1
             if self._failures > MOST_FAILURES:
                 raise ApiError(502, f"No backend could answer this request; at last: {error!r}")
@@ -265,7 +265,7 @@ class ProxyTask:
             self._parts.lengths.learn(self._request.body, counts.prompt_tokens)
             if self._request.adapter is not None:
                 self._parts.catalog.answered(self._request.adapter, counts.completion_tokens)
-            self._head.finished(self._request, counts.completion_tokens)
+            self._backend_router.finished(self._request, counts.completion_tokens)
 
     # --- streams -------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class ProxyTask:
             if out := stream.feed(piece):
                 self._has_sent, self._failures = True, 0
                 yield out
-                self._head.started(self._request)
+                self._backend_router.started(self._request)
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:

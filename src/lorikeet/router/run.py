@@ -1,4 +1,4 @@
-"""``lorikeet router``: from options to a router that answers, and to its orderly end."""
+"""``lorikeet router``: builds a router from its options, serves, and drains at the end."""
 
 import asyncio
 import resource
@@ -13,20 +13,21 @@ import msgspec
 import uvicorn
 import uvloop
 
-from lorikeet.api.announce import Announcer, fail, shown_url
-from lorikeet.api.logs import configure_logs, log
+from lorikeet.api.logs import log
+from lorikeet.api.terminal import fail, show_ready, shown_url
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
 from lorikeet.cluster.controller.dispatcher import Dispatcher
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.config import ConfigError
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Slo
 from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
-from lorikeet.presets import resolve_preset
+from lorikeet.presets import describe_preset, resolve_preset
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.app import create_app
 from lorikeet.router.backend_router import BackendRouter
@@ -41,21 +42,21 @@ _KEEP_ALIVE_S = 75
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway is started with.
+    """What a router is started with.
 
     Attributes:
         backends: addresses, at least one, all different.
         adapters: that clients may ask for from the start.
-        preset: the system whose routing and placement count.
-        profile: name or file of a profile of one backend, for presets that decide by costs; empty for none.
-        slo: what such presets keep to.
-        seed: of whatever is drawn.
+        preset: the system whose routing and placement are used.
+        profile: name or file of a cost profile of one backend, for presets that decide by costs; empty for none.
+        slo: targets that such presets keep.
+        seed: of random choices.
         host, port: where to listen; port 0 picks a free one.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
-        backend_key: sent to the backends instead of what clients send; empty for none.
-        health_s: time between two calls to a backend.
-        drain_timeout_s: how long requests may go on after SIGTERM.
-        log_level, log_json: of the gateway's own log.
+        backend_key: sent to the backends instead of the client's key; empty for none.
+        health_s: time between two health checks of a backend, in seconds.
+        drain_timeout_s: how long requests may go on after SIGTERM, in seconds.
+        log_level, log_json: of the router's own log.
     """
 
     backends: tuple[str, ...]
@@ -76,32 +77,36 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_json: bool = False
 
 
-def route(options: RouterOptions) -> None:
-    """Route until SIGTERM or SIGINT; the first one drains, a second one stops at once.
+def run_router(options: RouterOptions) -> None:
+    """Route until SIGTERM or SIGINT; the first one drains, a second one stops immediately.
 
     Raises:
-        SystemExit: with code 1 if it cannot start, the reason printed.
+        SystemExit: with code 1 if it cannot start, the reason printed or, with ``log_json``, logged.
     """
     try:
         configure_logs(options.log_level, as_json=options.log_json)
+    except ValueError as error:
+        configure_logs("info", as_json=options.log_json)
+        fail(str(error), as_json=options.log_json)
+    try:
         raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_route(options))
+            runner.run(_run(options))
     except (ConfigError, OSError, ProfileError, ValueError) as error:
-        fail(str(error))
+        fail(str(error), as_json=options.log_json)
     except (asyncio.CancelledError, KeyboardInterrupt):
-        fail("stopped before it was ready")
+        fail("stopped before it was ready", as_json=options.log_json)
 
 
 def raise_file_limit() -> None:
-    """Have as many open files as this process may: a request takes two sockets, and the usual limit is 1024."""
+    """Raise the limit on open files as far as allowed: a request takes two sockets, and the usual limit is 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # more than the system really allows: then the limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _route(options: RouterOptions) -> None:
-    async with gateway(options) as parts:
+async def _run(options: RouterOptions) -> None:
+    async with open_router(options) as parts:
         preset, _ = resolve_preset(options.preset)
         app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins)
         config = uvicorn.Config(
@@ -112,72 +117,86 @@ async def _route(options: RouterOptions) -> None:
             lifespan="off",
             access_log=False,
             proxy_headers=False,
+            log_config=None,
             log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=round(options.drain_timeout_s),
         )
 
-        def announce(url: str) -> None:
+        def on_ready(url: str) -> None:
             names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
-            Announcer().ready(url, names[0], list(parts.catalog.adapters), asks_for_key=bool(options.api_keys))
+            show_ready(
+                url,
+                names[0],
+                list(parts.catalog.adapters),
+                needs_key=bool(options.api_keys),
+                as_json=options.log_json,
+            )
 
         with frozen_gc():
-            await _Server(config, announce).serve()
+            await _Server(config, on_ready).serve()
 
 
 @asynccontextmanager
-async def gateway(options: RouterOptions) -> AsyncIterator[RouterParts]:
-    """Put the parts of a gateway together, and start what goes on beside requests.
+async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
+    """Build the parts of a router, start health checks and placement, and end them afterwards.
 
     Raises:
         ConfigError: the preset needs a profile that was not given, or does not exist.
         ProfileError: the profile cannot be read.
-        ValueError: no backend, one twice, or what is no address.
+        ValueError: there is no backend, one is given twice, or an address is not valid.
     """
     urls = [server_root(url) for url in options.backends]
     if len(set(urls)) < len(urls):
         raise ValueError("a backend is given twice")
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
-    name, preset = resolve_preset(options.preset)
+    _, preset = resolve_preset(options.preset)
     profile = load_profile(options.profile) if options.profile else None
     slo = options.slo
     cluster = ClusterOptions(
         seed=options.seed, ttft_s=slo.ttft_s or 0.0, tpot_s=slo.tpot_s or 0.0, e2e_s=slo.e2e_s or 0.0
     )
     router, placement = build_cluster_policies(preset, replicas, profile, cluster)
-    log.info("routing and placement", preset=name, routing=preset.routing, placement=preset.placement)
+    log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
-        log.info("requests stay where they are while their backend lives: only engines of one's own can hand them over")
+        log.info("running requests are not migrated: a router cannot move them between other people's servers")
     backends = [Backend(replica, url, options.backend_key) for replica, url in zip(replicas, urls, strict=True)]
-    head = BackendRouter(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
+    backend_router = BackendRouter(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
     placements = LocalPlacementService(Orchestrator(placement, time.monotonic()))
-    catalog = ModelCatalog(head, options.adapters, placements, preset.placement_period_s)
-    watch = HealthMonitor(head, catalog.adapters, options.health_s)
+    catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
+    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s)
     try:
-        await watch.start()
+        await monitor.start()
         await catalog.start()
-        yield RouterParts(head, catalog, watch, RouterMetrics(head), PromptLengths(), count())
+        yield RouterParts(backend_router, catalog, monitor, RouterMetrics(backend_router), PromptLengths(), count())
     finally:
-        await watch.close()
+        await monitor.close()
         await catalog.close()
-        await head.close()
+        await backend_router.close()
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn that says when it is ready, and whose process ends with code 0 after a signal."""
+    """Uvicorn that reports when it is ready and when it drains, and whose process ends with code 0 after a signal."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, then call ``on_ready`` with the URL."""
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_ready(shown_url(host, port))
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let running requests end, within the drain time."""
+        began_s = time.monotonic()
+        log.info(f"draining, {len(self.server_state.tasks)} requests running")
+        await super().shutdown(sockets)
+        log.info("drained", seconds=round(time.monotonic() - began_s, 1))
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: finish what has been accepted, then stop at once. It is not passed on."""
+        """Take a signal: finish what has been accepted, on the next one stop immediately. It is not passed on."""
         self.force_exit = self.should_exit
         self.should_exit = True

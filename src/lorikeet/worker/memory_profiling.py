@@ -242,9 +242,12 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
             free_bytes = share_left_bytes(engine.gpu_memory_utilization, total_bytes, free_bytes, step_bytes)
         blocks = min(free_bytes, useful_bytes) // block_bytes
     if blocks < least_blocks:
+        given = "memory_bytes" if engine.memory_bytes else "free memory of"
+        given_mib = (engine.memory_bytes or blocks * block_bytes) / 2**20
+        least_mib = -(-least_blocks * block_bytes // 2**20)
         raise ConfigError(
-            f"an arena of {blocks * block_bytes:,} bytes is too small: one sequence of {longest_tokens} tokens and a "
-            f"small adapter take {least_blocks * block_bytes:,}; raise memory_bytes or lower max_model_len"
+            f"{given} {given_mib:.4g} MiB is too small for a sequence of {longest_tokens} tokens and an adapter; at "
+            f"least {least_mib} MiB, or lower max_model_len"
         )
     return blocks
 

@@ -390,9 +390,11 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
     total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes
     sequence_blocks = -(-longest_tokens // engine.block_size)
     if total_blocks <= sequence_blocks:
+        given = f"memory_bytes {engine.memory_bytes / 2**20:.4g} MiB" if engine.memory_bytes else "the profile's memory"
+        least_mib = -(-(sequence_blocks + 1) * block_bytes // 2**20)
         raise ConfigError(
-            f"memory of {total_blocks} blocks cannot hold a sequence of {longest_tokens} tokens, "
-            f"{sequence_blocks} blocks of {block_bytes} bytes, beside an adapter"
+            f"{given} is too small for a sequence of {longest_tokens} tokens and an adapter; at least {least_mib} MiB, "
+            "or lower max_model_len"
         )
     return EngineSizes(
         geometry=geometry,

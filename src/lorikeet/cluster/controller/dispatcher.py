@@ -210,6 +210,22 @@ class Dispatcher:
             self._try_waiting(collected, now)
         return collected.actions()
 
+    def on_admitted(self, replica: ReplicaId, request_id: RequestId, now: float) -> None:
+        """A replica has begun to run a request; for owners whose replicas send no engine outputs, as the next three."""
+        self.fleet.admitted(replica, request_id, now)
+
+    def on_tokens(self, replica: ReplicaId, request_id: RequestId, tokens: int) -> None:
+        """A replica has generated ``tokens`` more tokens for a request."""
+        self.fleet.generated(replica, request_id, tokens)
+
+    def on_adapter_loaded(self, replica: ReplicaId, adapter: AdapterDigest) -> None:
+        """A replica has an adapter on its device."""
+        self.fleet.loaded(replica, adapter)
+
+    def on_adapter_evicted(self, replica: ReplicaId, adapter: AdapterDigest) -> None:
+        """A replica has an adapter on its device no longer."""
+        self.fleet.evicted(replica, adapter)
+
     def gauges(self, gauges: ReplicaGauges, now: float) -> Actions:
         """Apply the gauges of a replica."""
         collected = ActionsBuilder()

@@ -1,0 +1,114 @@
+"""What commands show on a terminal besides their log: progress, why they end, and how to use a server that is ready."""
+
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn, Self
+
+import structlog
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
+
+_SHOWN_ADAPTERS = 20
+
+
+class ProgressDisplay:
+    """Progress bars on stderr if it is a terminal; else one line for each stage.
+
+    Args:
+        bars: draw bars on a terminal.
+        lines: without bars, print a line when a stage begins.
+    """
+
+    def __init__(self, *, bars: bool = True, lines: bool = True) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._lines = lines
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self._console, disable=not (bars and sys.stderr.isatty()))
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the bars."""
+        self._bars.stop()
+
+    def stage(self, name: str) -> None:
+        """Show a stage whose length is not known."""
+        self.show(name, 0, 0)
+
+    def show(self, stage: str, done: int, total: int) -> None:
+        """Show ``done`` of ``total`` units of a stage; 0 of 0 for one whose length is not known."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(escape(stage), total=total or None)
+            if self._bars.disable and self._lines:
+                self._console.print(f"{escape(stage)} …", soft_wrap=True)
+        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+
+
+def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool) -> None:
+    """Say that the server is ready: on stdout its URL, its models and a command to paste, or one JSON line in the log.
+
+    Args:
+        url: address to open.
+        base: name of the base model.
+        adapters: names of all adapters; the first 20 are shown.
+        needs_key: the command to paste sends an API key.
+        as_json: only log it.
+    """
+    if as_json:
+        log.info("ready", url=url, base_model=base, adapters=len(adapters))
+        return
+    more = len(adapters) - _SHOWN_ADAPTERS
+    shown = ", ".join(adapters[:_SHOWN_ADAPTERS]) + (f" and {more} more" if more > 0 else "")
+    model = adapters[0] if adapters else base
+    console = Console(highlight=False)
+    console.print(f"[bold green]Lorikeet is ready:[/] {url}", soft_wrap=True)
+    console.print(f"  base model: {escape(base)}", soft_wrap=True)
+    console.print(f"  adapters:   {escape(shown) or 'none'}", soft_wrap=True)
+    console.print("Try:", soft_wrap=True)
+    key = '-H "Authorization: Bearer $LORIKEET_API_KEY" ' if needs_key else ""
+    console.print(
+        f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
+        f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a lorikeet?"}}]}}\'',
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def shown_url(host: str, port: int) -> str:
+    """Return the URL at which this machine reaches a server that listens on ``host``."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def fail(text: str, *, as_json: bool = False) -> NoReturn:
+    """Report why the server cannot run and end the process with code 1."""
+    _report(text, as_json)
+    raise SystemExit(1)
+
+
+def fail_at_once(text: str, *, as_json: bool = False) -> NoReturn:
+    """The same without waiting for threads: those of libraries may be downloading for another hour."""
+    _report(text, as_json)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _report(text: str, as_json: bool) -> None:
+    if as_json:
+        log.critical("the server cannot run", error=text)
+    else:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)

@@ -1,0 +1,94 @@
+"""Log set-up of a process: structlog and the standard ``logging``, as text or as one JSON object a line, on stderr."""
+
+import logging
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import structlog
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters except tabs and line feeds, which are shown as they are."""
+
+
+def configure_logs(level: str, *, as_json: bool) -> None:
+    """Set up logging for this process.
+
+    Lines of libraries that use ``logging`` (uvicorn, for one) get the same form; of those only warnings and errors
+    are shown. With ``as_json`` an uncaught exception is logged as JSON, too.
+
+    Args:
+        level: name of the least severe level that is shown.
+        as_json: one JSON object per line instead of text.
+
+    Raises:
+        ValueError: no level has that name.
+    """
+    names = logging.getLevelNamesMapping()
+    number = names.get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is not one of {', '.join(names).lower()}")
+    # Plain tracebacks: those of rich show local variables, among them keys and prompts.
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else console
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        _escape_control_characters,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *([structlog.processors.format_exc_info] if as_json else []),
+    ]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=_StderrLoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    handler = _StderrHandler()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [*(each for each in root.handlers if not isinstance(each, _StderrHandler)), handler]
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("lorikeet").setLevel(number)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught if as_json else sys.__excepthook__
+
+
+class _StderrLoggerFactory:
+    """Loggers that write to what ``sys.stderr`` is at the moment: progress bars and tests replace it."""
+
+    def __call__(self, *_arguments: Any) -> structlog.WriteLogger:
+        return structlog.WriteLogger(sys.stderr)
+
+
+class _StderrHandler(logging.Handler):
+    """The same for ``logging``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    structlog.get_logger("lorikeet").critical("uncaught exception", exc_info=(kind, error, trace))
+
+
+def _escape_control_characters(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Write control characters as escapes: paths and names come from clients, and a terminal would obey them."""
+    return {
+        key: _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value) if isinstance(value, str) else value
+        for key, value in event.items()
+    }

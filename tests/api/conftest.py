@@ -1,0 +1,106 @@
+"""A server on a free port, in the test's own event loop, over a scripted engine."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.app import create_app, create_service
+from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.request_log import RequestLog
+from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.served_models import ServedModels
+from lorikeet.api.service import Service
+from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.config import AdapterSettings, ServerSettings, Settings
+from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+from tests.support.quick_server import serving
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = byte_level_tokenizer()
+END = TOKENIZER.token_to_id("<|im_end|>")
+
+
+@dataclass
+class Running:
+    """A server that answers at ``http``."""
+
+    http: httpx.AsyncClient
+    engine: FakeEngine
+    service: Service
+    sources: Path
+
+
+Start = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A folder with adapters to load."""
+    for seed, name in enumerate(("formal", "pirate", "json")):
+        write_adapter(tmp_path / "sources" / name, seed=seed)
+    return tmp_path / "sources"
+
+
+@pytest.fixture
+def start(tmp_path: Path, sources: Path) -> Start:
+    """Start servers. By default the engine answers every request with ``hello world`` and an end token."""
+
+    @asynccontextmanager
+    async def start_one(
+        answer: str = "hello world",
+        request_log: RequestLog | None = None,
+        lora: bool = True,
+        lengths: AnswerLengthPredictor | None = None,
+        **server: object,
+    ) -> AsyncIterator[Running]:
+        settings = Settings(
+            adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
+            server=msgspec.structs.replace(ServerSettings(), **server),
+        )
+        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END])
+        catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",))
+        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
+        models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
+        texts = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
+        config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
+        try:
+            async with (
+                serving(config) as url,
+                httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
+            ):
+                yield Running(http, engine, service, sources)
+        finally:
+            catalog.close()
+
+    return start_one
+
+
+@pytest.fixture
+async def server(start: Start) -> AsyncIterator[Running]:
+    """One server with the default settings and the adapter ``formal``."""
+    async with start() as running:
+        running.service.catalog.register("formal", str(running.sources / "formal"))
+        yield running
+
+
+def count_calls_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Return a list that gets all work on texts that is done off the event loop from now on."""
+    calls: list[Callable[[], object]] = []
+
+    async def run_sync(work: Callable[[], object]) -> object:
+        calls.append(work)
+        return work()
+
+    monkeypatch.setattr("lorikeet.api.threads.to_thread.run_sync", run_sync)
+    return calls

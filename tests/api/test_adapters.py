@@ -1,0 +1,370 @@
+"""Loading and unloading adapters over HTTP, in four dialects."""
+
+import asyncio
+import errno
+import os
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from anyio import to_thread
+
+from lorikeet.adapters.catalog import RegisteredAdapter
+from lorikeet.core.ids import AdapterDigest
+from tests.api.conftest import Running, Start
+from tests.api.fakes import write_adapter
+from tests.api.test_chat import CHAT, body
+from tests.api.test_operations import until
+
+
+async def load(server: Running, name: str, source: str, **fields: Any) -> tuple[int, str]:
+    content = {"lora_name": name, "lora_path": str(server.sources / source), **fields}
+    reply = await server.http.post("/v1/load_lora_adapter", json=content)
+    return reply.status_code, reply.text
+
+
+async def test_vllm_loads_and_unloads(server: Running) -> None:
+    assert await load(server, "pirate", "pirate") == (200, "Success: LoRA adapter 'pirate' added successfully.")
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+    reply = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'pirate' removed successfully.")
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 404
+    assert server.engine.dropped == [server.engine.submitted[0].digest]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "kind"),
+    [
+        ({"lora_name": "x"}, 400, "InvalidUserInput"),
+        ({"lora_path": "x"}, 400, "InvalidUserInput"),
+        ({"lora_name": "formal", "lora_path": "formal"}, 400, "InvalidUserInput"),
+        ({"lora_name": "base", "lora_path": "formal"}, 400, "InvalidUserInput"),
+        ({"lora_name": "x", "lora_path": "missing"}, 404, "NotFoundError"),
+        ({"lora_name": "x", "lora_path": "../../etc"}, 400, "BadRequestError"),
+        ({"lora_name": "x", "lora_path": "s3://bucket/x"}, 400, "BadRequestError"),
+        ({"lora_name": 7, "lora_path": "x"}, 400, "BadRequestError"),
+    ],
+)
+async def test_a_bad_load_is_refused_and_changes_nothing(
+    server: Running, content: dict[str, Any], status: int, kind: str
+) -> None:
+    reply = await server.http.post("/v1/load_lora_adapter", json=content)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
+    assert server.service.catalog.names() == ["formal"]
+
+
+async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server: Running) -> None:
+    (server.sources / "pirate" / "adapter_model.safetensors").write_bytes(b"no weights")
+    with structlog.testing.capture_logs() as logged:
+        for path in ("pirate", "nowhere"):
+            content = {"lora_name": "broken", "lora_path": str(server.sources / path)}
+            for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+                reply = await server.http.post(route, json=content)
+                assert reply.status_code >= 400
+                text = reply.json().get("error_message") or reply.json()["error"]["message"]
+                assert "adapter 'broken'" in text
+                assert "adapter_model.safetensors" in text or "there is no such folder" in text
+                assert str(server.sources) not in text
+    assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
+
+
+async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lorikeet.adapters.sources.os.fsync", fail)
+    content = {"name": "pirate", "source": str(server.sources / "pirate")}
+    reply = await server.http.post("/v1/adapters", json=content)
+    assert reply.status_code == 500
+    assert "No space left" in reply.json()["error"]["message"]
+    assert server.service.catalog.names() == ["formal"]
+
+
+async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Running) -> None:
+    with sqlite3.connect(Path(server.service.adapter_settings.store_dir) / "registry.sqlite3") as registry:
+        registry.execute("DROP TABLE adapters")
+    registry.close()
+    source = str(server.sources / "pirate")
+    replies = [
+        await server.http.delete("/v1/adapters/formal"),
+        await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"}),
+        await server.http.post("/v1/adapters", json={"name": "pirate", "source": source}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 500
+        assert "the adapter registry cannot be written: no such table" in reply.json()["error"]["message"]
+    sglang = await server.http.post("/unload_lora_adapter", json={"lora_name": "formal"})
+    assert (sglang.status_code, sglang.json()["success"]) == (500, False)
+    assert server.service.catalog.names() == ["formal"]
+
+
+async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
+    reply = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"})
+    assert reply.status_code == 404
+    assert (await server.http.delete("/v1/adapters/nobody")).status_code == 404
+
+
+async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server: Running) -> None:
+    await server.http.post(CHAT, json=body(model="formal"))
+    write_adapter(server.sources / "formal", seed=99)
+    assert (await load(server, "formal", "formal"))[0] == 400
+    assert (await load(server, "formal", "formal", load_inplace=True))[0] == 200
+    await server.http.post(CHAT, json=body(model="formal"))
+    old, new = (request.digest for request in server.engine.submitted)
+    assert old != new
+    await until(lambda: server.engine.dropped == [old], "the old version is dropped")
+
+
+async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    encode_chat = server.service.texts.encode_chat
+
+    async def encode_late(*arguments: Any, **options: Any) -> list[int]:
+        reading.set()
+        await go_on.wait()
+        return await encode_chat(*arguments, **options)
+
+    monkeypatch.setattr(server.service.texts, "encode_chat", encode_late)
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
+    await reading.wait()
+    assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
+    go_on.set()
+    assert (await asking).status_code == 200
+    new = server.service.catalog.get("formal")
+    assert new is not None
+    assert [request.digest for request in server.engine.submitted] == [new.digest]
+
+    reading.clear()
+    go_on.clear()
+    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
+    await reading.wait()
+    assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
+    go_on.set()
+    assert (await asking).status_code == 404
+    assert server.service.gate.active == 0
+
+
+async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(server: Running) -> None:
+    await load(server, "pirate", "pirate")
+    await load(server, "twin", "pirate")
+    assert [ref.name for ref in server.engine.known.values()] == ["twin"], "one version, by its newest name"
+    old = next(iter(server.engine.known))
+    write_adapter(server.sources / "pirate", seed=99)
+    await load(server, "pirate", "pirate", load_inplace=True)
+    assert len(server.engine.known) == 2
+    await server.http.delete("/v1/adapters/twin")
+    assert server.engine.dropped == [old]
+    await server.http.delete("/v1/adapters/pirate")
+    assert server.engine.known == {}
+
+
+async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_known(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, register = server.service.catalog, server.service.catalog.register
+
+    def register_and_lose(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
+        registered = register(name, source, replace=replace)
+        catalog.remove(name)
+        return registered
+
+    monkeypatch.setattr(catalog, "register", register_and_lose)
+    assert (await load(server, "pirate", "pirate"))[0] == 200
+    assert server.engine.known == {}, "nobody would tell the engine to drop it"
+
+
+async def test_two_replacements_at_once_free_what_each_replaced(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, register = server.service.catalog, server.service.catalog.register
+    both_have_begun, turn = threading.Barrier(2, timeout=30), threading.Lock()
+    versions = {record.digest for record in catalog.list()}
+
+    def register_in_turn(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
+        both_have_begun.wait()
+        with turn:
+            registered = register(name, source, replace=replace)
+        versions.add(registered.record.digest)
+        return registered
+
+    monkeypatch.setattr(catalog, "register", register_in_turn)
+    replies = await asyncio.gather(*(load(server, "formal", name, load_inplace=True) for name in ("pirate", "json")))
+    assert [status for status, _ in replies] == [200, 200]
+    last = catalog.get("formal")
+    assert last is not None
+    await until(lambda: len(server.engine.dropped) == 2, "two versions are dropped")
+    assert set(server.engine.dropped) == versions - {last.digest}
+
+
+async def test_a_version_with_two_names_is_freed_with_the_second(server: Running) -> None:
+    await load(server, "twin", "formal")
+    record = server.service.catalog.get("twin")
+    assert record is not None
+    assert (await server.http.delete("/v1/adapters/formal")).json()["freed_bytes"] == 0
+    assert server.engine.dropped == []
+    assert (await server.http.delete("/v1/adapters/twin")).json()["freed_bytes"] == 12345
+    assert server.engine.dropped == [record.digest]
+
+
+async def test_an_unload_lets_running_requests_finish(server: Running) -> None:
+    server.engine.open.clear()
+    running = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
+    await until(lambda: len(server.engine.submitted) == 1, "one request has been submitted")
+    assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
+    server.engine.open.set()
+    assert (await running).status_code == 200
+
+
+async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    added = await server.http.post("/v1/adapters", json={"name": "org/pirate", "source": source})
+    assert added.status_code == 201
+    card = added.json()
+    assert (card["name"], card["source"], card["base"], card["rank"]) == ("org/pirate", source, "base", 4)
+    assert (await server.http.get("/v1/adapters/org/pirate")).json() == card
+    listed = (await server.http.get("/v1/adapters")).json()
+    assert [entry["name"] for entry in listed["data"]] == ["formal", "org/pirate"]
+    assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (False, None, 2)
+    deleted = (await server.http.delete("/v1/adapters/org/pirate")).json()
+    assert deleted == {"name": "org/pirate", "object": "adapter", "deleted": True, "freed_bytes": 12345}
+    assert (await server.http.get("/v1/adapters/org/pirate")).status_code == 404
+
+
+async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> None:
+    for number in range(5):
+        await load(server, f"twin-{number}", "formal")
+    first = (await server.http.get("/v1/adapters", params={"limit": 3})).json()
+    assert [entry["name"] for entry in first["data"]] == ["formal", "twin-0", "twin-1"]
+    await server.http.delete("/v1/adapters/twin-1")
+    rest = (await server.http.get("/v1/adapters", params={"limit": 3, "cursor": first["next_cursor"]})).json()
+    assert [entry["name"] for entry in rest["data"]] == ["twin-2", "twin-3", "twin-4"]
+    assert rest["has_more"] is False
+    assert (await server.http.get("/v1/adapters", params={"limit": 0})).status_code == 400
+
+
+async def test_a_query_that_will_not_do_is_named(server: Running) -> None:
+    error = (await server.http.get("/v1/adapters", params={"limit": 0})).json()["error"]
+    assert (error["param"], error["message"]) == ("limit", "limit: Input should be greater than or equal to 1.")
+
+
+async def test_stats_count_the_traffic_of_one_adapter(server: Running) -> None:
+    for _ in range(2):
+        await server.http.post(CHAT, json=body(model="formal"))
+    await server.http.post(CHAT, json=body())
+    stats = (await server.http.get("/v1/adapters/formal/stats")).json()
+    per_request = len(server.engine.submitted[0].prompt_token_ids)
+    assert (stats["requests"], stats["requests_running"], stats["requests_failed"]) == (2, 0, 0)
+    assert stats["prompt_tokens"] == 2 * per_request
+    assert stats["generation_tokens"] > 2
+    assert stats["mean_ttft_s"] > 0
+    assert (await server.http.get("/v1/adapters/nobody/stats")).status_code == 404
+
+
+async def test_sglang_loads_and_unloads(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    reply = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
+    assert reply.json() == {
+        "success": True,
+        "error_message": "",
+        "loaded_adapters": {"formal": str(server.sources / "formal"), "pirate": source},
+    }
+    again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
+    assert again.status_code == 400
+    assert again.json()["success"] is False
+    gone = await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})
+    assert "pirate" not in gone.json()["loaded_adapters"]
+    assert (await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})).status_code == 400
+
+
+async def test_dynamo_loads_lists_and_unloads(server: Running) -> None:
+    source = str(server.sources / "pirate")
+    reply = await server.http.post("/v1/loras", json={"lora_name": "pirate", "source": {"uri": source}})
+    assert reply.json()["status"] == "success"
+    listed = (await server.http.get("/v1/loras")).json()
+    assert (listed["count"], set(listed["loras"])) == (2, {"formal", "pirate"})
+    assert (await server.http.delete("/v1/loras/pirate")).json()["status"] == "success"
+
+
+async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> None:
+    async with start(lora=False) as server:
+        status, text = await load(server, "formal", "formal")
+        assert status == 400
+        assert "--enable-lora" in text
+
+
+async def test_without_lora_only_the_base_is_served_and_adapters_stay_registered(start: Start) -> None:
+    async with start() as server:
+        await load(server, "formal", "formal")
+    async with start(lora=False) as server:
+        assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["base"]
+        assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 404
+    async with start() as server:
+        assert server.service.catalog.names() == ["formal"]
+
+
+async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> None:
+    replies = await asyncio.gather(*(load(server, "new", source) for source in ("pirate", "json")))
+    assert sorted(status for status, _ in replies) in ([200, 400], [200, 409])
+    assert (await server.http.post(CHAT, json=body(model="new"))).status_code == 200
+
+
+async def test_traffic_since_a_name_was_loaded_again_survives_the_end_of_its_unload(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping, dropped = asyncio.Event(), asyncio.Event()
+
+    async def drop(digest: AdapterDigest) -> int:
+        dropping.set()
+        await dropped.wait()
+        return 0
+
+    monkeypatch.setattr(server.engine, "drop_adapter", drop)
+    unloading = asyncio.create_task(server.http.delete("/v1/adapters/formal"))
+    await dropping.wait()
+    assert (await load(server, "formal", "pirate"))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 200
+    dropped.set()
+    assert (await unloading).status_code == 200
+    assert (await server.http.get("/v1/adapters/formal/stats")).json()["requests"] == 1
+
+
+async def test_adapter_with_missing_files_can_be_replaced(server: Running) -> None:
+    record = server.service.catalog.get("formal")
+    assert record is not None
+    server.service.catalog._missing.add(record.digest)
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 400
+    assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 200
+
+
+async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> None:
+    everyones = to_thread.current_default_thread_limiter()
+    for _ in range(int(everyones.total_tokens)):
+        everyones.acquire_on_behalf_of_nowait(object())
+    assert (await load(server, "pirate", "pirate"))[0] == 200
+    assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+    assert (await server.http.delete("/v1/adapters/pirate")).status_code == 200
+
+
+async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    register = server.service.catalog.register
+
+    def register_late(*arguments: Any, **options: Any) -> RegisteredAdapter:
+        go_on.wait()
+        return register(*arguments, **options)
+
+    monkeypatch.setattr(server.service.catalog, "register", register_late)
+    most = int(server.service.loads.total_tokens)
+    loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
+    try:
+        await until(lambda: server.service.loads.statistics().tasks_waiting == 1, "one load waits")
+        assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
+    finally:
+        go_on.set()
+    assert [status for status, _ in await asyncio.gather(*loading)] == [200] * (most + 1)

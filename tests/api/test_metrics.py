@@ -1,0 +1,304 @@
+"""The metrics page: vLLM's names, true numbers, bounded size."""
+
+import time
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from lorikeet.api.metrics import RequestMetrics
+from lorikeet.api.usage import RequestCounts
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.messages import (
+    AssistCounters,
+    DecisionTimes,
+    EngineStats,
+    MemoryStats,
+    ModeStats,
+    QueueStats,
+    RouteStats,
+    TierBytes,
+)
+from tests.api.conftest import Running
+from tests.api.test_chat import CHAT, body, events
+
+MEMORY = MemoryStats(
+    device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),
+    host=TierBytes(total=50, free=4, adapters=30, kv_running=0, kv_cached=15, inflight=1),
+    host_adapters=6,
+    packing_waste_bytes=5,
+    invalid_kv_bytes=1,
+    invalid_kv_share=0.25,
+    adapter_queries=20,
+    adapter_hits=15,
+    kv_queries_tokens=1000,
+    kv_hits_tokens=300,
+    kv_host_hits_tokens=200,
+    transfers={"source-host": RouteStats(6, 300, 1, 0.5), "host-device": RouteStats(9, 400, 0, 0.25)},
+    prefetched=8,
+    prefetched_used=7,
+    decisions=DecisionTimes(count=4, total_s=0.004, worst_s=0.003),
+    nodes=120,
+    metadata_bytes=30_000,
+)
+STATS = EngineStats(
+    at_s=0.0,
+    steps=7,
+    running=2,
+    waiting=5,
+    waiting_for_adapter=2,
+    waiting_for_kv=1,
+    free_blocks=40,
+    cached_blocks=10,
+    kv_blocks=30,
+    adapter_blocks=18,
+    inflight_blocks=2,
+    total_blocks=100,
+    kv_limit_blocks=100,
+    resident_adapters={},
+    running_adapters=(),
+    waiting_adapters=(),
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=25,
+    preemptions=3,
+    step_tokens=12,
+    memory=MEMORY,
+)
+
+
+async def page(server: Running) -> dict[str, list[Sample]]:
+    """Read the page with the official parser."""
+    text = (await server.http.get("/metrics")).text
+    samples: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
+
+
+def value(samples: dict[str, list[Sample]], name: str, **labels: str) -> float:
+    (found,) = [s for s in samples[name] if labels.items() <= s.labels.items()]
+    assert {"model_name": "base", "engine": "0"}.items() <= found.labels.items()
+    return found.value
+
+
+async def test_finished_requests_are_counted_under_vllms_names(server: Running) -> None:
+    answer = (await server.http.post(CHAT, json=body())).json()
+    await events(server.http, CHAT, body(max_tokens=1))
+    samples = await page(server)
+    usage = answer["usage"]
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(samples, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(samples, "vllm:prompt_tokens_total") == 2 * usage["prompt_tokens"]
+    assert value(samples, "vllm:generation_tokens_total") == usage["completion_tokens"] + 1
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_inference_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert value(samples, f"vllm:{name}_count") == 2
+    assert value(samples, "vllm:request_time_per_output_token_seconds_count") == 1
+    assert value(samples, "vllm:inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
+
+
+async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    assert value(samples, "vllm:num_requests_running") == 2
+    assert value(samples, "vllm:num_requests_waiting") == 5
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
+    assert value(samples, "vllm:num_requests_waiting_by_reason", reason="deferred") == 3
+    waiting = {s.labels["for"]: s.value for s in samples["lorikeet:num_requests_waiting_for_transfer"]}
+    assert waiting == {"adapter": 2, "kv": 1}
+    assert value(samples, "vllm:kv_cache_usage_perc") == 30 / 80
+    server.engine.stats = msgspec.structs.replace(STATS, kv_limit_blocks=60)  # a static split
+    assert value(await page(server), "vllm:kv_cache_usage_perc") == 30 / 60
+    assert value(samples, "vllm:prefix_cache_queries_total") == 100
+    assert value(samples, "vllm:prefix_cache_hits_total") == 25
+    assert value(samples, "vllm:num_preemptions_total") == 3
+    assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert value(samples, "lorikeet:blocks", use="adapter") == 18
+
+
+async def test_the_memory_tells_where_its_bytes_are_and_they_add_up_to_its_tiers(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    by_tier: dict[str, dict[str, float]] = {"device": {}, "host": {}}
+    for sample in samples["lorikeet:memory_bytes"]:
+        by_tier[sample.labels["tier"]][sample.labels["kind"]] = sample.value
+    assert by_tier["device"] == {"free": 40, "adapters": 25, "kv_running": 30, "kv_cached": 3, "inflight": 2}
+    assert {tier: sum(kinds.values()) for tier, kinds in by_tier.items()} == {"device": 100, "host": 50}
+    assert value(samples, "lorikeet:memory_packing_waste_bytes") == 5
+    assert value(samples, "lorikeet:memory_invalid_kv_bytes") == 1
+    assert value(samples, "lorikeet:memory_invalid_kv_share") == 0.25
+    assert value(samples, "vllm:num_cpu_loaded_lora_adapters") == 6
+
+
+async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running) -> None:
+    server.engine.stats = STATS
+    samples = await page(server)
+    told = {
+        name.removeprefix("lorikeet:memory_"): found[0].value
+        for name, found in samples.items()
+        if name.startswith("lorikeet:memory_") and set(found[0].labels) == {"model_name", "engine"}
+    }
+    assert told == {
+        "packing_waste_bytes": 5,
+        "invalid_kv_bytes": 1,
+        "invalid_kv_share": 0.25,
+        "adapter_queries_total": 20,
+        "adapter_hits_total": 15,
+        "kv_query_tokens_total": 1000,
+        "prefetched_total": 8,
+        "prefetched_used_total": 7,
+        "decisions_total": 4,
+        "decision_seconds_total": 0.004,
+        "decision_seconds_max": 0.003,
+        "nodes": 120,
+        "metadata_bytes": 30_000,
+    }
+    assert value(samples, "lorikeet:memory_kv_hit_tokens_total", tier="device") == 300
+    assert value(samples, "lorikeet:memory_kv_hit_tokens_total", tier="host") == 200
+    moved = {"source": "source", "target": "host"}
+    numbers = ("transfers", "transfer_bytes", "transfer_failures", "transfer_busy_seconds")
+    assert [value(samples, f"lorikeet:memory_{name}_total", **moved) for name in numbers] == [6, 300, 1, 0.5]
+    assert value(samples, "lorikeet:memory_transfers_total", source="host", target="device") == 9
+
+
+async def test_merging_and_cold_starts_are_told(server: Running) -> None:
+    modes = ModeStats(AdapterDigest("d" * 64), switches=4, switch_s=0.5, merged_steps=30, assisted_steps=2)
+    server.engine.stats = msgspec.structs.replace(STATS, modes=modes, ahead_of_adapter=3)
+    samples = await page(server)
+    assert value(samples, "lorikeet:merged_adapter", adapter="d" * 12) == 1
+    names = ("merge_switches", "merge_switch_seconds", "merged_steps", "assisted_steps")
+    assert [value(samples, f"lorikeet:{name}_total") for name in names] == [4, 0.5, 30, 2]
+    assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
+    server.engine.stats = STATS
+    assert "lorikeet:merged_adapter" not in await page(server)
+
+
+async def test_what_host_workers_do_is_told_where_there_are_any(server: Running) -> None:
+    server.engine.stats = msgspec.structs.replace(STATS, assist=AssistCounters(50, 30, 2, 4, 1))
+    samples = await page(server)
+    names = ("host_layers", "device_layers", "host_layers_after_arrival", "rescued_slices", "lost_workers")
+    assert [value(samples, f"lorikeet:assist_{name}_total") for name in names] == [50, 30, 2, 4, 1]
+    server.engine.stats = STATS
+    assert "lorikeet:assist_host_layers_total" not in await page(server)
+
+
+async def test_classes_of_the_admission_queue_are_told(server: Running) -> None:
+    queue = QueueStats((5, 0), (300, 700), (310, 20), refreshes=2, bypassed=7, squashed=1, joined=4)
+    server.engine.stats = msgspec.structs.replace(STATS, queue=queue)
+    samples = await page(server)
+    for name, by_class in (("waiting", (5, 0)), ("quota_tokens", (300, 700)), ("held_tokens", (310, 20))):
+        told = [value(samples, f"lorikeet:queue_{name}", **{"class": number}) for number in ("0", "1")]
+        assert tuple(told) == by_class, name
+    names = ("refreshes", "bypassed", "squashed", "joined")
+    assert [value(samples, f"lorikeet:queue_{name}_total") for name in names] == [2, 7, 1, 4]
+    server.engine.stats = STATS
+    assert "lorikeet:queue_waiting" not in await page(server)
+
+
+async def test_without_gauges_of_the_engine_the_page_has_none_of_the_memory(server: Running) -> None:
+    assert not [name for name in await page(server) if name.startswith("lorikeet:memory_")]
+
+
+def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
+    name, timings = RequestId("r"), RequestTimings(arrival_s=0.0)
+    for event in (
+        Queued(name, 0.5),
+        Admitted(name, 1.0, 32, True, True),
+        AdapterArrived(name, 3.0),
+        KvArrived(name, 7.0),
+    ):
+        timings.apply(event)
+    metrics = RequestMetrics("base", 256)
+    metrics.observe_request(timings, 40, 0, "abort", 8.0)
+    metrics.observe_request(RequestTimings(arrival_s=0.0), 40, 0, "abort", 8.0)
+    text = metrics.page().decode()
+    assert 'lorikeet:request_adapter_wait_seconds_sum{engine="0",model_name="base"} 2.0' in text
+    assert 'lorikeet:request_kv_wait_seconds_sum{engine="0",model_name="base"} 4.0' in text
+    assert 'lorikeet:request_kv_wait_seconds_count{engine="0",model_name="base"} 1.0' in text
+
+
+async def test_a_step_is_counted_once_however_many_requests_share_it(server: Running) -> None:
+    server.engine.stats = STATS
+    await server.http.post(CHAT, json=body(n=2))
+    samples = await page(server)
+    assert value(samples, "vllm:iteration_tokens_total_count") == 1
+    assert value(samples, "vllm:iteration_tokens_total_sum") == 12
+
+
+async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> None:
+    def adapter(name: str) -> AdapterRef:
+        return AdapterRef(AdapterName(name), AdapterDigest(name * 20), "", {"q": (8, 16)}, 1)
+
+    held, queued = adapter("held"), adapter("queued")
+    server.service.used_adapters.update({held.digest: held, queued.digest: queued})
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        resident_adapters={held.digest: 3},
+        running_adapters=(held.digest,),
+        waiting_adapters=(held.digest, queued.digest),
+    )
+    server.engine.callbacks[0](AdapterLoaded(held.digest, 0.0, 0.2))
+    samples = await page(server)
+    (info,) = samples["vllm:lora_requests_info"]
+    assert (info.labels["running_lora_adapters"], info.labels["waiting_lora_adapters"]) == ("held", "queued")
+    assert abs(info.value - time.time()) < 60
+    assert value(samples, "vllm:lora_adapter_loaded", adapter_name="held", level="gpu", pinned="false", rank="16") == 1
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 1
+    assert value(samples, "vllm:lora_adapter_load_seconds_sum") == 0.2
+
+
+async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(server: Running) -> None:
+    await server.http.post(CHAT, json=body(model="formal"))
+    twin = server.service.catalog.register("twin", str(server.sources / "formal")).record
+    unused = server.service.catalog.register("pirate", str(server.sources / "pirate")).record
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        resident_adapters={twin.digest: 3, AdapterDigest("0123456789abcdef"): 1},
+        waiting_adapters=(unused.digest,),
+    )
+    samples = await page(server)
+    (info,) = samples["vllm:lora_requests_info"]
+    assert info.labels["running_lora_adapters"] == "0123456789ab,formal,twin"
+    assert info.labels["waiting_lora_adapters"] == "pirate"
+    for name in ("formal", "twin"):
+        assert value(samples, "vllm:lora_adapter_loaded", adapter_name=name, rank="4") == 1
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 2
+
+
+async def test_adapters_have_counts_of_their_own(server: Running) -> None:
+    for _ in range(2):
+        await server.http.post(CHAT, json=body(model="formal"))
+    await server.http.post(CHAT, json=body())
+    samples = await page(server)
+    assert value(samples, "lorikeet:adapter_requests_total", adapter="formal") == 2
+    assert value(samples, "lorikeet:adapter_requests_total", adapter="other") == 0
+    assert value(samples, "lorikeet:adapter_first_tokens_total", adapter="formal") == 2
+
+
+async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -> None:
+    refs = {}
+    for number in range(10_000):
+        name = f"organisation/team-{number % 7}/adapter-{number:05}"
+        server.service.observer.usage.of(name).add(RequestCounts(requests=1))
+        digest = AdapterDigest(f"{number:064x}")
+        refs[digest] = AdapterRef(AdapterName(name), digest, "/somewhere", {"q": (8,)}, 1)
+    server.service.used_adapters.update(refs)
+    server.engine.stats = msgspec.structs.replace(
+        STATS, resident_adapters=dict.fromkeys(refs, 1), waiting_adapters=tuple(refs)
+    )
+    reply = await server.http.get("/metrics")
+    assert len(reply.content) < 2**20
+    samples = await page(server)
+    assert len(samples["lorikeet:adapter_requests_total"]) == 21
+    assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 10_000

@@ -1,0 +1,406 @@
+"""The whole server as users start it: both processes, a tiny random model, real HTTP."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from tests.api.conftest import TEMPLATE, TOKENIZER
+from tests.api.fakes import write_adapter
+from tests.api.test_chat import CHAT, text_of
+from tests.models.checkpoints import make_checkpoint
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+MESSAGES = [{"role": "user", "content": "hello world"}]
+LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+COMMAND = "from lorikeet.cli.main import main; main()"
+HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def make_model(folder: Path, positions: int = 512) -> Path:
+    """Write a tiny random model with a tokenizer and a chat template."""
+    make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=positions)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKENIZER.token_to_id("<|im_end|>")}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Server:
+    """One ``lorikeet serve``."""
+
+    def __init__(self, process: asyncio.subprocess.Process, http: httpx.AsyncClient, printed: list[str]) -> None:
+        self.process = process
+        self.http = http
+        self.printed = printed
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+
+@asynccontextmanager
+async def serving(model: Path, home: Path, *flags: str) -> AsyncIterator[Server]:
+    """Start a server on a free port, wait until it says that it is ready, and end it afterwards."""
+    environment = {**os.environ, "XDG_DATA_HOME": str(home), "OMP_NUM_THREADS": "1", "LORIKEET_ENGINE__THREADS": "1"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        env={**environment, "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    assert process.stdout is not None
+    printed: list[str] = []
+    try:
+        while not any(line.startswith("curl ") for line in printed):
+            line = await process.stdout.readline()
+            assert line, f"the server ended with {await process.wait()} after: {printed}"
+            printed.append(line.decode())
+        (url,) = re.findall(r"Lorikeet is ready: (\S+)", "".join(printed))
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            yield Server(process, http, printed)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """One server for tests that leave it as it was, and a last one that ends it."""
+    async with serving(model, tmp_path_factory.mktemp("home")) as started:
+        yield started
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_streams_go_on_when_the_engine_process_is_killed(server: Server) -> None:
+    expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    assert os.getsid(engine) != os.getsid(server.process.pid), "a Ctrl-C at the terminal is for the server alone"
+    async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+        lines = [line async for line in _killing(reply, engine) if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert lines[-1] == "data: [DONE]"
+    assert text_of(chunks) == expected
+    assert (await server.http.get("/health")).json()["engine_restarts"] == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_server_answers_and_on_a_signal_finishes_what_it_accepted(server: Server) -> None:
+    """The last test of the server that these two share."""
+    assert '"model": "tiny"' in server.printed[-1]
+    assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["tiny"]
+    answer = (await server.http.post(CHAT, json=LONG)).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+        lines = reply.aiter_lines()
+        first = await anext(lines)
+        server.signal(signal.SIGTERM)
+
+        async def refusal() -> int:
+            status = (await server.http.post(CHAT, json={**LONG, "max_tokens": 1})).status_code
+            return 0 if status == 200 else status
+
+        assert await until(refusal, "the signal has arrived, and requests are refused") == 503
+        rest = [first, *[line async for line in lines if line]]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
+    assert rest[-1] == "data: [DONE]"
+    assert text_of(chunks) == answer["choices"][0]["message"]["content"]
+    assert await server.process.wait() == 0
+
+
+async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--log-json", "--max-loras", "2"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    assert process.stderr is not None
+    lines: list[dict[str, str]] = []
+    async with asyncio.timeout(120):
+        while not lines or lines[-1]["event"] != "ready":
+            line = await process.stderr.readline()
+            assert line, f"the server ended with {await process.wait()} after: {lines}"
+            lines.append(json.loads(line))
+        process.terminate()
+        printed, rest = await process.communicate()
+    assert (process.returncode, printed) == (0, b"")
+    events = [line["event"] for line in lines]
+    phases = ["note", "model found", "weights loaded", "preset auto = lorikeet:plain", "adapters registered", "ready"]
+    assert [event for event in events if event in phases] == phases
+    assert any(re.match(r"memory for adapters and KV: 16 MiB on the device", event) for event in events)
+    assert lines[-1]["url"].startswith("http://127.0.0.1:")
+    assert [json.loads(line)["event"] for line in rest.splitlines()][:2] == ["draining, 0 requests running", "drained"]
+
+
+async def test_a_second_signal_ends_the_server_at_once(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path, "--max-num-seqs", "1") as server:
+        waiting = [asyncio.create_task(server.http.post(CHAT, json={**LONG, "n": 20})) for _ in range(5)]
+        await _until_reply(server, "/load", lambda reply: reply.json()["server_load"] >= 100, "100 answers wait")
+        server.signal(signal.SIGTERM)
+        await _until_reply(server, "/health", lambda reply: reply.status_code != 200, "the server drains")
+        server.signal(signal.SIGINT)
+        assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [503] * 5
+        assert await server.process.wait() == 0
+
+
+async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_removed(
+    model: Path, tmp_path: Path
+) -> None:
+    sources = tmp_path / "sources"
+    write_adapter(sources / "one", layers=3, hidden=48)
+    asking = {**LONG, "max_tokens": 20}
+    flags = ("--adapter-dir", str(sources))
+    async with serving(model, tmp_path, *flags) as server:
+        base = (await server.http.post(CHAT, json=asking)).json()["choices"]
+        content = {"lora_name": "one", "lora_path": str(sources / "one")}
+        assert (await server.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
+        first = (await server.http.post(CHAT, json={**asking, "model": "one"})).json()["choices"]
+        assert first != base
+        write_adapter(sources / "one", layers=3, hidden=48, seed=1)
+        replaced = await server.http.post("/v1/load_lora_adapter", json={**content, "load_inplace": True})
+        assert replaced.status_code == 200
+        second = (await server.http.post(CHAT, json={**asking, "model": "one"})).json()["choices"]
+        assert second != first
+    async with serving(model, tmp_path, *flags) as server:
+        assert "one" in "".join(server.printed)
+        assert (await server.http.post(CHAT, json={**asking, "model": "tiny:one"})).json()["choices"] == second
+        await _until_on_device(server, "one")
+        running = asyncio.create_task(server.http.post(CHAT, json={**LONG, "model": "one"}))
+        await _until_reply(
+            server,
+            "/v1/adapters/one/stats",
+            lambda reply: running.done() or reply.json()["requests_running"],
+            "a request of the adapter runs",
+        )
+        removed = (await server.http.delete("/v1/adapters/one")).json()
+        assert removed["freed_bytes"] > 0
+        assert (await running).json()["usage"]["completion_tokens"] == 400
+        assert (await server.http.post(CHAT, json={**asking, "model": "one"})).status_code == 404
+        assert (await server.http.post(CHAT, json=asking)).json()["choices"] == base
+
+
+async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one", layers=3, hidden=48)
+    write_adapter(tmp_path / "two", layers=3, hidden=48, seed=1)
+    flags = ("--host-memory", "8MiB", "--adapter-dir", str(tmp_path), "--lora-modules", f"one={tmp_path}/one")
+    async with serving(model, tmp_path, *flags) as server:
+        await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
+        line = 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0'
+        await _until_reply(server, "/metrics", lambda reply: line in reply.text, "the host tier has both adapters")
+        assert (await server.http.get("/v1/adapters/one")).json()["level"] is None
+        asked = (await server.http.post(CHAT, json={**LONG, "model": "one", "max_tokens": 20})).json()
+        assert asked["usage"]["completion_tokens"] == 20
+        page = await _metrics(server)
+        assert 'lorikeet:request_adapter_wait_seconds_count{engine="0",model_name="tiny"} 1.0' in page
+        card = await _until_on_device(server, "one")
+        removed = (await server.http.delete("/v1/adapters/one")).json()
+        assert removed["freed_bytes"] > 2 * card["device_bytes"], "device, host, and KV"
+
+
+async def test_late_request_is_shed_and_others_log_tenant_and_priority(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    flags = ("--max-num-seqs", "1", "--shed", "--slo-ttft", "1e-9", "--tenant-header", "X-Tenant")
+    async with serving(model, tmp_path, *flags, "--request-log", str(log)) as server:
+        many = {**LONG, "priority": 3, "n": 8}
+        waiting = asyncio.create_task(server.http.post(CHAT, json=many, headers={"X-Tenant": "blue"}))
+        waits = re.compile(r"^vllm:num_requests_waiting{.*} [1-9]", re.MULTILINE)
+        await _until_reply(server, "/metrics", lambda reply: waits.search(reply.text), "a request waits")
+        refused = await server.http.post(CHAT, json=LONG)
+        assert refused.status_code == 429
+        assert "TTFT target" in refused.json()["error"]["message"]
+        assert (await waiting).status_code == 200
+        assert (await server.http.post(CHAT, json={**LONG, "max_tokens": 1})).status_code == 200
+        page = await _metrics(server)
+        assert 'lorikeet:shed_requests_total{adapter="",engine="0",model_name="tiny"} 1.0' in page
+    first = json.loads(log.read_text().splitlines()[0])
+    assert (first["tenant"], first["priority"], first["slo"]) == ("blue", 3, {"ttft_s": 1e-9})
+
+
+@asynccontextmanager
+async def answering(
+    routes: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]], go_on: asyncio.Event
+) -> AsyncIterator[str]:
+    """Answer GET requests; yield the address, and set ``go_on`` before what is under way is waited for."""
+    app = web.Application()
+    for path, answer in routes.items():
+        app.router.add_get(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        go_on.set()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An HTTP server from which an adapter comes as far as the middle of its weights, and what is set then."""
+    asked = 0
+    hangs, go_on = asyncio.Event(), asyncio.Event()
+
+    async def config(request: web.Request) -> web.Response:
+        return web.json_response({"peft_type": "LORA"})
+
+    async def weights(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        reply = web.StreamResponse(headers={"Content-Length": str(2**24)})
+        await reply.prepare(request)
+        if request.method == "GET":
+            asked += 1
+            await reply.write(bytes(2**20))
+            if asked == 2:  # the first one only looks whether it is there
+                hangs.set()
+                await go_on.wait()
+        return reply
+
+    routes = {"/one/adapter_config.json": config, "/one/adapter_model.safetensors": weights}
+    async with answering(routes, go_on) as url:
+        yield f"{url}/", hangs
+
+
+async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Path, tmp_path: Path) -> None:
+    async with hanging_source() as (url, hangs):
+        flags = ("--allow-source", url, "--drain-timeout", "1")
+        async with serving(model, tmp_path, *flags) as server:
+            content = {"name": "one", "source": f"{url}one"}
+            loading = asyncio.create_task(server.http.post("/v1/adapters", json=content))
+            await hangs.wait()
+            server.signal(signal.SIGTERM)
+            async with asyncio.timeout(60):  # six seconds: the drain, and five for what goes on after it
+                assert await server.process.wait() == 0
+            await asyncio.gather(loading, return_exceptions=True)
+
+
+async def test_hanging_download_does_not_keep_a_starting_server_from_stopping(model: Path, tmp_path: Path) -> None:
+    async with hanging_source() as (url, hangs):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--lora-modules", f"one={url}one"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+        )
+        await hangs.wait()
+        process.terminate()
+        async with asyncio.timeout(60):
+            _, printed = await process.communicate()
+        assert process.returncode == 1
+        assert "stopped before it was ready" in printed.decode()
+
+
+@asynccontextmanager
+async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Yield the address of a hub whose one model's weights never end, and what is set once they are being fetched."""
+    hangs, go_on = asyncio.Event(), asyncio.Event()
+    files = [{"type": "file", "path": name, "rfilename": name, "size": 2**20, "oid": "0"} for name in HUB_FILES]
+    told = {"id": "org/tiny", "sha": "0" * 40, "siblings": files, "tags": [], "downloads": 0, "private": False}
+
+    async def model(request: web.Request) -> web.Response:
+        return web.json_response(files if "/tree/" in request.path else told)
+
+    async def content(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Length": str(2**20), "ETag": '"0"', "X-Repo-Commit": "0" * 40}
+        reply = web.StreamResponse(headers=headers)
+        await reply.prepare(request)
+        if request.method == "GET":
+            await reply.write(bytes(2**10))
+            hangs.set()
+            await go_on.wait()
+        return reply
+
+    async with answering({"/api/models/{path:.*}": model, "/org/tiny/{path:.*}": content}, go_on) as url:
+        yield url, hangs
+
+
+async def test_slow_model_download_does_not_keep_a_server_from_stopping(tmp_path: Path) -> None:
+    async with hanging_hub() as (url, hangs):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "serve", "org/tiny", "--port", "0"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"},
+        )
+        async with asyncio.timeout(60):
+            await hangs.wait()
+            process.terminate()
+            _, printed = await process.communicate()
+        assert process.returncode == 1
+        assert "stopped before it was ready" in printed.decode()
+
+
+async def _until_reply(
+    server: Server, path: str, condition: Callable[[httpx.Response], object], what: str
+) -> httpx.Response:
+    """Wait until the reply of a path meets a condition, and return it."""
+
+    async def reply_that_meets_it() -> tuple[httpx.Response, ...]:
+        reply = await server.http.get(path)
+        return (reply,) if condition(reply) else ()
+
+    (reply,) = await until(reply_that_meets_it, what)
+    return reply
+
+
+async def _until_on_device(server: Server, adapter: str) -> dict[str, Any]:
+    """Wait until the gauges, which follow an answer, show an adapter on the device; return its card."""
+    reply = await _until_reply(
+        server, f"/v1/adapters/{adapter}", lambda reply: reply.json()["level"] == "gpu", "the adapter is on the device"
+    )
+    return dict(reply.json())
+
+
+async def _metrics(server: Server) -> str:
+    return (await server.http.get("/metrics")).text
+
+
+async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]:
+    """Pass the lines of a stream on; kill a process after the first one."""
+    killed = False
+    async for line in reply.aiter_lines():
+        if not killed:
+            os.kill(process_id, signal.SIGKILL)
+            killed = True
+        yield line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
+        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x' from /nowhere/at/all"),
+        (("--memory", "100KiB"), "--memory 0.09766 MiB is too small for a sequence of 512 tokens"),
+        (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
+        (("--block-size", "0"), "--block-size: Expected `int` >= 1"),
+        (("--log-level", "loud"), "log level 'loud' is not one of"),
+        (("--preset", "elroa"), "did you mean elora"),
+    ],
+)
+async def test_a_server_that_cannot_start_says_why(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", *flags),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
+    )
+    _, printed = await process.communicate()
+    assert process.returncode in (1, 2)
+    assert message in printed.decode()

@@ -1,0 +1,122 @@
+"""``lorikeet route`` as it is called."""
+
+import asyncio
+import re
+import resource
+import signal
+import sys
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from lorikeet.cli.main import app
+from lorikeet.router.proxied_request import COMPLETIONS
+from lorikeet.router.run import RouterOptions, raise_file_limit
+from tests.router.scripted import ScriptedBackend, words
+
+COMMAND = "from lorikeet.cli.main import main; main()"
+runner = CliRunner(env={"COLUMNS": "200"})
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RouterOptions:
+    seen: list[RouterOptions] = []
+    monkeypatch.setattr("lorikeet.router.run.run_router", seen.append)
+    result = runner.invoke(app, ["route", *arguments])
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(
+        monkeypatch,
+        *"--backend http://a:1 --backend http://b:2/v1 --preset loraserve:random --slo ttft=2 --port 1".split(),
+        *"--lora-modules one=hf://org/one,rank=8 --api-key k --admin-key a --backend-key b".split(),
+        *("--allowed-origins", "http://one", "--allowed-origins", '["http://two", "http://three"]'),
+    )
+    assert options.backends == ("http://a:1", "http://b:2/v1")
+    assert [(each.name, each.source, each.rank) for each in options.adapters] == [("one", "hf://org/one", 8)]
+    assert (options.preset, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
+    assert (options.api_keys, options.admin_keys, options.backend_key) == (("k",), ("a",), "b")
+    assert options.allowed_origins == ("http://one", "http://two", "http://three")
+
+
+def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--backend http://a --preset nonsense",
+        "--backend http://a --slo fast",
+        "--backend http://a --api-key=",
+        "--backend http://a --admin-key=",
+        "--backend http://a --allowed-origins example.org",
+        "--backend http://a --allowed-origins {}",
+        "--backend http://a --lora-modules one",
+        "--backend http://a --lora-modules one=hf://org/one",
+    ],
+)
+def test_wrong_flags_end_the_command_before_anything_starts(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.setattr("lorikeet.router.run.run_router", lambda options: pytest.fail("it started"))
+    assert runner.invoke(app, ["route", *arguments.split()]).exit_code == 2
+
+
+def test_what_a_row_lacks_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Logs would go on to be written to what the runner takes for stderr.
+    monkeypatch.setattr("lorikeet.router.run.configure_logs", lambda level, as_json: None)
+    result = runner.invoke(app, ["route", "--backend", "http://127.0.0.1:9", "--preset", "toppings"])
+    assert result.exit_code == 1
+    assert "--profile" in result.output
+    assert "Traceback" not in result.output
+
+
+async def test_it_says_where_it_listens_and_ends_in_order() -> None:
+    backend = ScriptedBackend()
+    await backend.start()
+    flags = ("--backend", backend.url, "--lora-modules", "formal=/elsewhere/formal,rank=8", "--port", "0")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", COMMAND, "route", *flags), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        printed = ""
+        while "curl" not in printed:
+            line = await process.stdout.readline()
+            assert line, f"it ended with {await process.wait()} after: {printed}"
+            printed += line.decode()
+        assert "formal" in printed
+        (url,) = re.findall(r"Lorikeet is ready: (\S+)", printed)
+        backend.pauses_at = 2
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            body = {"model": "formal", "prompt": "once", "max_tokens": 5, "stream": True}
+            async with http.stream("POST", COMPLETIONS, json=body) as reply:
+                lines = reply.aiter_lines()
+                said = [await anext(lines)]
+                process.send_signal(signal.SIGTERM)
+                while True:  # until it takes no more connections
+                    try:
+                        await httpx.AsyncClient(timeout=60, verify=False).get(f"{url}/health")
+                    except httpx.TransportError:
+                        break
+                backend.go_on.set()
+                said += [line async for line in lines]
+        assert said[-2] == "data: [DONE]"
+        assert sum(line.startswith("data: {") for line in said) == 5
+        assert backend.calls == ["+formal"]
+        assert words("formal", "once", 1).strip() in said[0]
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        backend.go_on.set()
+        await backend.kill()
