@@ -23,8 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
-from lorikeet.client.client import EngineClient
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from lorikeet.api.metrics import RequestCounts
 from lorikeet.api.middleware import key_name
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.slo_targets import attainment, missed, read_targets
-from lorikeet.api.usage import RequestCounts
 from lorikeet.bench.workload import read_workload
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings

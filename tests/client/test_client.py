@@ -14,8 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from lorikeet.client.client import EngineClient
-from lorikeet.client.streams import DEATHS_PER_REQUEST, RequestHandle
+from lorikeet.client.client import DEATHS_PER_REQUEST, EngineClient, RequestHandle
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from lorikeet.client.streams import RequestHandle, Streams
+from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.core.events import Finished, FinishReason, Queued, RequestEvent
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs, TokenOutput

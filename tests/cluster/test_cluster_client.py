@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.client.supervisor import EngineError, LocalHost
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.build import MigrationCosts, build_migration
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.placement.orchestrator import Orchestrator

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from lorikeet.adapters.store import MANIFEST_FILE
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
 from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lorikeet.adapters.registry import sqlite_url
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.client.supervisor import EngineProcess, LocalHost
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.registry import ClusterRegistry

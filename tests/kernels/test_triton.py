@@ -24,6 +24,9 @@ from lorikeet.kernels.base import (
     LoraTarget,
     LoraTargets,
     LoraWeights,
+    SamplingTensors,
+    choose,
+    gumbel_noise,
 )
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu import attention as gpu_attention
@@ -33,7 +36,6 @@ from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
 from lorikeet.kernels.gpu.launch import INTERPRETED
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
 from tests.kernels.choices import check_chosen

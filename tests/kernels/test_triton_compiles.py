@@ -40,10 +40,9 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LoraWeights, kv_view
+from lorikeet.kernels.base import LoraWeights, SamplingTensors, kv_view
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
-from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import WeightLayout

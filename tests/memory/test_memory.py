@@ -10,8 +10,7 @@ from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, Finish
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import SequenceLease, WaitReason
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules

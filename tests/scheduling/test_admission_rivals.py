@@ -16,8 +16,7 @@ from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.sjf import ShortestFirst
-from lorikeet.scheduling.state import SchedulerLimits
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 RIVALS = ("sjf", "sjf:aging", "fair", "fair:literal", "fair:adapter", "priority", "deadline")

@@ -22,7 +22,7 @@ from lorikeet.scheduling.multilevel.queue import ChameleonQueue, InitialClasses,
 from lorikeet.scheduling.multilevel.quotas import SurplusShare, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter
 from tests.support.step_counts import STEPS_VARIABLE, count
 

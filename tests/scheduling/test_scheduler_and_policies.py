@@ -13,8 +13,7 @@ from lorikeet.presets import PreemptedKv, Preset
 from lorikeet.scheduling.admission import Admission, AdmissionView
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fifo import Fifo
-from lorikeet.scheduling.state import SchedulerLimits
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 

@@ -10,8 +10,7 @@ import psutil
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.random_adapters import write_random_adapter
-from lorikeet.client.client import EngineClient
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished

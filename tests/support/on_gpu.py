@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, Weight
+from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, SamplingTensors, Weight
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
-from lorikeet.kernels.sampling import SamplingTensors
 
 GPU = torch.device("cuda")
 

@@ -5,8 +5,16 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, LoraDelta, Weight
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    LoraDelta,
+    SamplingTensors,
+    Weight,
+)
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""

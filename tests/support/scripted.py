@@ -15,8 +15,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.sampling import choose, gumbel_noise
+from lorikeet.kernels.base import choose, gumbel_noise
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.sampler import Sampler, bias_of, edit_logits
 from tests.kernels.choices import VOCAB, filters, kept_slowly

@@ -25,7 +25,7 @@ from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import read_model_config
 
 WARM_UP = (WorkloadRequest(0.0, None, 128, 16),) * 8

@@ -48,7 +48,7 @@ from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.bench.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.extras import install_command
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 
 Progress = Callable[[str, int, int], None]

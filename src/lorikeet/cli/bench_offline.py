@@ -59,7 +59,7 @@ def bench_offline(
     from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
     from lorikeet.bench.plots import offline_bars
     from lorikeet.bench.vllm_backend import WorkerError
-    from lorikeet.kernels.tensors import SLOW_HALVES, torch_dtype
+    from lorikeet.kernels.base import SLOW_HALVES, torch_dtype
     from lorikeet.models.config import ModelConfigError
     from lorikeet.models.loading import WeightError
 

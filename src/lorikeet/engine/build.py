@@ -16,8 +16,7 @@ from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Assist, Memory
+from lorikeet.memory.memory import AdapterSize, Assist, Memory
 from lorikeet.memory.packing import block_runs, pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules

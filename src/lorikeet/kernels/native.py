@@ -20,11 +20,11 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
+    SamplingTensors,
     Weight,
 )
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.reference import add_lora_einsum
-from lorikeet.kernels.sampling import SamplingTensors
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""

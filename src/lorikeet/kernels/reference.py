@@ -13,9 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LayersShape, LayerWeights, LoraDelta, LoraSegment, Weight
-from lorikeet.kernels.sampling import SamplingTensors, choose
-from lorikeet.kernels.tensors import SLOW_HALVES
+from lorikeet.kernels.base import (
+    SLOW_HALVES,
+    Batch,
+    HeadNorms,
+    LayersShape,
+    LayerWeights,
+    LoraDelta,
+    LoraSegment,
+    SamplingTensors,
+    Weight,
+    choose,
+)
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:

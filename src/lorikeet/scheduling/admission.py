@@ -15,7 +15,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 Admission = Generator[Request, WaitReason | None, None]
 """Yields requests to try, one by one. The outcome is sent back: None if it was admitted, else why it must wait."""

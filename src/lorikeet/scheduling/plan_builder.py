@@ -21,8 +21,7 @@ from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest
-from lorikeet.scheduling.state import SchedulerLimits, Sequence
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimator
 
 
 @dataclass(slots=True)

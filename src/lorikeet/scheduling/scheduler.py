@@ -33,8 +33,7 @@ from lorikeet.presets import ColdStart, PreemptedKv, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, RunningRequest
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
-from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
 
 MAX_UNINTERRUPTED_STEPS = 32
 """Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""

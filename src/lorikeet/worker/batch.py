@@ -11,8 +11,7 @@ from torch import Tensor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights
-from lorikeet.kernels.tensors import to_device
+from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device
 
 Ints = npt.NDArray[np.int64]
 

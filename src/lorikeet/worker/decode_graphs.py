@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, Segment, kv_view, split_segments
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, SamplingTensors, Segment, kv_view, split_segments
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import DeviceBackend, Graph, StreamEvent

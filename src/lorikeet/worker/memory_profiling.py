@@ -17,8 +17,7 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, kv_view
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.presets import resolve_preset

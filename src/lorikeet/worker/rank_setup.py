@@ -13,8 +13,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import Kernels, torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.tensors import to_device
+from lorikeet.kernels.base import SamplingTensors, to_device
 from lorikeet.worker.batch import GrowingInts, Ints
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]

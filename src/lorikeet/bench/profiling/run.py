@@ -42,7 +42,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.fit import fit_lora, fit_step
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s
 from lorikeet.costs.profile import Constant, CostProfile
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.worker.torch_executor import build_torch_executor
 

@@ -15,8 +15,8 @@ import msgspec
 import structlog
 import zmq.asyncio
 
+from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.client.state import ClusterState, ReplicaState, ReplicaView, replica_state
-from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor
 from lorikeet.cluster.adapters.transport import Transport, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from lorikeet.client.streams import RequestHandle, Streams
+from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv, Submit

@@ -18,13 +18,13 @@ from lorikeet.kernels.base import (
     LayerWeights,
     LoraBatch,
     LoraDelta,
+    SamplingTensors,
     Weight,
 )
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.reference import add_lora_einsum
-from lorikeet.kernels.sampling import SamplingTensors
 
 _MOST_PARTS = 8
 

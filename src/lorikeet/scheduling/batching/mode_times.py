@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.scheduling.batching.mode import BatchWork
-from lorikeet.scheduling.step_times import RobustFit, faded
+from lorikeet.scheduling.state import RobustFit, faded
 
 _SCALE = np.array((1.0, 100.0, 10.0, 1.0, 1000.0))
 """Units of the features (step, prefill tokens, decodes, any LoRA, LoRA work), so that they are of similar size."""

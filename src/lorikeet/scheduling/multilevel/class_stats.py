@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lorikeet.scheduling.multilevel.options import ChameleonOptions
 from lorikeet.scheduling.multilevel.quotas import assign_quotas, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SlidingWindow:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorikeet.core.ids import RequestId
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SurplusShare(StrEnum):

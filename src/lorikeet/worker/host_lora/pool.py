@@ -14,7 +14,7 @@ from torch import Tensor
 from lorikeet.core.assist_costs import WORKER_TOKENS, slice_rows
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, RingShape, RingSlice

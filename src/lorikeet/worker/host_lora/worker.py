@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.kernels.base import LoraPieces, LoraTargets
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import LoraPieces, LoraTargets, torch_dtype
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.models.weights import lora_targets
