@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from anyio import to_thread
 
-from lorikeet.adapters.catalog import Registered
+from lorikeet.adapters.catalog import RegisteredAdapter
 from lorikeet.core.ids import AdapterDigest
 from tests.server.conftest import Running, Start
 from tests.server.fakes import write_adapter
@@ -152,7 +152,7 @@ async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_know
 ) -> None:
     catalog, register = server.service.catalog, server.service.catalog.register
 
-    def register_and_lose(name: str, source: str, *, replace: bool) -> Registered:
+    def register_and_lose(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
         registered = register(name, source, replace=replace)
         catalog.remove(name)
         return registered
@@ -169,7 +169,7 @@ async def test_two_replacements_at_once_free_what_each_replaced(
     both_have_begun, turn = threading.Barrier(2, timeout=30), threading.Lock()
     versions = {record.digest for record in catalog.list()}
 
-    def register_in_turn(name: str, source: str, *, replace: bool) -> Registered:
+    def register_in_turn(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
         both_have_begun.wait()
         with turn:
             registered = register(name, source, replace=replace)
@@ -339,7 +339,7 @@ async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, mon
     go_on = threading.Event()
     register = server.service.catalog.register
 
-    def register_late(*arguments: Any, **options: Any) -> Registered:
+    def register_late(*arguments: Any, **options: Any) -> RegisteredAdapter:
         go_on.wait()
         return register(*arguments, **options)
 
