@@ -80,8 +80,8 @@ def test_a_workload_keeps_its_own_adapters_and_its_requests_for_the_base(tmp_pat
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("chat", "needs the conversations of a trace"),
-        ("nowhere.jsonl", "no file 'nowhere.jsonl'"),
+        ("chat", "needs a trace of conversations"),
+        ("nowhere.jsonl", "'nowhere.jsonl' is neither a file nor a shape"),
     ],
 )
 def test_a_workload_that_there_is_not_is_named(source: str, complaint: str) -> None:
