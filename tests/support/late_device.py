@@ -1,9 +1,9 @@
 """A device that runs queued work as late as the order of streams and events allows, and reports races.
 
-It tracks copies, graphs, and what ``Decoder.forward`` reads and writes. Copies and graphs run when an event after them is
-waited for, and copies in other streams not before :meth:`LateDevice.hold` ends. Eager steps run immediately, but count
-as in flight until later work has finished. Two pieces of unordered work in flight that touch the same bytes are a fault.
-So is a graph that reads values on the host, for which it would have to wait.
+It tracks copies, graphs, and what ``Decoder.forward`` reads and writes. Copies and graphs run when an event after them
+is waited for, and copies in other streams not before :meth:`LateDevice.hold` ends. Eager steps run immediately, but
+count as in flight until later work has finished. Two pieces of unordered work in flight that touch the same bytes are a
+fault. So is a graph that reads values on the host, for which it would have to wait.
 """
 
 import itertools
